@@ -209,7 +209,7 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
     rounds = 8 if inner.asynchronous else 3  # until somebody's second reply counts
     world = World(norm=True, participation=1.0, rounds=rounds, training=PLAIN)
     if not inner.single_download:
-        with pytest.raises(InvalidValue, match=f"{name}.* download several models"):
+        with pytest.raises(InvalidValue, match=f"{name}.* are not sent one model"):
             Ala(inner)
         return
     if isinstance(inner, Compressed):
@@ -337,8 +337,8 @@ def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
 @pytest.mark.parametrize(
     ("expression", "words"),
     [
-        ("ala(fedfomo)", "clients of fedfomo download several models"),
-        ("ala(stages(fedavg:2, apple))", "apple.* download several models"),
+        ("ala(fedfomo)", "clients of fedfomo are not sent one model"),
+        ("ala(stages(fedavg:2, apple))", "apple.* are not sent one model"),
         ("ala(ala(fedavg))", "blended once"),
         ("ala(fedavg, p=0)", "p must be at least 1"),
         ("ala(fedavg, p=4)", "p must be at most 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.algorithms.building import build
-from fedloom.algorithms.fedgen import FedGen, classifier, sameness
+from fedloom.algorithms.fedgen import FedGen, sameness
+from fedloom.algorithms.linear_head import LinearHead
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
@@ -164,13 +166,13 @@ def test_sameness_is_one_for_equal_features_and_falls_as_they_spread() -> None:
 def test_a_classifier_that_is_no_linear_layer_onto_the_classes_is_refused() -> None:
     convolution = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 4, 1))
     with pytest.raises(InvalidValue, match="needs a linear classifier, but 1 is a Conv1d"):
-        classifier(Layout(convolution), convolution, 4)
+        LinearHead.of(SimpleNamespace(module=convolution, layout=Layout(convolution), classes=4), "fedgen", bias=False)
     narrow = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(InvalidValue, match="onto 4 classes, but 0 has 2 outputs"):
-        classifier(Layout(narrow), narrow, 4)
+        LinearHead.of(SimpleNamespace(module=narrow, layout=Layout(narrow), classes=4), "fedgen", bias=False)
     free = nn.Sequential(nn.Linear(3, 4, bias=False))
-    weight, bias = classifier(Layout(free), free, 4)
-    assert (tuple(weight.shape), bias) == ((4, 3), None)
+    head = LinearHead.of(SimpleNamespace(module=free, layout=Layout(free), classes=4), "fedgen", bias=False)
+    assert (tuple(head.weight.shape), head.bias) == ((4, 3), None)
 
 
 def test_a_generator_batch_of_one_is_refused() -> None:

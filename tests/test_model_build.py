@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue, UnknownName
+from fedloom.flat.layout import Layout
+from fedloom.flat.module import FlatModule
 from fedloom.models.structure import block_parameters, head_name
 from model_support import make_model
 
@@ -57,7 +59,7 @@ def test_an_error_leaves_the_random_state_unchanged() -> None:
 
 NETS = """
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 drawn = torch.randn(3)
 
@@ -179,3 +181,28 @@ def test_wrong_blocks_are_named(declared: tuple[tuple[str, ...], ...], said: str
 def test_module_without_parameters_has_no_classifier() -> None:
     with pytest.raises(InvalidValue, match="ReLU has no parameters"):
         head_name(nn.ReLU())
+
+
+def test_a_model_names_its_classifier() -> None:
+    class Named(nn.Module):
+        head = "first.0"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 3))
+            self.base = nn.Linear(2, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.first(torch.tanh(self.base(inputs)))
+            return outputs
+
+    module = Named()
+    assert head_name(module) == "first.0"
+    layout = Layout(module)
+    features, outputs = FlatModule(module, layout).net.both(torch.ones(5, 2))
+    torch.testing.assert_close(module.first(features), outputs)
+    module.head = "fist.0"
+    with pytest.raises(
+        InvalidValue, match=r"^the head of Named is 'fist.0', which is no submodule of it: did you mean 'first.0'\?$"
+    ):
+        head_name(module)

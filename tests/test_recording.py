@@ -329,7 +329,7 @@ def test_methods_without_whole_models_are_left_out_with_a_word(caplog: pytest.Lo
     assert result.recorded == []
     assert "objective is not recorded for fedper: its clients keep part of the model to themselves" in caplog.text
     assert fl.run("fedfomo", small_task(), rounds=1, record=["objective(every=1)"]).recorded == []
-    assert "its clients download several models" in caplog.text
+    assert "its clients are not sent one model" in caplog.text
 
 
 @pytest.mark.parametrize("engine", [RayEngine, FlowerEngine])

@@ -103,6 +103,8 @@ LIMITS = [
     ("feddecorr(fedavg, beta=0)", "fedavg"),
     ("fedkdmr(distillation=0)", "fedmr"),
     ("fedcross(alpha=1.0)", "indep"),
+    ("fedkdmr(distillation=0, local=fedprox(mu=0.3))", "fedmr(local=fedprox(mu=0.3))"),
+    ("fedcross(alpha=1.0, local=moon)", "indep(local=moon)"),
     ("fedcross(alpha=0.3, averaging_rounds=9)", "fedmr(blend=1.0)"),
     ("qfedavg(q=0)", "fedavg(weighted=false)"),
     ("ifca(k=1)", "fedavg(weighted=false)"),
@@ -453,3 +455,9 @@ def test_power_of_choice_with_as_many_candidates_draws_by_size() -> None:
         counts[list(first)] += 1
     assert counts[world.sizes.index(max(world.sizes))] > 2 * counts[world.sizes.index(min(world.sizes))]
     assert len(run.selected[0]) == 3
+
+
+def test_power_of_choice_weighs_replies_alike() -> None:
+    world = World(norm=True)
+    one, two = (world.run(build(f"power_of_choice({inner})")).models for inner in ("fedavg", "fedavg(weighted=false)"))
+    assert_same(one, two)

@@ -3,7 +3,9 @@
 from .algorithm import Algorithm as Algorithm
 from .algorithms.afl import AFL as AFL
 from .algorithms.ala import Ala as Ala
+from .algorithms.ala import FedAH as FedAH
 from .algorithms.ala import FedALA as FedALA
+from .algorithms.apfl import APFL as APFL
 from .algorithms.apple import Apple as Apple
 from .algorithms.asynchronous import FedAsync as FedAsync
 from .algorithms.asynchronous import FedBuff as FedBuff
@@ -21,7 +23,9 @@ from .algorithms.fedamp import FedAMP as FedAMP
 from .algorithms.fedasam import FedASAM as FedASAM
 from .algorithms.fedasam import FedSAM as FedSAM
 from .algorithms.fedavg import FedAvg as FedAvg
+from .algorithms.fedbabu import FedBABU as FedBABU
 from .algorithms.fedcross import FedCross as FedCross
+from .algorithms.feddbe import FedDBE as FedDBE
 from .algorithms.feddc import FedDC as FedDC
 from .algorithms.feddecorr import FedDecorr as FedDecorr
 from .algorithms.feddyn import FedDyn as FedDyn
@@ -36,7 +40,9 @@ from .algorithms.fedmut import FedMut as FedMut
 from .algorithms.fednova import FedNova as FedNova
 from .algorithms.fedntd import FedNTD as FedNTD
 from .algorithms.fedphp import FedPHP as FedPHP
+from .algorithms.fedproto import FedProto as FedProto
 from .algorithms.fedprox import FedProx as FedProx
+from .algorithms.fedrod import FedRoD as FedRoD
 from .algorithms.finetune import FedAvgC as FedAvgC
 from .algorithms.finetune import FedProxC as FedProxC
 from .algorithms.ifca import IFCA as IFCA

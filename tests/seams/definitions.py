@@ -650,7 +650,9 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
     count = len(means)
     gaps = torch.stack([(mean - means[client]).reshape(-1).double() for mean in means])
     quadratic = torch.diag(torch.tensor([max(v, 0.0) for v in variances], dtype=torch.float64)) + gaps @ gaps.T
-    quadratic += 1e-12 * float(quadratic.trace()) * torch.eye(count, dtype=torch.float64)
+    quadratic += (1e-12 * float(quadratic.trace()) + 1e-300) * torch.eye(
+        count, dtype=torch.float64
+    )  # one sample: V is 0
     best, shares = math.inf, [0.0] * count
     for size in range(1, count + 1):
         for support in itertools.combinations(range(count), size):

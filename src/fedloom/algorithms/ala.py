@@ -1,4 +1,5 @@
-"""ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA: ALA on FedAvg."""
+"""ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA: ALA on FedAvg;
+FedAH: ALA on FedRep."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Wrapper, algorithms, server_model, source_of
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.kept_layers import SiloBN
+from fedloom.algorithms.kept_layers import FedRep, SiloBN
 from fedloom.algorithms.sharing import put, put_, take
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
@@ -94,7 +95,7 @@ class Ala(Wrapper):
             if isinstance(method, Ala):
                 raise InvalidValue(f"ala({self.method}): the start is blended once, not twice")
         if (inner := source_of(self.method, "single_download")) is not None:
-            reason = "download several models, so there is no one download to blend with"
+            reason = "are not sent one model, which could be blended with their own"
             raise InvalidValue(f"ala: clients of {inner} {reason}")
 
     # --- the client half ---
@@ -240,4 +241,28 @@ class FedALA(Ala):
 
     def __post_init__(self) -> None:
         self.method = SiloBN() if self.buffers == "local" else FedAvg()
+        super().__post_init__()
+
+
+@algorithms.register("fedah")
+@dataclass
+class FedAH(Ala):
+    """FedAH: clients blend the received head with their own, train the head for an epoch, then the base; both are averaged.
+
+    This is `ala(fedrep(head_epochs=1, upload_head=true), percent=100, max_epochs=1)`, whose blend is learned anew in every
+    round in one epoch over all samples. A client deploys the blend.
+    Source: the authors' code of FedAH.
+    Use it as `fedrep`, where heads can learn from each other.
+
+    Args:
+        buffers: Keep batch-norm statistics at the clients (`local`) or `average` them.
+    """
+
+    method: Algorithm = field(init=False)
+    percent: Annotated[float, Field(gt=0, le=100)] = 100.0
+    max_epochs: Count = 1
+    buffers: Literal["local", "average"] = "local"
+
+    def __post_init__(self) -> None:
+        self.method = FedRep(head_epochs=1, upload_head=True, buffers=self.buffers)
         super().__post_init__()

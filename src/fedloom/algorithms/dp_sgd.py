@@ -109,8 +109,8 @@ class PrivateCohort(Cohort):
     def __init__(self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str) -> None:
         vars(self).update(vars(cohort))
         self.clip, self.noise, self.remote, self.method = clip, noise, remote, method
-        self.samples = int(self.sizes)
-        self.expected = min(self.samples, self.training.batch_size or self.samples)  # in a batch
+        self.count = int(self.sizes)
+        self.expected = min(self.count, self.training.batch_size or self.count)  # in a batch
         self._fits: list[Tensor] = []  # where they began, of all copies of this cohort
         self._fitting = False
 
@@ -156,7 +156,7 @@ class PrivateCohort(Cohort):
         if not self._fitting:
             _ = self._samples
         steps = int(self.training.local_steps(self.sizes))
-        orders = poisson_orders(self.samples, self.expected / self.samples, steps, self._uniforms())
+        orders = poisson_orders(self.count, self.expected / self.count, steps, self._uniforms())
         augmented = self.training.augmentation == "flip_crop"
         noise = self.stream("dp_sgd augmentation")[0] if augmented else None
         return lock_steps(self._loaders, [orders], [noise])

@@ -14,14 +14,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
-from fedloom.algorithms.loss_terms import label_counts, require_classes
+from fedloom.algorithms.linear_head import LinearHead
 from fedloom.config.fields import Count, NonNegative, Positive, Share
-from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
-from fedloom.models.structure import head_name
 from fedloom.randomness import global_stream
 from fedloom.round import Round
 
@@ -96,9 +94,8 @@ class FedGen(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_classes("fedgen", plan)
         with global_stream(plan.seed, "generator"):
-            generator = self._generator(classifier(plan.layout, plan.module, plan.classes)[0]).to(plan.initial)
+            generator = self._generator(LinearHead.of(plan, "fedgen", bias=False).weight).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)
         self.state["generator_trained"] = torch.zeros(1, dtype=torch.bool)
 
@@ -123,7 +120,8 @@ class FedGen(Algorithm):
         qualified = (counts > 1).any(0).nonzero().squeeze(1)
         if not len(qualified):
             return
-        weight, bias = classifier(self.layout, self.plan.module, self.plan.classes)
+        head = LinearHead.of(self.plan, "fedgen", bias=False)
+        weight, bias = head.weight, head.bias
         heads = models[:, weight.slice].view(-1, *weight.shape)
         offsets = 0 if bias is None else models[:, bias.slice].unsqueeze(1)
         shares = counts / counts.sum(0).clamp_min(1)
@@ -160,11 +158,11 @@ class FedGen(Algorithm):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         model = self._distilled(cohort, inbox) if "generator" in inbox else cohort.fit(inbox["model"]).model
-        return {"model": model, "labels": label_counts(cohort).to(torch.int32)}
+        return {"model": model, "labels": cohort.label_counts.to(torch.int32)}
 
     def _distilled(self, cohort: Cohort, inbox: Message) -> Tensor:
         """Train locally beside the generator."""
-        module = self._empty(classifier(cohort.layout, cohort.module, cohort.classes)[0])
+        module = self._empty(LinearHead.of(cohort, "fedgen", bias=False).weight)
         layout = Layout(module)
         module.eval().requires_grad_(False)
         decay = self.coefficient_decay ** (cohort.round.number - 1)
@@ -211,23 +209,6 @@ class FedGen(Algorithm):
         """Return the generator without weights, which are then loaded from a row."""
         with torch.device("meta"):
             return self._generator(weight).to(weight.dtype)
-
-
-def classifier(layout: Layout, module: nn.Module, classes: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """Return the slices of the classifier's weight `[classes, features]` and bias. Raise unless it is linear and trains."""
-    name = head_name(module)
-    if not isinstance(module.get_submodule(name), nn.Linear):
-        kind = type(module.get_submodule(name)).__name__
-        raise InvalidValue(f"fedgen needs a linear classifier, but {name or 'the model'} is a {kind}")
-    tensors = {tensor.name: tensor for tensor in layout.slices if tensor.layer == name}
-    weight = tensors.get(f"{name}.weight".lstrip("."))
-    if weight is None:
-        raise InvalidValue(f"fedgen learns from the classifiers of the clients, and {name} is frozen")
-    if weight.shape[0] != classes:
-        raise InvalidValue(
-            f"fedgen needs a classifier onto {classes} classes, but {name} has {weight.shape[0]} outputs"
-        )
-    return weight, tensors.get(f"{name}.bias".lstrip("."))
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, algorithms
-from fedloom.algorithms.loss_terms import LossTerm, label_counts, require_classes
+from fedloom.algorithms.loss_terms import LossTerm, require_classes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
@@ -40,7 +40,7 @@ class FedLC(LossTerm):
         require_classes("fedlc", plan)
 
     def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
-        counts = label_counts(cohort).to(cohort.initial)
+        counts = cohort.label_counts.to(cohort.initial)
         shift = counts.clamp_min(1) ** -0.25
         return {"shift": self.tau * torch.where(counts > 0, shift, 1e9)}
 

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Message, algorithms, name_of
 from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
+from fedloom.flat.layout import Unit
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name, layer_finder
 
@@ -79,9 +80,32 @@ class LgFedAvg(PartlyShared):
         return block_layers(module, slice(None, -self.global_blocks))
 
 
+@dataclass
+class KeepsHead(PartlyShared):
+    """Base of methods that treat the classifier apart from the base under it, and keep it at the clients."""
+
+    def private(self, module: nn.Module) -> frozenset[str]:
+        return self.head_layers(module)
+
+    def head_layers(self, module: nn.Module) -> frozenset[str]:
+        """Return the layers of the classifier. Raise `InvalidValue` for a model that is nothing else."""
+        head = head_name(module)
+        if not head:
+            raise InvalidValue(
+                f"{name_of(self)} needs a base under the classifier, and {type(module).__name__} is a single layer"
+            )
+        layers = map(layer_finder(module), (name for name, _ in module.named_parameters()))
+        return frozenset(layer for layer in layers if layer == head or layer.startswith(f"{head}."))
+
+    def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
+        """Return the slices of the base and those of the classifier."""
+        layout, head = cohort.layout, self.head_layers(cohort.module)
+        return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(lambda tensor: tensor.layer in head)
+
+
 @algorithms.register("fedrep")
 @dataclass
-class FedRep(PartlyShared):
+class FedRep(KeepsHead):
     """FedRep: each round a client trains its own head, then the shared base for the local epochs.
 
     The base is held fixed while the head trains (its statistics move, as in training mode) and the head while the base does.
@@ -92,25 +116,20 @@ class FedRep(PartlyShared):
 
     Args:
         head_epochs: Epochs of the head (FedALA: 5, and 1 epoch of the base).
+        upload_head: Let the heads travel and be averaged too, which makes a global model (FedAH's inner method).
     """
 
     head_epochs: NonNegativeInt = 5
+    upload_head: bool = False
 
     fits_once: ClassVar[bool] = False
 
     def private(self, module: nn.Module) -> frozenset[str]:
-        head = head_name(module)
-        if not head:
-            raise InvalidValue(
-                f"fedrep needs a base under the classifier, and {type(module).__name__} is a single layer"
-            )
-        layers = map(layer_finder(module), (name for name, _ in module.named_parameters()))
-        return frozenset(layer for layer in layers if layer == head or layer.startswith(f"{head}."))
+        return frozenset() if self.upload_head else self.head_layers(module)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        layout, head = cohort.layout, self.private(cohort.module)
+        base, head = self.split(cohort)
         if self.head_epochs:
-            unit = layout.unit(lambda tensor: tensor.layer in head)
             head_cohort, loss_fn = cohort.for_classifier(start)
-            start = head_cohort.fit(start, loss_fn=loss_fn, only=unit, purpose="head", epochs=self.head_epochs).model
-        return cohort.fit(start, only=layout.unit(lambda tensor: tensor.layer not in head)).model
+            start = head_cohort.fit(start, loss_fn=loss_fn, only=head, purpose="head", epochs=self.head_epochs).model
+        return cohort.fit(start, only=base).model

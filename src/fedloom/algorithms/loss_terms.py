@@ -42,14 +42,6 @@ def require_classes(name: str, plan: Plan) -> None:
         raise InvalidValue(f"{name} needs class labels: the targets of this task are none")
 
 
-def label_counts(cohort: Cohort) -> Tensor:
-    """Return the number of training samples of each class at each client, `[k, Y]`."""
-    # bincount would wait for the device to know how many there are.
-    classes = [torch.arange(cohort.classes, device=labels.device) for labels in cohort.labels]
-    pairs = zip(classes, cohort.labels, strict=True)
-    return torch.stack([(labels.flatten() == numbers.unsqueeze(1)).sum(1) for numbers, labels in pairs])
-
-
 def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: Tensor | None = None) -> Tensor:
     """Return the mean over samples of KL(softmax(teacher / temperature) || softmax(student / temperature)).
 

@@ -20,7 +20,8 @@ class PowerOfChoice(Wrapper):
     """A method whose participants are the clients of highest loss among `candidates`, drawn by their numbers of samples.
 
     The loss of a client is the mean over the steps of its last local training (infinite before, 0 without a step), so that
-    nothing is asked of the candidates; asking them anew would take a message before the selection.
+    nothing is asked of the candidates; asking them anew would take a message before the selection. Replies weigh alike, since
+    clients with more samples are drawn more often.
     Source: Cho et al. 2020, section 4 (rpow-d, whose losses are stale too).
     Use it when rounds are few and some clients lag behind; it biases the model towards them.
 
@@ -54,7 +55,8 @@ class PowerOfChoice(Wrapper):
         keys = torch.rand(round.clients, generator=round.stream("candidates"), dtype=torch.float64).log() / sizes
         candidates = keys.topk(count).indices
         order = self.state["losses"][candidates].argsort(descending=True, stable=True)
-        return Selection(tuple(candidates[order[: round.participants]].tolist()))
+        clients = tuple(candidates[order[: round.participants]].tolist())
+        return Selection(clients, weights=(1.0,) * len(clients))
 
     def receive(self, round: Round, replies: Replies) -> None:
         if "training_loss" in replies.metrics:

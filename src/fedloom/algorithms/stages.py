@@ -129,7 +129,7 @@ class Stages(Algorithm):
                 )
             if not method.single_download:
                 raise InvalidValue(
-                    f"stages: clients of {method} are sent several models, whose loss :auto cannot measure"
+                    f"stages: clients of {method} are not sent one model, whose loss :auto could measure"
                 )
 
     def _at(self, stage: int) -> dict[str, Tensor]:

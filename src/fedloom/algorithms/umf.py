@@ -133,7 +133,7 @@ class UploadersMemory(Memory):
 def _require_one_start(method: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless clients of `method` train from one whole model that they are sent."""
     if not method.single_download:
-        reason = "are sent several models, so a stored update has no single start to move"
+        reason = "are not sent one model, which a stored update could move"
         raise InvalidValue(f"umf: clients of {method} {reason}")
     if not exchanges_models(method, plan):
         reason = "do not exchange whole models, to which a stored update could be added"

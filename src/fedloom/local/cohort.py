@@ -119,6 +119,26 @@ class Cohort:
         changed.flat_module = cast(FlatModule, ChangedLoss(self.flat_module, change, context))
         return changed
 
+    @property
+    def samples(self) -> list[Samples]:
+        """Training samples of each client, as the data set stores them."""
+        return list(self._samples)
+
+    def in_order(self, size: int = FEATURES_AT_ONCE) -> list[Iterator[Batch]]:
+        """Return for each client its training samples as they lie and as the model takes them, in batches `[b, ...]`.
+
+        Args:
+            size: Samples of a batch; the last one may be shorter.
+        """
+
+        def batches(samples: Samples) -> Iterator[Batch]:
+            for start in range(0, len(samples), size):
+                batch = samples[start : start + size]
+                yield Batch(self._dataset.prepare(batch.inputs), batch.labels, start // size)
+
+        return [batches(samples) for samples in self._samples]
+
+    @torch.no_grad()
     def features(self, rows: Tensor) -> list[Tensor]:
         """Return what enters the classifier of each client's model, `[n, d]` for its n training samples in their order.
 
@@ -127,14 +147,21 @@ class Cohort:
         Args:
             rows: One model a client, `[k, P]`.
         """
-        features = []
-        for row, samples in zip(rows, self._samples, strict=True):
-            spans = (slice(start, start + FEATURES_AT_ONCE) for start in range(0, len(samples), FEATURES_AT_ONCE))
-            inputs = (self._dataset.prepare(samples[span].inputs) for span in spans)
-            with torch.no_grad():
-                blocks = [self.flat_module.net.at(row).both(block)[0].flatten(1) for block in inputs]
-            features.append(torch.cat(blocks))
-        return features
+        nets = [self.flat_module.net.at(row) for row in rows]
+        pairs = zip(nets, self.in_order(), strict=True)
+        return [torch.cat([net.both(batch.inputs)[0].flatten(1) for batch in batches]) for net, batches in pairs]
+
+    def class_means(self, features: Sequence[Tensor]) -> Tensor:
+        """Return the mean of each client's features by class, `[k, Y, d]`; 0 for a class that a client lacks.
+
+        Args:
+            features: Those of each client's training samples, `[n, d]`, as `features` returns them.
+        """
+        means = []
+        for client_features, labels in zip(features, self.labels, strict=True):
+            members = (labels == torch.arange(self.classes, device=labels.device).unsqueeze(1)).to(client_features)
+            means.append(members @ client_features / members.sum(1, keepdim=True).clamp_min(1))
+        return torch.stack(means)
 
     def for_classifier(self, rows: Tensor) -> tuple[Cohort, LossFn]:
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.
@@ -148,14 +175,11 @@ class Cohort:
         if products or self.training.augmentation != "none":
             return self, data_loss
         featured = []
-        for row, samples in zip(rows.split(1), self._samples, strict=True):
-            features = []
-            for start in range(0, len(samples), FEATURES_AT_ONCE):
-                inputs = self._dataset.prepare(samples[start : start + FEATURES_AT_ONCE].inputs)
-                block = self.flat_module.features(row, inputs.unsqueeze(0))
-                if block is None:
-                    return self, data_loss
-                features.append(block[0])
+        for row, samples, batches in zip(rows.split(1), self._samples, self.in_order(), strict=True):
+            blocks = [self.flat_module.features(row, batch.inputs.unsqueeze(0)) for batch in batches]
+            features = [block[0] for block in blocks if block is not None]
+            if len(features) < len(blocks):
+                return self, data_loss
             featured.append(Samples(torch.cat(features), samples.labels))
         return self._with(featured), head_loss
 
@@ -163,6 +187,14 @@ class Cohort:
     def labels(self) -> list[Tensor]:
         """Training labels of each client."""
         return [samples.labels for samples in self._samples]
+
+    @property
+    def label_counts(self) -> Tensor:
+        """Numbers of training samples of each class at each client, `[k, Y]`."""
+        # bincount would wait for the device to know how many there are.
+        classes = [torch.arange(self.classes, device=labels.device) for labels in self.labels]
+        pairs = zip(classes, self.labels, strict=True)
+        return torch.stack([(labels.flatten() == numbers.unsqueeze(1)).sum(1) for numbers, labels in pairs])
 
     @property
     def classes(self) -> int:
@@ -232,6 +264,7 @@ class Cohort:
         gradient_fn: GradientFn | None = None,
         correction: Correction | None = None,
         context: Context | None = None,
+        state: Mapping[str, Tensor] | None = None,
         only: Unit | None = None,
         purpose: str = "batches",
         learning_rate: float | Tensor | None = None,
@@ -248,6 +281,7 @@ class Cohort:
             gradient_fn: Gives loss and gradient in place of `loss_fn`'s, with `Cohort.gradient` at any weights.
             correction: Takes weights, gradient and context to the gradient to use.
             context: Named tensors `[k, ...]` that these three functions are given.
+            state: More of them, which they change in place from step to step, such as `context["shift"].sub_(...)`.
             only: Slices of the parameters that move; by default all.
             purpose: Name of the streams that shuffle the samples. A second training in a round takes another.
             learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
@@ -263,9 +297,10 @@ class Cohort:
         totals = torch.zeros_like(self.sizes) if settings.local_schedule == CONSTANT else passes.count(self.sizes)
         rates = StepRates(rate, settings.local_schedule, totals)
         weights = start.clone()
-        state = {"weights": weights}
+        state = dict(state or {})
+        moving = {"weights": weights, **state}
         if settings.optimizer == "sgd" and settings.momentum:
-            state["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
+            moving["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
         losses = _Losses(len(self.clients))
         self.flat_module.train_only(only)
         try:
@@ -278,9 +313,10 @@ class Cohort:
                 pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
                 **options,
             ):
-                taken = group.take(state)
-                losses.add(group, optimizer.take(group, taken, group.take(context or {})))
-                group.put(state, taken)
+                taken = group.take(moving)
+                client_context = {**group.take(context or {}), **{name: taken[name] for name in state}}
+                losses.add(group, optimizer.take(group, taken, client_context))
+                group.put(moving, taken)
         finally:
             self.flat_module.train_only(None)
         mean = losses.mean(weights)
@@ -340,9 +376,8 @@ class Cohort:
     def loss(self, rows: Tensor) -> Tensor:
         """Return the mean loss `[k]` of each row of `rows [k, P]` on its client's samples, in evaluation mode."""
         objective, losses = self._dataset.objective, []
-        for row, samples in zip(rows, self._samples, strict=True):
-            blocks = (samples[start : start + EVALUATED_AT_ONCE] for start in range(0, len(samples), EVALUATED_AT_ONCE))
-            pairs = ((self.flat_module.outputs(row, self._dataset.prepare(b.inputs)), b.labels) for b in blocks)
+        for row, samples, batches in zip(rows, self._samples, self.in_order(EVALUATED_AT_ONCE), strict=True):
+            pairs = ((self.flat_module.outputs(row, batch.inputs), batch.labels) for batch in batches)
             statistics = [objective.statistics(*pair) for pair in pairs]
             counts = {name: torch.cat([values[name].double() for values in statistics]) for name in statistics[0]}
             totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))

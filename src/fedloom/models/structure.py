@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, suggestion
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -52,8 +52,18 @@ def layer_finder(module: nn.Module) -> Callable[[str], str]:
 
 
 def head_name(module: nn.Module) -> str:
-    """Return the name of the classifier, `head` or the topmost layer; empty for a model of a single layer."""
+    """Return the name of the classifier; empty for a model of a single layer.
+
+    It is the submodule that the attribute `head` is or names (`head = "fc"`), else the topmost layer.
+    """
     head = getattr(module, "head", None)
+    if isinstance(head, str):
+        names = [name for name, _ in module.named_modules() if name]
+        if head not in names:
+            raise InvalidValue(
+                f"the head of {type(module).__name__} is {head!r}, which is no submodule of it{suggestion(head, names)}"
+            )
+        return head
     if isinstance(head, nn.Module) and next(head.parameters(), None) is not None:
         return "head"
     owners: list[str] = [

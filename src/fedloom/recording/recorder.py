@@ -158,7 +158,7 @@ def partial_models(method: Algorithm) -> str:
     """Return the reason why clients of the method, which is set up, exchange no whole models one by one; empty where they do."""
     for inner in method.nested():
         if not inner.single_download:
-            return "its clients download several models"
+            return "its clients are not sent one model"
         if inner.expects(inner.plan.opening()).get("model") != (inner.layout.size,):
             return "its clients keep part of the model to themselves"
     return ""

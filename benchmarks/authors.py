@@ -1,0 +1,258 @@
+"""One round of authors' own code beside fedloom's, on the same weights and batches.
+
+Nothing is fetched or copied: give the folders of clones that you have made. What a repository imports but a round of its method
+does not use (torchvision, wandb, tqdm, ...) is replaced by an empty stand-in where it is not installed.
+
+    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER
+
+    FedBABU    https://github.com/jhoon-oh/FedBABU      (read at e34c15b)
+    FedProto   https://github.com/yuetan031/FedProto    (97e42e2)
+    FedNTD     https://github.com/Lee-Gihun/FedNTD      (be00ee5)
+    IFCA       https://github.com/jichan3751/ifca       (61e44b8)
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.algorithms.building import build
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.partition import Partition
+from fedloom.engines.rows import RowsEngine
+from fedloom.rounds.engine import ClientTask, inbox_of
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
+from fedloom.training import Training
+
+CLIENTS, SAMPLES, FEATURES, WIDTH, CLASSES, EPOCHS, RATE, MOMENTUM = 4, 12, 6, 5, 4, 3, 0.1, 0.5
+
+
+class Net(nn.Module):
+    """A base and a classifier `linear`, the name by which FedBABU's code knows it."""
+
+    head = "linear"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = nn.Linear(FEATURES, WIDTH)
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lower(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(self.features(x))
+        return outputs
+
+
+class WithFeatures(nn.Module):
+    """The same as FedProto's code has it: log-probabilities and features."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.net.features(x)
+        return F.log_softmax(self.net.linear(z), 1), z
+
+
+class World:
+    """Clients of equal size whose batch is all that they have, so that orders of samples do not matter, in float64."""
+
+    def __init__(self, momentum: float = MOMENTUM) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
+        self.labels = torch.randint(CLASSES - 1, (CLIENTS * SAMPLES,), generator=generator)
+        self.labels[:SAMPLES] = CLASSES - 1  # one client alone has the last class, and no other
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = Net().double()
+        self.training = Training(
+            learning_rate=RATE, momentum=momentum, weight_decay=0.0, epochs=EPOCHS, batch_size=SAMPLES, clip=None
+        )
+
+    def data(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return a client's samples and labels."""
+        columns = slice(client * SAMPLES, (client + 1) * SAMPLES)
+        return self.inputs[columns], self.labels[columns]
+
+    def federation(self, expression: str) -> Federation:
+        """Return fedloom's federation of a method, with all clients in every round."""
+        samples = Samples(self.inputs, self.labels)
+        spans = [list(range(k * SAMPLES, (k + 1) * SAMPLES)) for k in range(CLIENTS)]
+        data = Dataset("random", samples, samples, CLASSES)
+        task = Task(data, samples, samples, Partition.of(spans), copy.deepcopy(self.net), self.training)
+        return Federation(build(expression), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
+
+
+@contextmanager
+def importing(folder: Path, *stand_ins: str) -> Iterator[Callable[[str], Any]]:
+    """Give a function that imports a module of a folder, with stand-ins for modules that are not installed."""
+    absent = {name: mock.MagicMock(__path__=[]) for name in stand_ins if not _installed(name)}
+    sys.modules.update(absent)
+    with mock.patch.object(sys, "path", [str(folder.resolve()), *sys.path]):
+        yield importlib.import_module
+    theirs = [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(folder.resolve()))]
+    for name in (*theirs, *absent):
+        del sys.modules[name]
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def loaded(federation: Federation, row: Tensor) -> Net:
+    """Return a net with the weights of a row."""
+    net = copy.deepcopy(federation.task.model)
+    federation.task.layout.load(net, row)
+    assert isinstance(net, Net)
+    return net
+
+
+def gap(net: nn.Module, row: Tensor) -> float:
+    """Return the largest difference between a net's weights and a row."""
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+    return float((weights - row[: len(weights)]).abs().max())
+
+
+def personal(federation: Federation, client: int) -> Tensor:
+    """Return the model that a client would deploy."""
+    upcoming = federation._first.at(federation.finished + 1)
+    message = federation.algorithm.deploy(upcoming, (client,))
+    task = ClientTask(client, None, inbox_of(message, 0))
+    return federation.engine.personalise(federation.algorithm, upcoming, task)[0]  # type: ignore[attr-defined]
+
+
+def fedbabu(folder: Path) -> dict[str, float]:
+    """The averaged base after a round, and a client's tuned model."""
+    world, run = World(), World().federation("fedbabu(finetune_epochs=2)")
+    with importing(folder, "tqdm", "torchvision") as load:
+        update, average = load("models.Update"), load("models.Fed").FedAvg
+        options = SimpleNamespace(local_bs=SAMPLES, momentum=MOMENTUM, wd=0.0, local_ep=EPOCHS, device="cpu")
+        trainers = [
+            update.LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES)) for k in range(CLIENTS)
+        ]
+        weights = [trainer.train(copy.deepcopy(world.net), body_lr=RATE, head_lr=0.0)[0] for trainer in trainers]
+        server = copy.deepcopy(world.net)
+        server.load_state_dict(average(copy.deepcopy(weights)))
+        tuned = copy.deepcopy(server)
+        trainers[1].train(tuned, body_lr=RATE, head_lr=RATE, local_eps=2)
+    run.step()
+    return {"base after a round": gap(server, run.algorithm.model()), "tuned model": gap(tuned, personal(run, 1))}
+
+
+def fedproto(folder: Path) -> dict[str, float]:
+    """Weights after round 2 from the same prototypes, and the mean of the prototypes."""
+    world, run = World(), World().federation("fedproto")
+    run.step()
+    sent = {c: [p] for c, p in enumerate(run.algorithm.state["prototypes"]) if run.algorithm.state["present"][c]}
+    before = [run.engine.store.read(k)["fedproto_model"].clone() for k in range(CLIENTS)]  # type: ignore[attr-defined]
+    run.step()
+    after = [run.engine.store.read(k)["fedproto_model"] for k in range(CLIENTS)]  # type: ignore[attr-defined]
+    with importing(folder / "lib", "models", "sampling", "femnist", "torchvision") as load:
+        options = SimpleNamespace(
+            device="cpu",
+            local_bs=SAMPLES,
+            optimizer="sgd",
+            lr=RATE,
+            train_ep=EPOCHS,
+            ld=1,
+            num_classes=CLASSES,
+            verbose=0,
+        )
+        gaps, uploads = [], {}
+        for k in range(CLIENTS):
+            trainer = load("update").LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES))
+            model = WithFeatures(loaded(run, before[k]))
+            trainer.update_weights_het(options, k, sent, model, 2)
+            gaps.append(gap(model, after[k]))
+            z, labels = loaded(run, after[k]).features(world.data(k)[0]).detach(), world.data(k)[1]
+            uploads[k] = {int(c): z[labels == c].mean(0) for c in labels.unique()}
+        means = load("utils").proto_aggregation(uploads)
+    ours = run.algorithm.state["prototypes"]
+    return {"weights": max(gaps), "prototypes": max(float((p[0] - ours[c]).abs().max()) for c, p in means.items())}
+
+
+def fedntd(folder: Path) -> dict[str, float]:
+    """The averaged model after a round."""
+    world, run = World(), World().federation("fedntd(fedavg, beta=0.8, temperature=2.0)")
+    with importing(folder, "wandb", "torchvision") as load:
+        trainer_type = load("algorithms.fedntd.ClientTrainer").ClientTrainer
+        criterion = load("algorithms.fedntd.criterion").NTD_Loss(CLASSES, tau=2.0, beta=0.8)
+        uploads = []
+        for k in range(CLIENTS):
+            trainer = trainer_type(
+                criterion,
+                algo_params=None,
+                model=copy.deepcopy(world.net),
+                local_epochs=EPOCHS,
+                device="cpu",
+                num_classes=CLASSES,
+            )
+            trainer.datasize, trainer.trainloader, trainer.testloader = SAMPLES, [world.data(k)], [world.data(k)]
+            server = torch.optim.SGD(world.net.parameters(), lr=RATE, momentum=MOMENTUM)
+            trainer.download_global(world.net.state_dict(), server.state_dict())
+            trainer.train()
+            uploads.append(torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()]))
+    run.step()
+    return {"model after a round": float((torch.stack(uploads).mean(0) - run.algorithm.model()).abs().max())}
+
+
+def ifca(folder: Path) -> dict[str, float]:
+    """Every model after two rounds, without momentum, which that code does not have."""
+    world, run = World(), World(momentum=0.0).federation("ifca(k=2)")
+    nets = [loaded(run, row) for row in run.algorithm.state["models"]]
+    with importing(folder / "mnist", "torchvision", "torchvision.datasets") as load:
+        experiment = load("train_cluster_mnist").TrainMNISTCluster(
+            {"m": CLIENTS, "p": 2, "m_test": CLIENTS, "tau": EPOCHS}
+        )
+        experiment.load_data = lambda client, train=True: world.data(client)
+        experiment.models, experiment.criterion = nets, nn.CrossEntropyLoss()
+        experiment.dataset = {"train": {"cluster_assign": [0] * CLIENTS}}
+        for _ in range(2):
+            experiment.train(experiment.test(train=True)["cluster_assign"], lr=RATE)
+            run.step()
+    return {
+        "models after two rounds": max(
+            gap(net, row) for net, row in zip(nets, run.algorithm.state["models"], strict=True)
+        )
+    }
+
+
+METHODS = {"fedbabu": fedbabu, "fedproto": fedproto, "fedntd": fedntd, "ifca": ifca}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in METHODS:
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
+    folders = vars(parser.parse_args())
+    if not any(folders.values()):
+        parser.error("give the folder of one repository at least; --help says where they are")
+    torch.set_num_threads(1)
+    print("| method | compared | largest difference |\n|---|---|---|")
+    for name, compare in METHODS.items():
+        for what, difference in compare(folders[name]).items() if folders[name] else ():
+            print(f"| {name} | {what} | {difference:.1e} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Do the successors help? Two groups of methods on digits, MNIST and CIFAR-10, with clean and with wrong training labels.
+
+The first group is compared by the global model on the test set, some of it also three times as long with wrong labels on digits.
+The second, whose methods make a model for each client, is compared by the clients' own models on their own test samples. Twenty
+clients, ten a round, Dirichlet 0.1 and 0.5, all labels right or 40 % of the training labels replaced by uniform ones; of MNIST's
+and CIFAR-10's training images the first 6,000, of the test images all.
+Every method has its own defaults and the same learning rate, 0.1.
+A run is one line of the record, appended when it ends: started again, the script goes on with the runs that are missing.
+
+    python benchmarks/successors.py [--mnist FOLDER] [--cifar FOLDER] [--record FILE]    # digits an hour of one core, then more
+    python benchmarks/successors.py --tables                                              # only print
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from scipy.stats import rankdata
+
+import fedloom as fl
+from fedloom.data import Dataset
+from fedloom.report.significance import differences
+from fedloom.task import make_dataset
+
+SEEDS = 3
+GROUPS = {
+    "global": (
+        "fedavg", "fedmr", "fedmr(blend='auto')", "fedkdmr", "fedntd(fedmr)", "fedntd(fedavg)", "fedcross", "fedmut",
+        "fedlc(fedavg)", "scaffold", "feddyn",
+    ),
+    "long": ("fedavg", "fedmr", "fedmr(blend='auto')", "fedkdmr", "fedntd(fedmr)", "fedntd(fedavg)", "fedmut", "scaffold"),
+    "personal": ("fedavg", "fedala", "fedbabu", "fedrod", "apfl", "feddbe", "fedproto", "ditto", "fedrep"),
+}  # fmt: skip
+SETS = {"digits": ("mlp(hidden=[64, 64])", 100), "mnist": ("mcmahan_2nn", 60), "cifar10": ("fedmr_cnn", 60)}
+"""Model and number of rounds by data set."""
+PARTITIONS, NOISES = ("dirichlet(0.1)", "dirichlet(0.5)"), (0.0, 0.4)
+TRAINING = {"learning_rate": 0.1, "epochs": 5, "batch_size": 50}
+SAMPLES, EVALUATIONS, LAST, LONGER = 6000, 10, 3, 3
+
+
+class Cell(NamedTuple):
+    """One run; `noise` is the share of the training labels that are replaced by uniform ones."""
+
+    group: str
+    data: str
+    partition: str
+    noise: float
+    method: str
+    seed: int
+
+
+def plan() -> Iterator[Cell]:
+    """All runs: data set by data set, and seed by seed, so that what is there early covers every method."""
+    for data, seed, noise, partition, group in product(SETS, range(SEEDS), reversed(NOISES), PARTITIONS, GROUPS):
+        if group != "long" or (data, noise) == ("digits", 0.4):
+            for method in GROUPS[group]:
+                yield Cell(group, data, partition, noise, method, seed)
+
+
+def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
+    """Run one cell. The accuracy is that of the test set, or of the clients' own models on their own test samples."""
+    model, rounds = SETS[cell.data]
+    rounds *= LONGER if cell.group == "long" else 1
+    task = fl.make_task(
+        data,
+        clients=20,
+        partition=cell.partition,
+        model=model,
+        training=TRAINING,
+        label_noise=f"symmetric({cell.noise})" if cell.noise else "none",
+        local_test=0.25 if cell.group == "personal" else None,
+        seed=cell.seed,
+    )
+    every, began = rounds // EVALUATIONS, time.perf_counter()
+    result = fl.run(
+        cell.method,
+        task,
+        rounds=rounds,
+        participation=0.5,
+        seed=cell.seed,
+        evaluate_every=every,
+        personal_every=every if cell.group == "personal" else None,
+        engine="stacked" if cell.data == "digits" else "rows",
+    )
+    figure = "personal_accuracy" if cell.group == "personal" else "accuracy"
+    return {
+        **cell._asdict(),
+        "accuracy": [round(line[figure], 4) for line in result.history if figure in line],
+        "bytes": sum(line["bytes_down"] + line["bytes_up"] for line in result.history),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
+    """Return the runs that have ended."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {Cell(*(run[name] for name in Cell._fields)): run for run in map(json.loads, lines)}
+
+
+def late(run: dict[str, Any]) -> float:
+    """Return the mean of the last evaluations, in %."""
+    return 100 * statistics.fmean(run["accuracy"][-LAST:])
+
+
+def tables(done: dict[Cell, dict[str, Any]]) -> None:
+    """Print a table for each group and data set.
+
+    It has the mean of each setting over seeds, and, over the settings and seeds in which every method has run, the mean rank and
+    the difference from FedAvg with both paired tests, corrected by Holm.
+    """
+    cells = list(plan())
+    print(f"{sum(cell in done for cell in cells)} of {len(cells)} runs")
+    for data, group in product(SETS, GROUPS):
+        methods, settings = GROUPS[group], list(product(PARTITIONS, NOISES))
+        figures = {
+            method: {
+                (partition, noise, seed): late(run)
+                for (partition, noise), seed in product(settings, range(SEEDS))
+                if (run := done.get(Cell(group, data, partition, noise, method, seed)))
+            }
+            for method in methods
+        }
+        present = [method for method in methods if figures[method]]
+        complete = sorted(set.intersection(*(set(figures[method]) for method in present))) if present else []
+        if not complete:
+            continue
+        ranks = [rankdata([-figures[method][case] for method in present]) for case in complete]
+        tests = {
+            test.method: test
+            for test in differences({m: {k: figures[m][c] for k, c in enumerate(complete)} for m in present}, "first")
+        }
+        heads = [f"{partition.removeprefix('dirichlet')} {noise:.0%} wrong" for partition, noise in settings]
+        print(f"\n### {data}, {group} group: every method in {len(complete)} settings and seeds\n")
+        print(f"| method | {' | '.join(heads)} | mean rank | above FedAvg | p (t-test) | p (exact) | verdict |")
+        print("|---" * (len(heads) + 6) + "|")
+        for number in sorted(range(len(present)), key=lambda k: statistics.fmean(rank[k] for rank in ranks)):
+            method, rank = present[number], statistics.fmean(rank[number] for rank in ranks)
+            columns = []
+            for partition, noise in settings:
+                values = [v for (p, n, _), v in figures[method].items() if (p, n) == (partition, noise)]
+                spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+                columns.append(f"{statistics.fmean(values):.1f}{spread}" if values else "-")
+            columns.append(f"{rank:.1f}")
+            test = tests.get(method)
+            if test is not None:
+                p_values = [test.t_test_corrected, test.exact_corrected]
+                columns += [f"{test.mean:+.1f}", *("-" if p is None else f"{p:.3f}" for p in p_values), test.verdict]
+            else:
+                columns += ["-"] * 4
+            print(f"| `{method}` | {' | '.join(columns)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
+    parser.add_argument("--cifar", help="folder with CIFAR-10; without it those runs are left out")
+    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "successors.jsonl")
+    parser.add_argument("--group", choices=GROUPS, help="run this group alone")
+    parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    done = recorded(arguments.record)
+    data = {"digits": make_dataset("digits")}
+    for name, folder in (("mnist", arguments.mnist), ("cifar10", arguments.cifar)):
+        if folder:
+            whole = make_dataset(f"{name}(folder={folder!r})")
+            data[name] = replace(whole, train=whole.train[:SAMPLES])
+    wanted = [cell for cell in plan() if cell.data in data and arguments.group in (None, cell.group)]
+    arguments.record.parent.mkdir(parents=True, exist_ok=True)
+    for cell in [] if arguments.tables else wanted:
+        if cell in done:
+            continue
+        done[cell] = measure(cell, data[cell.data])
+        with arguments.record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done[cell]) + "\n")
+        print(f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True)
+    tables(done)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""FedProto: clients exchange the mean features of their classes, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
+from fedloom.config.fields import NonNegative
+from fedloom.flat.module import Batch, Net
+from fedloom.local.cohort import Cohort
+from fedloom.round import Round
+
+
+@algorithms.register("fedproto")
+@dataclass
+class FedProto(Algorithm):
+    """FedProto: private models whose features are drawn towards prototypes, the mean features of each class over clients.
+
+    Clients minimise L_i + lambda mean over batch and dimensions of (z - p_y)^2, upload the mean features of their classes
+    after training (one more pass, in evaluation mode) and their counts. p_c becomes the mean over the clients that have class
+    c; one that no client has named stays. A client deploys its own base with the nearest prototype, or its own head. Nothing
+    else travels, so the global model is the task's initial one under the prototypes, which nobody trains.
+    Source: Tan et al. 2022 (FedProto), algorithm 1.
+    Use it when weights must not travel, or bytes are scarce.
+
+    Args:
+        strength: lambda (authors: 1); 0 with `by = "head"` is local training.
+        weighted: Weigh clients by their samples of the class (paper) instead of alike (authors' code).
+        by: What classifies: the nearest `prototype`, or the client's own `head`.
+    """
+
+    strength: NonNegative = 1.0
+    weighted: bool = False
+    by: Literal["prototype", "head"] = "prototype"
+
+    fits_once: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
+    single_download: ClassVar[bool] = False
+    scores_start: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        self.head = LinearHead.of(plan, "fedproto")
+        self.state["prototypes"] = plan.initial.new_zeros(plan.classes, self.head.features)
+        self.state["present"] = plan.initial.new_zeros(plan.classes)
+
+    def send(self, round: Round) -> Message:
+        return {name: self.state[name].unsqueeze(0) for name in ("prototypes", "present")}
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.send(round)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"means": (self.plan.classes, self.head.features), "counts": (self.plan.classes,)}
+
+    def returns_whole(self, round: Round) -> bool:
+        return False
+
+    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+        weights = replies["counts"] if self.weighted else (replies["counts"] > 0).to(replies["counts"])
+        return replies.aggregate(mean={}, total={"sums": weights.unsqueeze(2) * replies["means"], "weights": weights})
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        weights = aggregate.total["weights"].unsqueeze(1)
+        means = aggregate.total["sums"] / weights.clamp_min(1)
+        self.state["prototypes"] = torch.where(weights > 0, means, self.state["prototypes"])
+        self.state["present"] = torch.maximum(self.state["present"], (weights[:, 0] > 0).to(means))
+
+    def model(self) -> Tensor:
+        return self._classifying(self.head, self.state["model"].unsqueeze(0), self.send(self.plan.opening()))[0]
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        def loss_fn(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+            features, logits = net.both(batch.inputs)
+            distance = (features - context["prototypes"][batch.labels]).square()
+            pull = (distance * context["present"][batch.labels].unsqueeze(-1)).mean()
+            return net.objective.loss(logits, batch.labels) + self.strength * pull
+
+        start = cohort.memory.get("fedproto_model", cohort.initial)
+        model = cohort.fit(start, loss_fn=loss_fn, context=inbox).model
+        cohort.memory["fedproto_model"] = model
+        return {"means": cohort.class_means(cohort.features(model)), "counts": cohort.label_counts.to(model)}
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        model = cohort.memory.get("fedproto_model", cohort.initial)
+        head = LinearHead.of(cohort, "fedproto")
+        return model if self.by == "head" else self._classifying(head, model, inbox)
+
+    @staticmethod
+    def _classifying(head: LinearHead, rows: Tensor, inbox: Message) -> Tensor:
+        """Return `rows [k, P]` with the nearest prototypes for a head; unchanged where there are none yet."""
+        present = inbox["present"] > 0
+        folded = head.put(rows, nearest_prototype(inbox["prototypes"], present))
+        return torch.where(present.any(1, keepdim=True), folded, rows)

@@ -1,0 +1,400 @@
+"""FedBABU, FedRoD, APFL, FedProto, FedDBE and FedAH against plain loops, and their limiting cases."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedloom.algorithms.building import build
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
+from fedloom.errors import InvalidValue
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
+from fedloom.training import Training
+from naive_personal import (
+    Blend,
+    Moment,
+    Net,
+    Run,
+    Setting,
+    World,
+    assert_same,
+    average,
+    copy_parameters,
+    parameters,
+    shared_model,
+    vector,
+)
+
+PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
+NEVER = -1e9
+
+
+def compare(world: World, expression: str, method: Callable[..., list[Moment]], **options: Any) -> Run:
+    run = world.run(build(expression))
+    assert not any(record["faults"] for record in run.federation.history)
+    assert_same(run.moments, method(Setting(world, run.selected), **options), tolerance=1e-9)
+    last = run.moments[-1]
+    assert not torch.allclose(last.personal[0], last.personal[1], atol=1e-4)
+    return run
+
+
+def own_counts(world: World, client: int) -> Tensor:
+    labels = world.data(client)[1]
+    return torch.tensor([float((labels == c).sum()) for c in range(world.classes)], dtype=torch.float64)
+
+
+def parts_of(world: World) -> tuple[list[str], list[str]]:
+    head = [name for name in world.names if name.startswith("head.")]
+    return [name for name in world.names if name not in head], head
+
+
+def means_by_class(model: Net, x: Tensor, y: Tensor) -> dict[int, Tensor]:
+    """Mean feature of each class that occurs, in evaluation mode."""
+    with torch.no_grad():
+        features = copy.deepcopy(model).eval().features(x)
+    return {c: torch.stack([z for z, label in zip(features, y.tolist(), strict=True) if label == c]).mean(0)
+            for c in sorted(set(y.tolist()))}  # fmt: skip
+
+
+def with_head(model: nn.Module, weight: Tensor, bias: Tensor) -> nn.Module:
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.head.weight.copy_(weight)
+        changed.head.bias.copy_(bias)
+    return changed
+
+
+# --- the methods in loops ---
+
+
+def fedbabu(setting: Setting, *, epochs: int, scope: str = "full") -> list[Moment]:
+    world = setting.world
+    base, head = parts_of(world)
+
+    def score(model: nn.Module, i: int, t: int) -> nn.Module:
+        if epochs:
+            names = {"full": world.names, "head": head, "body": base}[scope]
+            world.train(model, i, t, "finetune", epochs=epochs, names=names)
+        return model
+
+    return shared_model(setting, lambda w, s, i, t: world.train(w, i, t, names=base), score, names=base)
+
+
+def fedrod(setting: Setting, *, gamma: float = 1.0, zero: bool = False) -> list[Moment]:
+    world = setting.world
+    initial = [p.detach().clone() * (not zero) for p in (world.module.head.weight, world.module.head.bias)]
+    private = {i: [p.clone() for p in initial] for i in range(world.clients)}
+
+    def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
+        counts = own_counts(world, i)
+        prior = torch.tensor([float(n.log()) if n else NEVER for n in counts], dtype=torch.float64)
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            z = start.features(x)
+            logits = start.head(z)
+            weight, bias = (p.requires_grad_() for p in private[i])
+            own = F.cross_entropy(logits.detach() + z.detach() @ weight.T + bias, y)
+            slopes = torch.autograd.grad(own, [weight, bias])
+            private[i] = [(p - world.rate(t) * g).detach() for p, g in zip((weight, bias), slopes, strict=True)]
+            return F.cross_entropy(logits + gamma * prior, y)
+
+        world.train(start, i, t, loss=loss)
+
+    def score(model: nn.Module, i: int, t: int) -> nn.Module:
+        weight, bias = private[i]
+        return with_head(model, model.head.weight + weight, model.head.bias + bias)
+
+    return shared_model(setting, work, score)
+
+
+def mixed(local: nn.Module, own: nn.Module, share: float) -> nn.Module:
+    result = copy.deepcopy(local)
+    tensors = [[t for t in [*m.parameters(), *m.buffers()] if t.is_floating_point()] for m in (result, local, own)]
+    with torch.no_grad():
+        for target, a, b in zip(*tensors, strict=True):
+            target.copy_((1 - share) * a + share * b)
+    return result
+
+
+def apfl(setting: Setting, *, alpha: float, adaptive: bool = False) -> list[Moment]:
+    world = setting.world
+    own = {i: world.fresh() for i in range(world.clients)}
+    shares, seen = [alpha] * world.clients, set()
+
+    def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
+        seen.add(i)
+        start.train()
+        for k, (x, y) in enumerate(world.batches(i, t)):
+            slopes = torch.autograd.grad(F.cross_entropy(start(x), y), list(start.parameters()))
+            with torch.no_grad():
+                for p, g in zip(start.parameters(), slopes, strict=True):
+                    p.sub_(world.rate(t) * g)
+            mixture = mixed(start, own[i], shares[i]).train()
+            slopes = torch.autograd.grad(F.cross_entropy(mixture(x), y), list(mixture.parameters()))
+            triples = list(zip(own[i].parameters(), start.parameters(), slopes, strict=True))
+            slope = sum(float(((v - w).detach() * g).sum()) for v, w, g in triples)
+            with torch.no_grad():
+                for v, _, g in triples:
+                    v.sub_(world.rate(t) * shares[i] * g)
+                for mine, theirs in zip(own[i].buffers(), mixture.buffers(), strict=True):
+                    mine.copy_(theirs)
+            if adaptive and k == 0:
+                shares[i] = min(1.0, max(0.0, shares[i] - world.rate(t) * slope))
+
+    return shared_model(setting, work, lambda m, i, t: mixed(m, own[i], shares[i]) if i in seen else m)
+
+
+def prototype_head(prototypes: dict[int, Tensor], classes: int, width: int) -> tuple[Tensor, Tensor]:
+    weight, bias = torch.zeros(classes, width, dtype=torch.float64), torch.full((classes,), NEVER, dtype=torch.float64)
+    for c, p in prototypes.items():
+        weight[c], bias[c] = 2 * p, -(p @ p)
+    return weight, bias
+
+
+def pulled(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
+    """The mean of squares over the batch and dimensions, 0 for samples of classes without a prototype."""
+    gaps = [
+        (z[k] - prototypes[c]).square().sum() if c in prototypes else 0 * z[k].sum() for k, c in enumerate(y.tolist())
+    ]
+    return torch.stack(gaps).sum() / z.numel()
+
+
+def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_head: bool = False) -> list[Moment]:
+    world = setting.world
+    own = [world.fresh() for _ in range(world.clients)]
+    prototypes: dict[int, Tensor] = {}
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        means = {}
+        for i in selected:
+            sent, model = dict(prototypes), own[i]
+
+            def loss(x: Tensor, y: Tensor, model: Any = model, sent: dict[int, Tensor] = sent) -> Tensor:
+                z = model.features(x)
+                return F.cross_entropy(model.head(z), y) + strength * pulled(z, y, sent)
+
+            world.train(model, i, number, loss=loss)
+            means[i] = means_by_class(model, *world.data(i))
+        for c in range(world.classes):
+            having = [i for i in selected if c in means[i]]
+            weights = [float(own_counts(world, i)[c]) if weighted else 1.0 for i in having]
+            if having:
+                prototypes[c] = sum(w * means[i][c] for w, i in zip(weights, having, strict=True)) / sum(weights)
+
+        def used(model: nn.Module) -> nn.Module:
+            return with_head(model, *prototype_head(prototypes, world.classes, 4))
+
+        personal = [vector(model if by_head else used(model)) for model in own]
+        moments.append(Moment(parameters(used(world.fresh())), personal))
+    return moments
+
+
+def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
+    world = setting.world
+    own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
+    shift = [torch.zeros(4, dtype=torch.float64) for _ in range(world.clients)]
+    consensus: Tensor | None = None
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        running = {}
+        for i in selected:
+            copy_parameters(server, own[i])
+            running[i] = torch.zeros(4, dtype=torch.float64)
+
+            def loss(
+                x: Tensor,
+                y: Tensor,
+                i: int = i,
+                model: Any = own[i],
+                target: Tensor | None = consensus,
+                running: dict[int, Tensor] = running,
+                rate: float = world.rate(number),
+            ) -> Tensor:
+                z = model.features(x)
+                moved = (1 - beta) * running[i] + beta * z.mean(0)
+                running[i] = moved.detach()
+                if target is None:
+                    return F.cross_entropy(model.head(z), y)
+                m = shift[i].clone().requires_grad_()
+                (slope,) = torch.autograd.grad(F.cross_entropy(model.head(z.detach() + m), y), m)
+                total = F.cross_entropy(model.head(z + shift[i]), y) + pull / 2 * (moved - target).square().mean()
+                shift[i] = shift[i] - rate * slope
+                return total
+
+            world.train(own[i], i, number, loss=loss)
+        sizes = [world.sizes[i] for i in selected]
+        if consensus is None:
+            consensus = sum(n * running[i] for n, i in zip(sizes, selected, strict=True)) / sum(sizes)
+        else:
+            average(server, [own[i] for i in selected], sizes, world.names)
+        personal = []
+        for i in range(world.clients):
+            whole = copy.deepcopy(own[i])
+            copy_parameters(server, whole)
+            personal.append(vector(with_head(whole, whole.head.weight, whole.head.bias + whole.head.weight @ shift[i])))
+        moments.append(Moment(parameters(server), personal))
+    return moments
+
+
+# --- against the loops ---
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
+class TestAgainstLoops:
+    @pytest.mark.parametrize("scope", ["full", "head", "body"])
+    def test_fedbabu(self, norm: bool, scope: str) -> None:
+        expression = f"fedbabu(finetune_epochs=2, finetune_scope={scope})"
+        run = compare(World(norm), expression, fedbabu, epochs=2, scope=scope)
+        head = run.federation.task.layout.unit(lambda tensor: tensor.layer == "head")
+        for columns in head:
+            assert torch.equal(run.federation.algorithm.model()[columns], run.federation.task.initial[columns])
+
+    def test_fedrod(self, norm: bool) -> None:
+        compare(World(norm), "fedrod(gamma=0.8)", fedrod, gamma=0.8)
+        compare(World(norm), "fedrod(initial_head=false)", fedrod, zero=True)
+
+    def test_apfl(self, norm: bool) -> None:
+        world = World(norm, training=PLAIN)
+        compare(world, "apfl(alpha=0.3)", apfl, alpha=0.3)
+        compare(world, "apfl(alpha=0.6, adaptive=true)", apfl, alpha=0.6, adaptive=True)
+
+    def test_fedproto(self, norm: bool) -> None:
+        compare(World(norm), "fedproto(strength=0.7)", fedproto, strength=0.7)
+        compare(World(norm), "fedproto(weighted=true)", fedproto, strength=1.0, weighted=True)
+        compare(World(norm), "fedproto(by=head)", fedproto, strength=1.0, by_head=True)
+
+    def test_feddbe(self, norm: bool) -> None:
+        compare(World(norm), "feddbe(pull=2.0)", feddbe, pull=2.0, beta=1.0)
+        compare(World(norm), "feddbe(pull=3.0, beta=0.3)", feddbe, pull=3.0, beta=0.3)
+
+
+def test_fedah_is_ala_on_the_head_of_a_fedrep_whose_heads_travel() -> None:
+    world = World(norm=True)
+    run = world.run(build("fedah"))
+    inner = "fedrep(head_epochs=1, upload_head=true)"
+    assert_same(run.moments, world.run(build(f"ala({inner}, percent=100, max_epochs=1)")).moments, 1e-12)
+    blend = Blend(world, parts_of(world)[1], percent=100, most=1)
+    work = naive_whole_fedrep(world)
+    assert_same(run.moments, shared_model(Setting(world, run.selected, blend), work, lambda m, i, t: m), 1e-9)
+
+
+def naive_whole_fedrep(world: World) -> Callable[[nn.Module, nn.Module, int, int], None]:
+    base, head = parts_of(world)
+
+    def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
+        world.train(start, i, t, "head", names=head, epochs=1)
+        world.train(start, i, t, names=base)
+
+    return work
+
+
+# --- limiting cases ---
+
+
+def same(found: Sequence[Moment], expected: Sequence[Moment]) -> None:
+    assert_same(found, expected, tolerance=1e-9)
+
+
+def test_fedbabu_without_tuning_scores_the_base_under_the_initial_head() -> None:
+    run = World().run(build("fedbabu(finetune_epochs=0)"))
+    for row in run.moments[-1].personal:
+        assert torch.equal(row, run.federation.algorithm.model())
+
+
+def test_fedrod_of_equal_classes_and_a_resting_head_is_fedavg() -> None:
+    world = replace(World(), sizes=(6, 12, 9, 3, 9))
+    world.labels = torch.cat([torch.arange(3).repeat(size // 3) for size in world.sizes])
+    run = world.run(build("fedrod(personal_rate=0, initial_head=false)"))
+    same(run.moments, world.run(build("fedavg")).moments)
+
+
+def test_apfl_at_both_ends() -> None:
+    world = World(norm=True, training=PLAIN)
+    run = world.run(build("apfl(alpha=0)"))
+    same(run.moments, world.run(build("silobn")).moments)
+    alone = World(participation=1.0, training=PLAIN, rounds=3)
+    local = [alone.fresh() for _ in range(alone.clients)]
+    for number in range(1, 4):
+        for i, model in enumerate(local):
+            alone.train(model, i, number)
+    for row, model in zip(alone.run(build("apfl(alpha=1.0)")).moments[-1].personal, local, strict=True):
+        torch.testing.assert_close(row, vector(model), rtol=1e-9, atol=1e-9)
+
+
+def test_fedproto_by_heads_without_a_pull_is_local_training() -> None:
+    world = World(norm=True, participation=1.0, rounds=3)
+    run = world.run(build("fedproto(strength=0, by=head)"))
+    local = [world.fresh() for _ in range(world.clients)]
+    for number in range(1, 4):
+        for i, model in enumerate(local):
+            world.train(model, i, number)
+    for row, model in zip(run.moments[-1].personal, local, strict=True):
+        torch.testing.assert_close(row, vector(model), rtol=1e-9, atol=1e-9)
+
+
+def test_fedproto_names_no_class_that_nobody_has_and_forgets_none() -> None:
+    world = World(rounds=6)
+    world.labels[world.labels == 2] = 1
+    for i in world.owned[0]:
+        world.labels[i] = 0
+    run = world.run(build("fedproto"))
+    assert run.federation.algorithm.state["present"].tolist() == [1, 1, 0]
+    for row in run.moments[-1].personal:
+        assert float(row[-1]) == NEVER
+
+
+def test_feddbe_spends_its_first_round_on_the_consensus() -> None:
+    world = World(norm=True)
+    run = world.run(build("feddbe(pull=0)"))
+    assert torch.equal(run.moments[0].parameters, parameters(world.module))
+    shifts = [tensor for name, tensor in run.engine.memory().items() if "shift" in name]
+    assert min(float(shift.abs().max()) for shift in shifts) > 0
+
+
+# --- engines, resumption, bytes, refusals ---
+
+EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedah"]
+
+
+@pytest.mark.parametrize("expression", EVERY)
+def test_engines_agree(expression: str) -> None:
+    world = World(norm=True, training=replace(PLAIN, clip=1.0))
+    rows = []
+    for engine in (RowsEngine, StackedEngine):
+        task = world.task()
+        made = engine(task)
+        federation = Federation(build(expression), task, made, Schedule(rounds=3, participation=0.6, seed=world.seed))
+        federation.run()
+        rows.append([federation.algorithm.model(), *made.memory().values()])
+    for one, two in zip(*rows, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("expression", "down", "up"),
+    [
+        ("fedbabu", 64, 64), ("fedrod", 79, 79), ("apfl", 79, 79), ("fedproto", 15, 15),
+        ("feddbe", 79 + 4, 79), ("fedah", 79, 79),
+    ],
+)  # fmt: skip
+def test_traffic(expression: str, down: int, up: int) -> None:
+    world = World(participation=1.0)
+    record = world.run(build(expression)).federation.history[-1]
+    assert (record["bytes_down"], record["bytes_up"]) == (8 * 5 * down, 8 * 5 * up)
+
+
+@pytest.mark.parametrize("expression", ["fedrod", "fedproto", "feddbe"])
+def test_a_head_without_a_bias_is_refused(expression: str) -> None:
+    world = World()
+    world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+    with pytest.raises(InvalidValue, match=rf"^{expression} needs a classifier with a bias, and head has none$"):
+        world.run(build(expression))
