@@ -2,8 +2,9 @@
 
     python benchmarks/rule.py [--threads 1,2] [--workloads mlp,logistic] [--rounds 5]
 
-All engines take every round in turn, after one that warms up; seconds are medians of the rounds. `over` is the median over rounds
-of the choice's seconds over those of the fastest engine. The rule is as good as a trial where no row has more than 1.1.
+All engines take every round in turn, after one that warms up; seconds are medians of the rounds: of the processor with one
+thread, which other work on the machine hardly moves, else of the clock. `over` is the choice's median over that of the fastest
+engine. The rule is as good as a trial where no row has more than 1.1. Where clients cannot train together, stacks are no engine.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 
 from engines import cnn_task, digits_task, logistic_task, mlp_task, random_task, resnet_task
 from fedloom.algorithms.building import build
-from fedloom.engines.choose import make_engine
-from fedloom.engines.rule import choice
+from fedloom.engines.choose import choice, make_engine
+from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.work import most_workers, step_threads, using_threads
 from fedloom.flat.allocator import keep_pages
 from fedloom.rounds.federation import Federation
@@ -97,33 +98,39 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     schedule = Schedule(ROUNDS, participation, evaluate_every=ROUNDS)
     chosen = choice(task, schedule, False, build(method))[0].name
     workers = f"workers={most_workers(task, schedule)}"
-    names = ["rows", "stacked"]
+    names = {"rows": "rows_s"}
+    if unstackable_method(build(method)) is None:
+        names["stacked"] = "stacked_s"
     if torch.get_num_threads() > 1:
-        names += [f"processes({workers})", f"processes({workers}, inside=stacked)"]
+        names[f"processes({workers})"] = "processes_s"
+        if "stacked" in names:
+            names[f"processes({workers}, inside=stacked)"] = "stacked_processes_s"
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     engines = [make_engine(engine, task, schedule) for engine in names]
     runs = [Federation(build(method), task, engine, schedule) for engine in engines]
     turns: list[list[float]] = []
     with using_threads(step_threads(task)):
         for _ in range(rounds + 1):
-            turns += [[seconds_of(run) for run in runs]]
+            turns += [[seconds_of(run, clock) for run in runs]]
     for engine in engines:
         engine.close()
-    medians = [statistics.median(seconds) for seconds in zip(*turns[1:], strict=True)]
+    medians = dict(zip(names, map(statistics.median, zip(*turns[1:], strict=True)), strict=True))
     row = {
         "workload": name,
         "threads": torch.get_num_threads(),
         "choice": chosen,
-        "over": statistics.median(turn[names.index(chosen)] / min(turn) for turn in turns[1:]),
-        **dict(zip(COLUMNS, [*medians, None, None], strict=False)),
+        "over": medians[chosen] / min(medians.values()),
+        **dict.fromkeys(COLUMNS),
+        **{column: medians[engine] for engine, column in names.items()},
     }
     print(*row.values(), flush=True)
     return row
 
 
-def seconds_of(run: Federation) -> float:
-    began = time.perf_counter()
+def seconds_of(run: Federation, clock: Callable[[], float]) -> float:
+    began = clock()
     run.step()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def main() -> None:

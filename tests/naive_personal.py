@@ -100,7 +100,7 @@ class World(SmallWorld):
             ClientTask(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
             for i in everybody
         ]
-        personal = [engine.personalise(algorithm, upcoming, client_task)[0] for client_task in client_tasks]
+        personal = [engine.personalised(algorithm, upcoming, [client_task])[0][1] for client_task in client_tasks]
         return Moment(algorithm.model()[: layout.trainable].clone(), [row.clone() for row in personal])
 
     def round(self, number: int) -> Round:

@@ -18,11 +18,10 @@ import fedloom as fl
 from fedloom.algorithms.building import build
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
-from fedloom.engines.choose import make_engine
+from fedloom.engines.choose import START, choice, make_engine, round_seconds
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
-from fedloom.engines.rule import START, choice, round_seconds
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.work import mean_steps, multiply_adds
 from fedloom.errors import CheckpointError
@@ -193,7 +192,7 @@ def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest
     kept = json.loads((tmp_path / "engine.json").read_text())
     assert kept["name"] == "stacked"
     assert kept["reason"]
-    monkeypatch.setattr("fedloom.engines.rule.choice", lambda *_: (Choice("rows", reason="another rule"), None))
+    monkeypatch.setattr("fedloom.engines.choose.choice", lambda *_: (Choice("rows", reason="another rule"), None))
     result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
     assert isinstance(result.federation.engine, StackedEngine)
     assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())

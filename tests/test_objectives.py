@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
+from fedloom.algorithms.building import build
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
+from fedloom.engines.base import LocalEngine
+from fedloom.engines.processes.parent import ProcessesEngine
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
@@ -37,6 +42,8 @@ from fedloom.objectives.segmentation import Segmentation
 from fedloom.objectives.sequence import NextToken
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally, score
 from objective_support import KINDS, absolute, draw, make
 
@@ -198,9 +205,6 @@ def row(result: fl.Result) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in result.model.parameters()])
 
 
-ENGINES = ("stacked", "processes(workers=1)", "processes(workers=1, inside=stacked)")
-
-
 def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
     samples, model, objective, _ = draw("classification")
     logits = model(samples.inputs)
@@ -208,17 +212,29 @@ def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
     assert torch.allclose(objective.loss(logits, samples.labels), expected)
 
 
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_engines_agree(kind: str) -> None:
+def test_engines_agree(kind: str, worker_processes: ProcessesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make(kind, metrics=[median_error] if kind == "huber" else [])
-    rows = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine="rows")
-    metric = task.objective.metric.name
-    for engine in ENGINES[: 1 if kind == "custom" else 3]:
-        other = fl.run("fedprox(mu=0.1)", task, rounds=2, participation=1.0, engine=engine)
-        assert torch.allclose(row(other), row(rows), atol=1e-5), engine
-        assert other.federation.notices == []
-        for name in (metric, *(one.name for one in task.dataset.metrics)):
-            assert other.history[-1][name] == pytest.approx(rows.history[-1][name], rel=1e-4)
+
+    def run(engine: LocalEngine) -> Federation:
+        schedule = Schedule(rounds=2, participation=1.0, evaluate_every=1)
+        federation = Federation(build("fedprox(mu=0.1)"), task, engine, schedule)
+        federation.run()
+        return federation
+
+    def agree(federation: Federation) -> None:
+        assert torch.allclose(federation.algorithm.model(), rows.algorithm.model(), atol=1e-5)
+        assert federation.notices == []
+        for name in (task.objective.metric.name, *(metric.name for metric in task.dataset.metrics)):
+            assert federation.history[-1][name] == pytest.approx(rows.history[-1][name], rel=1e-4)
+
+    rows = run(RowsEngine(task))
+    agree(run(StackedEngine(task)))
+    if kind != "custom":  # workers cannot import what this file defines
+        agree(run(worker_processes))
+        monkeypatch.setattr(worker_processes, "inside", "stacked")
+        agree(run(worker_processes))
 
 
 @pytest.mark.parametrize("kind", KINDS)

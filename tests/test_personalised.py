@@ -362,7 +362,8 @@ def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
     after = run._first.at(5)
     message = run.algorithm.deploy(after, tuple(range(task.clients)))
     for client in range(task.clients):
-        _, counter = made.personalise(run.algorithm, after, ClientTask(client, None, inbox_of(message, client)))
+        client_task = ClientTask(client, None, inbox_of(message, client))
+        ((_, _, counter),) = made.personalised(run.algorithm, after, [client_task])
         batches = uploads.count(client) * -(-TRAIN_SIZES[client] // 4)
         skipped = uploads.count(client) * (TRAIN_SIZES[client] % 4 == 1)
         assert counter is not None

@@ -43,7 +43,13 @@ def run(algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participatio
     return federation
 
 
-@pytest.mark.parametrize("method", METHODS)
+QUICK = ("ala", "dp_sgd", "fedavg", "fedmr", "fedrep", "moon", "quantised", "scaffold", "stages", "umf")
+"""Beginnings of a method of each kind. The others differ in what `test_stacked` and `test_processes` run with every method."""
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name.startswith(QUICK) else pytest.mark.minutes) for name in METHODS]
+)
 def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method: str) -> None:
     participation = 1.0 if method.startswith(EVERYBODY) else 0.7
     expected = run(build(method), RowsEngine(TASK), participation)

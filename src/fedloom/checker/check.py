@@ -356,9 +356,11 @@ class _ListeningEngine(RowsEngine):
             self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))
         return result
 
-    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
+    def personalised(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> list[tuple[int, Tensor, Tensor | None]]:
         with self._client_half(algorithm):
-            return super().personalise(algorithm, round, client_task)
+            return super().personalised(algorithm, round, client_tasks)
 
     def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
         plain = super().cohort(round, client_tasks)
@@ -463,8 +465,10 @@ class _ElsewhereEngine(RowsEngine):
     ) -> Reply | Fault:
         return super().train_one(self._sent(algorithm), round, client_task, expected)
 
-    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
-        return super().personalise(self._sent(algorithm), round, client_task)
+    def personalised(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> list[tuple[int, Tensor, Tensor | None]]:
+        return super().personalised(self._sent(algorithm), round, client_tasks)
 
     def _sent(self, algorithm: Algorithm) -> Algorithm:
         sent: Algorithm = load(*dump(algorithm), task=self.task)

@@ -33,6 +33,8 @@ Packed = tuple[bytes, list[Tensor]]
 
 Tensors = dict[str, Tensor]
 
+MessageKind = Literal["begin", "assign", "work"]
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -121,35 +123,29 @@ class Answers:
 
 
 class ClientTrainer:
-    """The worker's side. The next `work` returns an error of `begin` or `assign`, since only that has an answer."""
+    """The worker's side. An error of `begin` or `assign` is the answer to the next `work`, since only that has one."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
         self._engine: RowsEngine | None = None
         self._assignment: Assignment | None = None
-        self._packed_setup: Packed | None = None
-        self._packed_assignment: Packed | None = None
+        self._packed: dict[MessageKind, Packed] = {}
 
-    def begin(self, setup: Packed) -> None:
-        """Keep a packed `Setup`."""
-        self._packed_setup, self._engine = setup, None
-
-    def assign(self, assignment: Packed) -> None:
-        """Keep a packed `Assignment`, and free the previous one."""
-        self._packed_assignment, self._assignment = assignment, None
-
-    def work(self, work: Packed) -> Answers | Exception:
-        """Do a packed piece of `Work`. Return its answers, or the exception that prevented them."""
+    def take(self, kind: MessageKind, message: Packed) -> Answers | Exception | None:
+        """Keep a packed `Setup` (`begin`) or `Assignment` (`assign`); `work`: return the answers, or the exception instead."""
+        self._packed[kind] = message
+        if kind != "work":
+            self._assignment = None
+            self._engine = None if kind == "begin" else self._engine
+            return None
         try:
             if self._engine is None:
-                assert self._packed_setup is not None
-                setup: Setup = load(*self._packed_setup)
-                self._engine, self._packed_setup = setup.make_engine(self.device), None
+                setup: Setup = load(*self._packed.pop("begin"))
+                self._engine = setup.make_engine(self.device)
             if self._assignment is None:
-                assert self._packed_assignment is not None
-                self._assignment = load(*self._packed_assignment, task=self._engine.task)
-                self._packed_assignment = None
-            return self._answers(self._engine, self._assignment, load(*work, common=self._assignment.common))
+                self._assignment = load(*self._packed.pop("assign"), task=self._engine.task)
+            work = load(*self._packed.pop("work"), common=self._assignment.common)
+            return self._answers(self._engine, self._assignment, work)
         except FedloomError as error:
             return _portable(error)
         except Exception as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Exchange
 from fedloom.engines.base import LocalEngine
-from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, Setup, Work
+from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, MessageKind, Setup, Work
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -82,8 +82,8 @@ class WorkerHandle(ABC):
         return answers
 
     @abstractmethod
-    def send(self, method: Literal["begin", "assign", "work"], message: Any) -> None:
-        """Call this method of the worker's `ClientTrainer`. If the worker is dead, `receive` reports it."""
+    def send(self, kind: MessageKind, message: Any) -> None:
+        """Send a message to the worker's `ClientTrainer`. If the worker is dead, `receive` reports it."""
 
     @abstractmethod
     def receive(self) -> Answers | Exception:

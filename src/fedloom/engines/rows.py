@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -75,31 +76,28 @@ class RowsEngine(LocalEngine):
             size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
             blocks = slot_blocks(client_tasks, round, size).values()
         tensors = expected
+
+        def answers(chunk: Sequence[ClientTask]) -> list[Reply | Fault]:
+            if len(chunk) == 1:
+                return [self.train_one(algorithm, round, chunk[0], tensors)]
+            return self._answers(algorithm, round, chunk, tensors)
+
         for block in blocks:
-            yield from self._results(
-                algorithm,
-                block,
-                lambda client_task: [self.train_one(algorithm, round, client_task, tensors)],
-                lambda chunk: self._answers(algorithm, round, chunk, tensors),
-            )
+            yield from self._results(algorithm, block, answers)
 
     def _results(
-        self,
-        algorithm: Algorithm,
-        client_tasks: Sequence[ClientTask],
-        alone: Callable[[ClientTask], Iterable[T]],
-        together: Callable[[Sequence[ClientTask]], list[T]],
+        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
     ) -> Iterator[T]:
-        """Yield the results of all clients, whose work is done alone here."""
+        """Yield the results of `work` on clients that advance together: here, on one after another."""
         for client_task in client_tasks:
-            yield from alone(client_task)
+            yield from work([client_task])
 
     def train_one(
         self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
     ) -> Reply | Fault:
         """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
         try:
-            with self._drawing_layers(round, client_task.client):
+            with self._drawing_layers(round, [client_task]):
                 (answer,) = self._answers(algorithm, round, [client_task], expected)
             return answer
         except FedloomError:
@@ -136,24 +134,30 @@ class RowsEngine(LocalEngine):
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         test = self.local_test()
-        models = ((task.client, *self.personalise(algorithm, round, task)) for task in client_tasks)
+        models = self._results(algorithm, client_tasks, partial(self.personalised, algorithm, round))
         yield from self.evaluator.tallies(models, self.task.train, test)
 
-    def personalise(self, algorithm: Algorithm, round: Round, client_task: ClientTask) -> tuple[Tensor, Tensor | None]:
-        """Return the model `[P]` that one client would use in `round`, and its integer buffers if any.
+    def personalised(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> list[tuple[int, Tensor, Tensor | None]]:
+        """Return each client, the model `[P]` that it would use in `round`, and its integer buffers if any.
 
-        The method works on a copy of the inbox, and its writes to the client's memory are dropped.
+        The method works on a copy of the inbox, and its writes to the clients' memory are dropped.
         """
-        inbox = {name: rows.clone() for name, rows in client_task.inbox.items()}
-        cohort = self.cohort(round, [client_task])
+        cohort = self.cohort(round, client_tasks)
+        inbox = {name: rows.clone() for name, rows in joined_inbox(client_tasks).items()}
         load_integers(cohort, inbox, self.task.initial_integers)
-        with self._drawing_layers(round, client_task.client):
-            row = algorithm.personalise(cohort, inbox)[0]
-        return row, self.flat_module.integers()[0] if self.task.layout.integers else None
+        with self._drawing_layers(round, client_tasks):
+            rows = algorithm.personalise(cohort, inbox)
+        integers = cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)
+        return list(zip(cohort.clients, rows, integers, strict=True))
 
-    def _drawing_layers(self, round: Round, client: int) -> AbstractContextManager[None]:
+    def _drawing_layers(self, round: Round, client_tasks: Sequence[ClientTask]) -> AbstractContextManager[None]:
         """Let layers that draw, such as dropout, draw from the client's stream: they know only torch's global generator."""
-        return global_stream(round.seed, "layers", round=round.number, client=client, device=self.task.initial.device)
+        if len(client_tasks) > 1:  # stacks are given the streams
+            return nullcontext()
+        client, device = client_tasks[0].client, self.task.initial.device
+        return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 
     def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
         """Return the cohort of clients that train together: here, of one."""
@@ -178,7 +182,7 @@ def joined_inbox(client_tasks: Sequence[ClientTask]) -> Message:
     inbox = dict(client_tasks[0].inbox)
     for name, row in inbox.items() if len(client_tasks) > 1 else ():
         rows = [client_task.inbox[name] for client_task in client_tasks]
-        shared = all(other.data_ptr() == row.data_ptr() and other.shape == row.shape for other in rows)
+        shared = all(sent.data_ptr() == row.data_ptr() and sent.shape == row.shape for sent in rows)
         inbox[name] = row.expand(len(rows), *row.shape[1:]) if shared else torch.cat(rows)
     return inbox
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +14,14 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
-from fedloom.engines.base import engines, load_integers
+from fedloom.engines.base import engines
 from fedloom.engines.proof import Proof
-from fedloom.engines.rows import RowsEngine, T, full_batch, joined_inbox
+from fedloom.engines.rows import RowsEngine, T, full_batch
 from fedloom.errors import FedloomError, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask
-from fedloom.rounds.scoring import Tally
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
@@ -77,38 +76,17 @@ class StackedEngine(RowsEngine):
         self.stack.autocast = task.training.autocast_dtype
 
     def _results(
-        self,
-        algorithm: Algorithm,
-        client_tasks: Sequence[ClientTask],
-        alone: Callable[[ClientTask], Iterable[T]],
-        together: Callable[[Sequence[ClientTask]], list[T]],
+        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
     ) -> Iterator[T]:
         waiting = deque(self._chunks(algorithm, client_tasks))
         while waiting:
             chunk = waiting.popleft()
             if len(chunk) == 1:
-                yield from alone(chunk[0])
+                yield from work(chunk)
                 continue
-            results, retries = self._attempt(algorithm, chunk, partial(together, chunk))
+            results, retries = self._attempt(algorithm, chunk, partial(work, chunk))
             yield from results
             waiting.extendleft(reversed(retries))
-
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        test, evaluate_rows = self.local_test(), super().evaluate
-
-        def evaluate_together(chunk: Sequence[ClientTask]) -> list[Tally]:
-            cohort = self.cohort(round, chunk)
-            inbox = joined_inbox(chunk)
-            load_integers(cohort, inbox, self.task.initial_integers)
-            rows = algorithm.personalise(cohort, {name: tensor.clone() for name, tensor in inbox.items()})
-            integers = self.stack.integers() if self.task.layout.integers else [None] * len(rows)
-            models = zip(cohort.clients, rows, integers, strict=True)
-            return list(self.evaluator.tallies(models, self.task.train, test))
-
-        def evaluate_one(client_task: ClientTask) -> Iterator[Tally]:
-            return evaluate_rows(algorithm, round, [client_task])
-
-        yield from self._results(algorithm, client_tasks, evaluate_one, evaluate_together)
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]

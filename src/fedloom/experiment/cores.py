@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from fedloom.engines.choose import read_engine
-from fedloom.engines.rule import by_rule
+from fedloom.engines.choose import by_rule, read_engine
 from fedloom.experiment.configuration import Configuration
 from fedloom.flat.device import find_device
 

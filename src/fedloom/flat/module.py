@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,24 +33,42 @@ class Batch(NamedTuple):
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
-class Net(ABC):
-    """One client's model as its loss sees it.
+class Net:
+    """One client's model as its loss sees it: a module that holds the weights, or is called with the `tensors` of a row.
 
     Attributes:
         objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, frozen: nn.Module, objective: Objective) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        frozen: nn.Module,
+        objective: Objective,
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.module, self.layout, self.frozen, self.objective = module, layout, frozen, objective
+        self.tensors = tensors
         self.classifier: nn.Module = module.get_submodule(head_name(module))
 
-    @abstractmethod
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs, such as logits `[b, classes]`."""
+        return self._outputs(self.module, "", inputs)
 
-    @abstractmethod
     def head(self, features: Tensor) -> Tensor:
         """Return the classifier's outputs for features."""
+        return self._outputs(self.classifier, head_name(self.module), features)
+
+    def _outputs(self, module: nn.Module, name: str, inputs: Tensor) -> Tensor:
+        outputs: Tensor
+        if self.tensors is None:
+            outputs = module(inputs)
+        else:
+            prefix = f"{name}." if name else ""
+            weights = {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+            outputs = functional_call(module, weights, (inputs,))
+        return outputs
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features that enter the classifier and the model's outputs, from one forward pass."""
@@ -65,44 +82,7 @@ class Net(ABC):
 
     def at(self, row: Tensor) -> Net:
         """Return the same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
-        return CalledNet(self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach()))
-
-
-class BoundNet(Net):
-    """`Net` of a module that holds the weights."""
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.module(inputs)
-        return outputs
-
-    def head(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.classifier(features)
-        return outputs
-
-
-class CalledNet(Net):
-    """`Net` of a module that is called with tensors of a row, on one row or under `vmap`."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        frozen: nn.Module,
-        objective: Objective,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
-        super().__init__(module, layout, frozen, objective)
-        self.tensors = tensors
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self.module, dict(self.tensors), (inputs,))
-        return outputs
-
-    def head(self, features: Tensor) -> Tensor:
-        prefix = f"{name}." if (name := head_name(self.module)) else ""
-        weights = {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
-        outputs: Tensor = functional_call(self.classifier, weights, (features,))
-        return outputs
+        return Net(self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach()))
 
 
 FILTERS_PER_ACTIVATION = 8
@@ -166,7 +146,7 @@ class FlatModule:
         self.original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
-        self.net = BoundNet(self.module, layout, self.frozen, objective)
+        self.net = Net(self.module, layout, self.frozen, objective)
         self.needs_pairs = any(
             isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.module.modules()
         )
@@ -251,7 +231,7 @@ class FlatModule:
         tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-            net = CalledNet(self.module, self.layout, self.frozen, self.objective, {**tensors, **trained})
+            net = Net(self.module, self.layout, self.frozen, self.objective, {**tensors, **trained})
             return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context)
 
         trained = {entry.name: tensors[entry.name] for entry in self._moving}

@@ -15,10 +15,10 @@ from fedloom.flat.linear_chain import FoldedSGD, backward, linear_layers, matrix
 from fedloom.flat.module import (
     PLAIN,
     Batch,
-    CalledNet,
     FlatModule,
     FoldedStep,
     LossFn,
+    Net,
     Rows,
     Shortcuts,
     data_loss,
@@ -120,7 +120,7 @@ class StackedModule(FlatModule):
         def loss_of_one(
             tensors: Mapping[str, Tensor], inputs: Tensor, labels: Tensor, client_context: Mapping[str, Tensor]
         ) -> Tensor:
-            net = CalledNet(self.module, self.layout, self.frozen, self.objective, tensors)
+            net = Net(self.module, self.layout, self.frozen, self.objective, tensors)
             return loss_fn(net, Batch(inputs, labels, batch.step), client_context)
 
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):

@@ -75,7 +75,7 @@ class Channel:
                 for number in added:
                     socket.send_fds(line, [b"\0"], [regions[number].descriptor])
 
-    def receive(self) -> tuple[str, Packed]:
+    def receive(self) -> tuple[Any, Packed]:
         """Receive the next message and its kind. Raises `EOFError` or `OSError` if the other process has ended."""
         kind, added, closed, descriptions, data = pickle.loads(self.connection.recv_bytes())
         for number in closed:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.client_work import Answers, MessageKind, Setup, slim
 from fedloom.engines.dispatch import (
     WorkerDied,
     WorkerEngine,
@@ -157,10 +157,10 @@ class WorkerProcess(WorkerHandle):
         self.channel = Channel(connection, memory)
         self._sent: Any = None  # its tensors must not be freed before the answer has arrived
 
-    def send(self, method: str, message: Any) -> None:
+    def send(self, kind: MessageKind, message: Any) -> None:
         self._sent = message
         with contextlib.suppress(OSError):
-            self.channel.send(method, message)
+            self.channel.send(kind, message)
 
     def receive(self) -> Answers | Exception:
         try:

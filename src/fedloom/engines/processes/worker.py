@@ -40,9 +40,8 @@ def _serve(descriptor: int, threads: int) -> None:
     try:
         while True:
             channel.send("answer", answer)
-            while (received := channel.receive())[0] != "work":
-                kind, message = received
-                trainer.begin(message) if kind == "begin" else trainer.assign(message)
-            answer = pack(trainer.work(received[1]), memory)
+            while (answers := trainer.take(*channel.receive())) is None:
+                pass
+            answer = pack(answers, memory)
     except (EOFError, OSError):
         return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedloom.engines.worker_life import exit_with_parent
 
 if TYPE_CHECKING:
+    from fedloom.engines.client_work import MessageKind
     from fedloom.engines.ray.arrays import PackedArrays
 
 
@@ -34,12 +35,7 @@ class TrainingActor:
         """Return the process id."""
         return os.getpid()
 
-    def begin(self, setup: PackedArrays) -> None:
-        self.trainer.begin(self.unpack(setup))
-
-    def assign(self, assignment: PackedArrays) -> None:
-        self.trainer.assign(self.unpack(assignment))
-
-    def work(self, work: PackedArrays) -> PackedArrays:
-        """Do a packed piece of work and return the packed answers."""
-        return self.pack(self.trainer.work(self.unpack(work)))
+    def take(self, kind: MessageKind, message: PackedArrays) -> PackedArrays | None:
+        """Hand a message to the trainer and return its packed answers to a piece of work."""
+        answers = self.trainer.take(kind, self.unpack(message))
+        return None if answers is None else self.pack(answers)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import NonNegative, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.client_work import Answers, MessageKind, Setup, slim
 from fedloom.engines.dispatch import (
     MOST_WORKERS,
     WorkerDied,
@@ -217,8 +217,8 @@ class ActorHandle(WorkerHandle):
         self.ray, self.actor = ray, actor
         self.call = actor.process.remote()
 
-    def send(self, method: str, message: Any) -> None:
-        self.call = getattr(self.actor, method).remote(message)
+    def send(self, kind: MessageKind, message: Any) -> None:
+        self.call = self.actor.take.remote(kind, message)
 
     def receive(self) -> Answers | Exception:
         try:
