@@ -38,7 +38,7 @@ from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import engines
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

@@ -24,7 +24,7 @@ from fedloom.algorithm import Algorithm, Message
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.rounds.evaluation import Evaluation
 from fedloom.rounds.federation import Federation

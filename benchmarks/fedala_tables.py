@@ -23,7 +23,7 @@ import torch
 from fedloom.algorithms.building import build
 from fedloom.data import Dataset
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.papers.paper_file import printed
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

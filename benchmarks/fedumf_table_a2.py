@@ -27,7 +27,7 @@ from fedloom.algorithm import Message, Replies, Selection, uniform
 from fedloom.algorithms.building import build
 from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.papers.paper_file import paper, printed
 from fedloom.papers.protocols import Setting

@@ -27,8 +27,7 @@ from engines import TASKS, resnet_task
 from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.errors import InvalidValue
-from fedloom.flat.allocator import keep_pages
-from fedloom.flat.device import find_device
+from fedloom.flat.device import find_device, keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

@@ -27,7 +27,7 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.rounds.engine import ClientTask, Engine
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task

@@ -24,7 +24,7 @@ from fedloom.algorithms.building import build
 from fedloom.engines.choose import choice, make_engine
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.work import most_workers, step_threads, using_threads
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

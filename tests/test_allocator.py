@@ -7,11 +7,11 @@ import platform
 import pytest
 import torch
 
-from fedloom.flat import allocator
+from fedloom.flat import device
 
 
 def test_the_c_library_agrees_where_it_is_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert allocator.keep_pages() is (platform.libc_ver()[0] == "glibc")
+    assert device.keep_pages() is (platform.libc_ver()[0] == "glibc")
     assert float(torch.ones(10_000_000).sum()) == 10_000_000
     monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
-    assert allocator.keep_pages() is False
+    assert device.keep_pages() is False

@@ -30,9 +30,8 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.client_work import Setup
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import load
-from fedloom.engines.processes.channel import INLINE, Channel, pack
+from fedloom.engines.processes.channel import INLINE, Channel, SharedMemory, pack
 from fedloom.engines.processes.parent import ProcessesEngine
-from fedloom.engines.processes.shared_memory import SharedMemory
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort

@@ -13,7 +13,7 @@ import workload as w
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task

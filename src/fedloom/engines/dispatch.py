@@ -25,7 +25,7 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply, expectations, slot_blocks, slots_together
 from fedloom.rounds.scoring import Tally

@@ -24,8 +24,8 @@ from fedloom.flat.module import (
     generator_state,
     no_loop_in_vmap,
 )
-from fedloom.flat.precision import autocast
 from fedloom.flat.stacked_module import StackedModule
+from fedloom.flat.vmap_modes import autocast
 from fedloom.local.cohort import Cohort, Correction
 from fedloom.models.structure import copied
 from fedloom.randomness import global_stream, stream

@@ -17,7 +17,7 @@ from fedloom.algorithm import Algorithm, Message
 from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, run_training
 from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
-from fedloom.flat.allocator import keep_pages
+from fedloom.flat.device import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.randomness import global_stream

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedloom.flat.layout import Layout, TensorSlice, Unit
-from fedloom.flat.precision import autocast, stacked_autocast
+from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION

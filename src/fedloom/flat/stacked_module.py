@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedloom.flat.device import moved
-from fedloom.flat.dropout import dropout_of
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.linear_chain import FoldedSGD, backward, linear_layers, matrix
 from fedloom.flat.module import (
@@ -24,7 +23,7 @@ from fedloom.flat.module import (
     data_loss,
     piece,
 )
-from fedloom.flat.precision import stacked_autocast
+from fedloom.flat.vmap_modes import dropout_of, stacked_autocast
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.training import Training

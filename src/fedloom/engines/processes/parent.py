@@ -27,8 +27,7 @@ from fedloom.engines.dispatch import (
     grouped,
 )
 from fedloom.engines.pickling import load
-from fedloom.engines.processes.channel import Channel, Parcel, pack
-from fedloom.engines.processes.shared_memory import SharedMemory
+from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, pack
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method

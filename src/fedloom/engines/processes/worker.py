@@ -28,9 +28,8 @@ def _serve(descriptor: int, threads: int) -> None:
         import torch
 
         from fedloom.engines.client_work import ClientTrainer
-        from fedloom.engines.processes.channel import Channel, pack
-        from fedloom.engines.processes.shared_memory import SharedMemory
-        from fedloom.flat.allocator import keep_pages
+        from fedloom.engines.processes.channel import Channel, SharedMemory, pack
+        from fedloom.flat.device import keep_pages
 
         torch.set_num_threads(threads)
         keep_pages()

@@ -24,7 +24,7 @@ class TrainingActor:
 
         from fedloom.engines.client_work import ClientTrainer
         from fedloom.engines.ray.arrays import pack_arrays, unpack_arrays
-        from fedloom.flat.allocator import keep_pages
+        from fedloom.flat.device import keep_pages
 
         torch.set_num_threads(threads)
         keep_pages()
