@@ -22,7 +22,7 @@ _WORDS = 624
 
 @cache
 def _seeded_state() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The state of a generator that has been seeded and has drawn nothing yet."""
+    """Return the state of a generator that has been seeded and has drawn nothing yet."""
     state: np.ndarray[Any, np.dtype[np.uint8]] = torch.Generator().manual_seed(0).get_state().numpy()
     return state
 
@@ -32,18 +32,18 @@ def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
 
 
 def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> int:
-    """A 63-bit seed for the stream's name, for generators that use all of it: NumPy's and CUDA's."""
+    """Return a 63-bit seed for the stream's name, for generators that use all of it: NumPy's and CUDA's."""
     digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: int = -1) -> bytes:
-    """`size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer ones."""
+    """Return `size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer ones."""
     return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 
 
 def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torch.Generator:
-    """A torch generator (on the CPU) for the named stream, at its beginning.
+    """Return a torch generator (on the CPU) for the named stream, at its beginning.
 
     All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams a hundred pairs would agree.
     """
@@ -59,8 +59,10 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
 def global_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Inside, torch's global generators, of the CPU and of `device` where that is a GPU, are at the beginning of the named
-    stream; afterwards they are as they were. For what can draw from nothing else: layers, and functions that initialise them."""
+    """Put torch's global generators, of the CPU and of a GPU `device`, at the beginning of the stream inside the block.
+
+    For what can draw from nothing else: layers, and functions that initialise them.
+    """
     devices = [device.index or 0] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would also take down a stack trace for devices not in use: a third of a small client's time.
@@ -71,5 +73,5 @@ def global_stream(
 
 
 def numpy_stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> np.random.Generator:
-    """A NumPy generator for the named stream, at its beginning."""
+    """Return a NumPy generator for the named stream, at its beginning."""
     return np.random.Generator(np.random.PCG64(stream_seed(seed, purpose, round=round, client=client)))

@@ -1,5 +1,4 @@
-"""Engines that train clients in other processes: the distribution of clients over workers, and the replacement of dead
-workers."""
+"""Engines that train clients in other processes: how clients are spread over workers, and dead workers replaced."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class WorkerHandle(ABC):
 
 
 class ReplyMatrices:
-    """Matrices `[size, ...]` that the replies of each block of `size` slots are written into, made when a client of the block is
-    handed out. `expected` holds the names and shapes of the tensors that are gathered so."""
+    """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client of it is handed out."""
 
     def __init__(
         self, expected: Mapping[str, tuple[int, ...]], slots: int, size: int, empty: Callable[[Sequence[int]], Tensor]

@@ -1,5 +1,4 @@
-"""A shortcut proves itself: a faster way to compute local steps is compared with PyTorch's own modules and optimizers, on the
-run's model, data and settings, before it is taken."""
+"""A shortcut proves itself: it is compared with plain PyTorch, on the run's model, data and settings, before it is taken."""
 
 from __future__ import annotations
 

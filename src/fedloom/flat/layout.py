@@ -157,8 +157,7 @@ class Layout:
             tensors[entry.name].data = row[entry.slice].view(entry.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module to be bound to rows. It shares the module's floating-point tensors until it is bound, and
-        must not train before.
+        """Return a copy of the module to be bound to rows; until then it shares the module's tensors, and must not train.
 
         Raises `InvalidValue` if tensors of the row are of several types, or of another than float32 and float64: a view of a row
         cannot convert its numbers. Frozen parameters may be of any type.

@@ -65,8 +65,8 @@ def capped(weights: Tensor, share: float) -> Tensor:
     return torch.ones_like(falling)
 
 
-def recombine(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
-    """Permute every unit over the models, as FedMR recombines them.
+def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
+    """Permute every unit over the models in place, as FedMR recombines them, at about the cost of copying the rows once.
 
     Each unit draws its own uniform permutation pi of {1..K}, and result[k, unit] = rows[pi(k), unit]. No number changes, and each
     unit of each model is used exactly once. Slices outside all units stay where they are.
@@ -77,15 +77,10 @@ def recombine(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -
         generator: Draws the permutations.
 
     Returns:
-        The recombined models, `[K, P]`.
+        `rows`.
 
     Source: FedMR (arXiv 2208.07677), section 4.
     """
-    return recombine_(rows.clone(), units, generator)
-
-
-def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
-    """Do `recombine` in place, with one spare slice of memory, at about the cost of copying the rows once."""
     count = len(rows)
     for unit in units:
         source = torch.randperm(count, generator=generator)

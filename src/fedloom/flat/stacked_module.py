@@ -33,7 +33,8 @@ class StackedModule(FlatModule):
     """The task's architecture over k rows at once, with the interface of `FlatModule` and `[k, ...]` for its `[1, ...]`.
 
     The loss, written for one client, runs under `vmap` over the rows, with one backward pass of the sum. Rows never mix, and
-    share frozen parameters. `features` and `outputs` still take one row at a time."""
+    share frozen parameters. `features` and `outputs` still take one row at a time.
+    """
 
     def __init__(
         self,

@@ -220,8 +220,7 @@ class Cohort:
         pad: bool = False,
         **options: Unpack[PassOptions],
     ) -> Iterator[LockStep]:
-        """Yield the batches of local training with a leading client axis: of all clients together, or, where their batches differ
-        in size, of some clients and then of others.
+        """Yield the batches of local training, of all clients together or, where sizes differ, of some and then of others.
 
         Args:
             purpose: Name of the streams that shuffle the samples. A second pass in a round takes another.

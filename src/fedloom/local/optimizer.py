@@ -172,7 +172,8 @@ class TorchOptimizers:
     """Fresh optimizers of torch, one for each client, over what moves of all clients' rows, `tensors [k, ...]`.
 
     One optimizer serves all clients if that is allowed (`joint`) and faster, since these optimizers treat every number alike,
-    until a batch is not everybody's or learning rates differ: from then on the clients' optimizer states differ."""
+    until a batch is not everybody's or learning rates differ: from then on the clients' optimizer states differ.
+    """
 
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor], joint: bool) -> None:
         self.clients = len(tensors[0])

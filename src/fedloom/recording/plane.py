@@ -11,8 +11,7 @@ FLAT = 1e-6  # a second component whose singular value is below this share of th
 
 
 class Plane(NamedTuple):
-    """`centre [D]`, two orthonormal `axes [2, D]`, the rows' coordinates `points [n, 2]`, and the share of the variance that
-    each axis explains `[2]`; all float64."""
+    """A plane in float64: `centre [D]`, orthonormal `axes [2, D]`, coordinates `points [n, 2]`, variance explained `[2]`."""
 
     centre: Tensor
     axes: Tensor

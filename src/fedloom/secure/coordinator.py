@@ -38,8 +38,7 @@ class Transport(Protocol):
     """Carries one request to each of some peers and their answers back, in bytes: one round of messages over Flower."""
 
     def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
-        """Return the answer of every peer that gave one in time. Peers work at the same time; the call ends when all have
-        answered or the transport has waited long enough."""
+        """Return the answers of the peers that gave one in time. Peers work at the same time."""
 
 
 class InMemoryTransport:
@@ -94,8 +93,7 @@ class Exchanged:
 
 
 def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exchanged:
-    """Let the peers of `terms` exchange their layers. When a peer fails, all others take back their models and begin anew without
-    it, as attempt `terms.attempt` + 1 and so on.
+    """Let the peers of `terms` exchange their layers; when one fails, the others begin anew without it, as the next attempt.
 
     Raises `ExchangeAborted` when fewer than `fewest` are left; every peer then has the model that it had.
     """

@@ -57,8 +57,7 @@ class Rules:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
 
     def bounds(self, units: int) -> list[tuple[int, int]]:
-        """Return n_l and n_u of each repeat, for models of U = `units` layers. Raises `InvalidValue` when a model has fewer than
-        n_u."""
+        """Return n_l and n_u of each repeat for models of U = `units` layers; `InvalidValue` when these are fewer than n_u."""
         for name, value in (("low", self.low), ("high", self.high)):
             if value is not None and value > units:
                 raise InvalidValue(
@@ -109,8 +108,7 @@ def purpose(when: str, repeat: int, stage: str) -> str:
 
 
 class LayerBuffers(Generic[T]):
-    """Items of one peer by the layer's index, one for each between repeats. Choices depend on the items that arrived, never on
-    their order."""
+    """Items of one peer by the layer's index, one for each between repeats. The order in which they arrive does not matter."""
 
     def __init__(self, me: int, peers: Sequence[int], items: Sequence[T]) -> None:
         self.others = [peer for peer in peers if peer != me]
@@ -161,14 +159,15 @@ class Rehearsal(NamedTuple):
     sent: list[list[int]]
 
     def bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes carried, for layers of `sizes[u]` bytes: each layer sent is carried there and another back
-        (equation 26 over all repeats)."""
+        """Return the bytes carried, there and back, for layers of `sizes[u]` bytes (equation 26 over all repeats)."""
         return sum(2 * count * size for repeat in self.sent for count, size in zip(repeat, sizes, strict=True))
 
 
 def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
-    """Compute the outcome of an exchange of models with so many units, whose rows belong to these peers in this order. `when` is
-    `before_train` or `before_upload`. Raises `InvalidValue` for a peer that is named twice."""
+    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose rows are these peers'.
+
+    Raises `InvalidValue` for a peer that is named twice.
+    """
     if len(set(peers)) != len(peers):
         raise InvalidValue(f"every peer takes part once, not {list(peers)}")
     holders = {peer: LayerBuffers(peer, peers, [row] * units) for row, peer in enumerate(peers)}

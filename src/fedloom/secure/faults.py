@@ -27,8 +27,7 @@ KINDS = {
 
 
 class ProtocolViolation(FedloomError):
-    """A peer (or the carrier, who stands between) broke the exchange: `peer`, the `kind` (one of `KINDS`), and, where another
-    peer noticed it, that `witness`, who may lie."""
+    """A `peer`, or the carrier between, broke the exchange in a way of `KINDS`; a `witness` who noticed it may lie."""
 
     def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
         require_one_of("kind", kind, tuple(KINDS))

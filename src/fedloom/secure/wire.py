@@ -63,8 +63,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload (`when`), as the server calls
-    for it.
+    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload (`when`).
 
     Keys stay the same in a `run`. `server_key` is the X25519 key for which layers are sealed before an upload. Every peer must
     have the same rules, and layers of the same `sizes` in bytes.
@@ -154,8 +153,7 @@ class Letter(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Content of a letter after the introductions. `number` counts the parcels to this recipient from 0, or is how many there
-    are (announcement); `payload` is a sealed parcel, or empty."""
+    """Content of a letter after the introductions; `number` counts the parcels to the recipient, or says how many follow."""
 
     session: bytes
     repeat: int
@@ -196,8 +194,7 @@ def read_notes(
     kinds: tuple[int, ...],
     past: Collection[bytes] = (),
 ) -> list[Note]:
-    """Return the notes of one stage, each signed by its sender for its recipient, and none of them twice. `past` are sessions
-    that are over. The server can check all of this as well as the recipient."""
+    """Return the notes of one stage, each signed by its sender for its recipient, none twice. `past` sessions are over."""
     marks: set[tuple[int, int, int, int]] = set()
     notes = []
     for letter in letters:

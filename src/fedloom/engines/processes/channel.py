@@ -1,7 +1,8 @@
 """A pipe between two processes, and memory that they share: tensors stay in the memory, the pipe carries their positions.
 
 Regions of shared memory have no name in the file system: they cannot be left behind, do not count against the size of /dev/shm,
-and are freed when the last process that maps them has ended, in whatever way."""
+and are freed when the last process that maps them has ended, in whatever way.
+"""
 
 from __future__ import annotations
 

@@ -212,6 +212,8 @@ class RayEngine(WorkerEngine):
 
 
 class ActorHandle(WorkerHandle):
+    """An actor, whose first call only says that it has started."""
+
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__()
         self.ray, self.actor = ray, actor
