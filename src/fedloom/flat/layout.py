@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -38,7 +39,7 @@ class TensorSlice:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 
