@@ -69,16 +69,16 @@ def run(
     return federation
 
 
-def assert_same(found: Federation, expected: Federation) -> None:
+def assert_same(federation: Federation, expected: Federation) -> None:
     """Every figure, the whole state and all that clients remember, bit for bit."""
-    assert found.history == expected.history
-    assert found.client_history == expected.client_history
-    states = found.algorithm.full_state(), expected.algorithm.full_state()
-    memories = found.engine.memory(), expected.engine.memory()
-    for one, two in (states, memories):
-        assert one.keys() == two.keys()
-        for name, tensor in two.items():
-            torch.testing.assert_close(one[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    assert federation.history == expected.history
+    assert federation.client_history == expected.client_history
+    states = federation.algorithm.full_state(), expected.algorithm.full_state()
+    memories = federation.engine.memory(), expected.engine.memory()
+    for actual, wanted in (states, memories):
+        assert actual.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 # --- the same numbers ---
@@ -135,7 +135,7 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
         nonlocal live
         tensor = empty(shape)
         created.append(weakref.ref(tensor))
-        live = max(live, sum(one() is not None and len(shape) == 2 for one in created))
+        live = max(live, sum(reference() is not None and len(shape) == 2 for reference in created))
         return tensor
 
     monkeypatch.setattr(engine, "_empty", counted)
@@ -153,23 +153,27 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
-    came: list[Reply | Fault | FoldedBlock] = []
+    results: list[Reply | Fault | FoldedBlock] = []
     train_folding = engine.train_folding
 
     def noted(*arguments: Any) -> Any:
         for result in train_folding(*arguments):
-            came.append(result)
+            results.append(result)
             yield result
 
     monkeypatch.setattr(engine, "train_folding", noted)
-    here = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
-    there = KeepsClientMemory() if method == "deadly" else build(method)
-    federation = run(here, engine, task=many, rounds=2, participation=share)
-    assert_same(federation, run(there, RowsEngine(many), task=many, rounds=2, participation=share))
+    folded = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
+    plain = KeepsClientMemory() if method == "deadly" else build(method)
+    federation = run(folded, engine, task=many, rounds=2, participation=share)
+    assert_same(federation, run(plain, RowsEngine(many), task=many, rounds=2, participation=share))
     blocks = math.ceil(share * (samples // 2) / 2)
-    whole = [result for result in came if isinstance(result, FoldedBlock)]
-    single = [one for one in came if isinstance(one, Reply) and one.client_task.slot is not None and one.tensors]
-    assert (len(whole), len(single)) == ((2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0))
+    blocks_folded = [result for result in results if isinstance(result, FoldedBlock)]
+    single = [
+        result
+        for result in results
+        if isinstance(result, Reply) and result.client_task.slot is not None and result.tensors
+    ]
+    assert (len(blocks_folded), len(single)) == ((2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0))
 
 
 # --- deaths and failures ---
@@ -338,30 +342,30 @@ def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(eng
 def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:
     algorithm = set_up(engine, KeepsClientMemory())
     round, work = client_tasks(engine)
-    first = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
-    copies = [reply.tensors["model"].clone() for reply in first]
-    assert len(first) == CLIENTS
+    replies = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
+    copies = [reply.tensors["model"].clone() for reply in replies]
+    assert len(replies) == CLIENTS
     for number in (2, 3, 4):
         assert len(list(engine.train(algorithm, replace(round, number=number), work))) == CLIENTS
-    for reply, copy in zip(first, copies, strict=True):
+    for reply, copy in zip(replies, copies, strict=True):
         assert torch.equal(reply.tensors["model"], copy)
 
 
 def test_a_region_is_lent_again_when_its_last_tensor_is_gone() -> None:
     memory = SharedMemory()
-    one, two = memory.place([torch.arange(6.0), torch.arange(5)])
-    part = one[2:4]
-    number = memory.find(one)
+    floats, integers = memory.place([torch.arange(6.0), torch.arange(5)])
+    view = floats[2:4]
+    number = memory.find(floats)
     assert number is not None
-    assert memory.find(part) == (number[0], number[1] + 8)
+    assert memory.find(view) == (number[0], number[1] + 8)
     assert memory.find(torch.ones(3)) is None
-    assert memory.find(one.view(2, 3).T) is None
-    del one, two
+    assert memory.find(floats.view(2, 3).T) is None
+    del floats, integers
     gc.collect()
-    (other,) = memory.empty([(4,)], [torch.float32])
-    assert memory.find(other) != number
-    assert part.tolist() == [2.0, 3.0]
-    del part, other
+    (later,) = memory.empty([(4,)], [torch.float32])
+    assert memory.find(later) != number
+    assert view.tolist() == [2.0, 3.0]
+    del view, later
     gc.collect()
     memory.empty([(4,)], [torch.float32])
     memory.trim()
@@ -388,11 +392,11 @@ TENSORS: dict[str, Tensor] = {
 
 
 def test_tensors_of_every_kind_travel() -> None:
-    left, right = channels()
-    with left.connection, right.connection:
+    sender, receiver = channels()
+    with sender.connection, receiver.connection:
         for _ in range(3):
-            left.send("work", pack({**TENSORS, "again": TENSORS["large"]}, left.memory))
-            kind, message = right.receive()
+            sender.send("work", pack({**TENSORS, "again": TENSORS["large"]}, sender.memory))
+            kind, message = receiver.receive()
             tensors = load(*message)
             assert kind == "work"
             assert tensors["again"] is tensors["large"]
@@ -402,15 +406,15 @@ def test_tensors_of_every_kind_travel() -> None:
                 assert name == "turned" or tensors[name].stride() == tensor.stride(), name
             del tensors, message
         gc.collect()
-        assert len(left.memory.regions) == 1
+        assert len(sender.memory.regions) == 1
 
 
 def test_a_tensor_in_shared_memory_is_written_to_from_the_other_end() -> None:
-    left, right = channels()
-    with left.connection, right.connection:
-        (ours,) = left.memory.place([torch.zeros(3)])
-        left.send("work", pack(ours, left.memory))
-        load(*right.receive()[1]).fill_(7)
+    sender, receiver = channels()
+    with sender.connection, receiver.connection:
+        (ours,) = sender.memory.place([torch.zeros(3)])
+        sender.send("work", pack(ours, sender.memory))
+        load(*receiver.receive()[1]).fill_(7)
         assert ours.tolist() == [7, 7, 7]
 
 
@@ -500,11 +504,11 @@ def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(tmp
 
 def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long as PyTorch itself."""
-    found: list[bool] = []
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", found.append)
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     for wanted in (False, True):
         Setup(TASK, deterministic=wanted).make_engine(None)
-    assert found == [True]
+    assert calls == [True]
 
 
 def test_a_worker_does_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
