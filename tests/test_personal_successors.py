@@ -398,3 +398,11 @@ def test_a_head_without_a_bias_is_refused(expression: str) -> None:
     world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
     with pytest.raises(InvalidValue, match=rf"^{expression} needs a classifier with a bias, and head has none$"):
         world.run(build(expression))
+
+
+@pytest.mark.parametrize("expression", ["fedbabu", "fedah", "fedrep(upload_head=true)"])
+def test_a_model_that_is_all_classifier_is_refused(expression: str) -> None:
+    world = World()
+    world.module = nn.Sequential(nn.Linear(5, 3, dtype=torch.float64))
+    with pytest.raises(InvalidValue, match=r"needs a base under the classifier, and Sequential is a single layer$"):
+        world.run(build(expression))

@@ -89,13 +89,13 @@ class KeepsHead(PartlyShared):
 
     def head_layers(self, module: nn.Module) -> frozenset[str]:
         """Return the layers of the classifier. Raise `InvalidValue` for a model that is nothing else."""
-        head = head_name(module)
-        if not head:
+        name, layers = head_name(module), {layer_finder(module)(name) for name, _ in module.named_parameters()}
+        head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
+        if not name or head == layers:
             raise InvalidValue(
                 f"{name_of(self)} needs a base under the classifier, and {type(module).__name__} is a single layer"
             )
-        layers = map(layer_finder(module), (name for name, _ in module.named_parameters()))
-        return frozenset(layer for layer in layers if layer == head or layer.startswith(f"{head}."))
+        return head
 
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
         """Return the slices of the base and those of the classifier."""
@@ -125,7 +125,8 @@ class FedRep(KeepsHead):
     fits_once: ClassVar[bool] = False
 
     def private(self, module: nn.Module) -> frozenset[str]:
-        return frozenset() if self.upload_head else self.head_layers(module)
+        head = self.head_layers(module)
+        return frozenset() if self.upload_head else head
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         base, head = self.split(cohort)
