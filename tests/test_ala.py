@@ -180,7 +180,9 @@ def test_frozen_weights_are_those_of_the_initial_stage() -> None:
 # --- every method takes the start that it is handed ---
 
 
-@pytest.mark.parametrize("name", sorted(entry.name for entry in algorithms if entry.name not in ("ala", "fedala", "fedah")))
+@pytest.mark.parametrize(
+    "name", sorted(entry.name for entry in algorithms if entry.name not in ("ala", "fedala", "fedah"))
+)
 def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> None:
     needs = {
         "umf": "umf(fedavg)",
