@@ -226,7 +226,7 @@ class Training:
         chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if "epochs" in chosen:
             chosen.setdefault("steps", None)
-        return replace(length, **chosen)
+        return replace(length, **chosen) if chosen else length
 
     def local_steps(self, samples: Tensor, smallest: int = 1) -> Tensor:
         """Return the steps `[k]` in a round of clients with so many `samples [k]`."""

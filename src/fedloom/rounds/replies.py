@@ -87,7 +87,7 @@ class RoundReplies:
             if target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
             self.bytes += tensor.numel() * tensor.element_size()
-        block.arrived.append(replace(reply, tensors={}, gathered={}))
+        block.arrived.append(Reply(reply.client_task, {}, reply.metrics, samples=reply.samples))
         self.arrived.append(block.arrived[-1])
 
     def _fold(self, number: int) -> None:
