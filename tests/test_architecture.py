@@ -27,6 +27,7 @@ LONGER = {
     "fedloom.data.sets.femnist.femnist",
     "fedloom.data.sets.synthetic.synthetic_feddc",
     "fedloom.data.sets.table.table",
+    "fedloom.experiment.run.run",
     "fedloom.local.cohort.fit",
     "fedloom.task.make_task",
 }

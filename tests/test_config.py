@@ -147,7 +147,7 @@ WRONG = [
     ("algorithm=fedavg:3", "belongs inside stages"),
     ("algorithms=[fedavg, fedmrr]", "did you mean 'fedmr'?"),
     ("algorithms=[fedmr, fedmr(unit=layer)]", "twice"),
-    ("algorithms=fedavg", "algorithms must be a list, not 'fedavg'"),
+    ("algorithms=fedavg", "algorithms must be a list or a table, not 'fedavg'"),
 ]
 
 

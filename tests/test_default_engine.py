@@ -165,7 +165,8 @@ def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, en
     assert torch.equal(one.federation.algorithm.model(), other.federation.algorithm.model())
     assert one.engine is not None
     assert one.engine.name == engine
-    assert other.engine is None
+    assert other.engine.named
+    assert str(other.engine) == engine
     assert one.configuration["engine"] == "default"
 
 

@@ -57,7 +57,7 @@ def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> No
     configuration = load(EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"])
     comparison = Comparison.of(configuration)
     assert comparison.run(lambda event: None) == {}
-    assert all(sheet.rows[0].final is not None for sheet in comparison.sheets({}))
+    assert all(sheet.rows[0].final is not None for sheet in comparison.result({}).sheets)
 
 
 def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
         assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
         assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
         assert firsts[0]["training_loss"] == firsts[1]["training_loss"] == firsts[2]["training_loss"]
-    rows = comparison.sheets({})[0].rows
+    rows = comparison.result({}).sheets[0].rows
     finals = [json.loads((tmp_path / f"fedmr/seed-{seed}/result.json").read_text())["accuracy"] for seed in (0, 1)]
     assert rows[2].final is not None
     assert rows[2].final.mean == pytest.approx(statistics.fmean(finals))
@@ -273,7 +273,7 @@ def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
     first, second = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
     first.run(lambda event: None)
     second.run(lambda event: None)
-    other = threading.Thread(target=second.write, args=({},))
+    other = threading.Thread(target=second.result({}).write, args=(second.configuration,))
     written: list[tuple[bool, str]] = []
 
     def write_slowly(path: Path, text: str) -> None:
@@ -284,8 +284,8 @@ def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
             other.join(timeout=2)
         write_text(path, text)
 
-    monkeypatch.setattr("fedloom.experiment.comparison.write_text", write_slowly)
-    first.write({})
+    monkeypatch.setattr("fedloom.experiment.comparison_result.write_text", write_slowly)
+    first.result({}).write(first.configuration)
     other.join()
     assert [mine for mine, _ in written] == [True] * 4 + [False] * 4
     assert "fedmr" in (tmp_path / "comparison.csv").read_text()

@@ -363,7 +363,7 @@ def test_a_comparison_records_where_there_is_something(tmp_path: Path) -> None:
     comparison = Comparison(found, (RunName("fedavg", 0), RunName("fedala", 0)))
     assert comparison.run(lambda event: notices.append(event.text)) == {}
     assert "ala of client 3 is not recorded for fedavg: it does not learn with ala" in notices
-    kinds = [[one["kind"] for one in run.summary.recorded] for run in comparison.stored({})]
+    kinds = [[one["kind"] for one in run.summary.recorded] for run in comparison.result({}).runs]
     assert kinds == [["objective"], ["objective", "ala"]]
     assert "What was recorded" in (tmp_path / "report.html").read_text()
 

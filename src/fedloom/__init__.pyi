@@ -74,6 +74,9 @@ from .data import Partition as Partition
 from .data import Samples as Samples
 from .errors import FedloomError as FedloomError
 from .experiment.artifact import load_model as load_model
+from .experiment.comparison import compare as compare
+from .experiment.comparison_result import ComparisonResult as ComparisonResult
+from .experiment.comparison_result import read_comparison as read_comparison
 from .experiment.run import Result as Result
 from .experiment.run import run as run
 from .rounds.clock import Clock as Clock

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config.expression import show
-from fedloom.config.fields import require_fields
+from fedloom.config.fields import parameters, require_fields
 from fedloom.config.registry import Entry, Registry
 from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Layout, Unit
@@ -357,17 +357,15 @@ class Algorithm:
 
     def __str__(self) -> str:
         """Return the expression that builds this method again: its name and the fields that differ from their defaults."""
-        entry = entry_of(self)
-        if entry is None:
-            return type(self).__name__.lower()
-        texts = []
-        for name, parameter in entry.parameters.items():
+        entry, texts = entry_of(self), []
+        for name, parameter in parameters(type(self)).items():
             value, needed = getattr(self, name), parameter.default is parameter.empty
             if needed and self.variadic:
                 texts += [f"{method}" if end is None else f"{method}:{end}" for method, end in value]
             elif needed or value != parameter.default:
                 texts.append(show(value) if needed and name in self.wraps else f"{name}={show(value)}")
-        return f"{entry.name}({', '.join(texts)})" if texts else entry.name
+        name = type(self).__name__.lower() if entry is None else entry.name
+        return f"{name}({', '.join(texts)})" if texts else name
 
     def require_inside(self, outer: Algorithm) -> None:
         """Raise `InvalidValue` in one line where `outer`, which wraps this method, however deep, would break what it does."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import linecache
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
@@ -157,18 +159,22 @@ def in_brackets(location: str) -> str:
 
 
 def is_user_code(file: str) -> bool:
-    """Return True if a file of code is the user's: not fedloom's, not Python's, and not installed."""
-    return not file.startswith(_installed()) and os.path.isfile(file)
+    """Return True if a file of code, or a cell of a notebook, is the user's: not fedloom's, not Python's, and not installed."""
+    return not file.startswith(_installed()) and (os.path.isfile(file) or file in linecache.cache)
 
 
 def shown_path(file: str) -> str:
-    """Return a path relative to the current folder, if it is inside."""
+    """Return a path relative to the current folder, if it is inside; the code of a cell lies in no file."""
     path = Path(file)
+    if not path.exists():
+        return "notebook cell"
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def code_location(definition: Any) -> str:
-    """Return the line of a class or function of the user's, `my_methods.py:9`; "" for fedloom's."""
+    """Return the line of a class (in a notebook: of its first function) or function of the user's; "" for fedloom's."""
+    if inspect.isclass(definition) and not hasattr(sys.modules.get(definition.__module__), "__file__"):
+        definition = next(filter(inspect.isfunction, vars(definition).values()), definition)
     try:
         file, line = inspect.getsourcefile(definition) or "", inspect.getsourcelines(definition)[1]
     except (OSError, TypeError):  # typed at a prompt, or built in

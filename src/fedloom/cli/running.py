@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
@@ -22,10 +21,9 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     from fedloom.config.expression import parse
     from fedloom.experiment.configuration import load
     from fedloom.experiment.events import RunName
+    from fedloom.experiment.frames import result_lines
     from fedloom.experiment.run import run_configured, run_directory
-    from fedloom.report import summary as figures
     from fedloom.report.page import render, write_page
-    from fedloom.report.units import byte_text, time_text
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
@@ -42,16 +40,8 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     page = path / "report.html"
     if fresh or not page.exists():
         write_page(page, render(str(name), [summary], configuration.targets, this_command()))
-    metric, seconds = summary.metric, figures.seconds(summary)
-    scores = {
-        f"test {metric.noun}": figures.final(summary),
-        "best": figures.best(summary),
-        "clients' own": figures.personal(summary),
-    }
-    texts = [f"{title} {metric.text(value)}{metric.unit}" for title, value in scores.items() if value is not None]
-    print(f"{name}: {', '.join(texts) or 'no test samples'}")
-    print(f"{len(summary.records)} rounds, {byte_text(figures.bytes_down(summary))} down, ", end="")
-    print(f"{byte_text(figures.bytes_up(summary))} up, {time_text(seconds or 0)}")
+    scores, costs = result_lines(summary)
+    print(f"{name}: {scores}\n{costs}")
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
 
@@ -65,20 +55,16 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     """
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load
-    from fedloom.experiment.cores import runs_side_by_side, threads_each
+    from fedloom.experiment.cores import threads_each
 
-    configuration = load(file, overrides or [])
-    comparison = Comparison.of(configuration, this_command())
-    runs = len(comparison.names)
-    workers = runs_side_by_side(configuration, runs)
-    comparison = replace(comparison, configuration=replace(configuration, workers=workers))
-    rounds = {name: configuration.settings[name.setting].rounds for name in comparison.names}
-    with shown(runs, rounds, quiet) as (watch, stopped):
-        if workers > 1:
+    comparison = Comparison.of(load(file, overrides or []), this_command()).side_by_side
+    configuration, runs = comparison.configuration, len(comparison.names)
+    with shown(runs, comparison.rounds, quiet) as (watch, stopped):
+        if (workers := configuration.runs_at_a_time) > 1:
             threads = threads_each(configuration, runs)
             watch.line(f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)")
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
-    print_tables(comparison.sheets(failed))
+    print_tables(comparison.result(failed).sheets)
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
     print(f"report:  {folder / 'report.html'}")

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
-from fedloom.errors import InvalidValue
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import locked, setting_folder, write_json
+from fedloom.errors import InvalidValue, quoted
+from fedloom.experiment.comparison_result import ComparisonResult
+from fedloom.experiment.configuration import Configuration, configuration
+from fedloom.experiment.cores import runs_side_by_side
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.finished import REPORT_LOCK, StoredRun, by_setting, compared, write_reports
+from fedloom.experiment.finished import StoredRun
 from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
 from fedloom.experiment.pools import make_pool
-from fedloom.experiment.trajectories import context_of, draw_joint_trajectories
-from fedloom.report import summary as figures
-from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
+from fedloom.experiment.progress import progress
+from fedloom.experiment.python_objects import PythonObjects, TaskOf
+from fedloom.experiment.settings import require_key
 from fedloom.report.page import ReportOptions
-from fedloom.report.sheet import Sheet
-from fedloom.state.files import remove_unfinished, write_text
-
-Failures = Mapping[RunName, str]
-"""The reason why a run failed, on one line, by run."""
+from fedloom.report.summary import Target
+from fedloom.rounds.clock import Clock
+from fedloom.rounds.schedule import Schedule
+from fedloom.task import Task
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,23 @@ class Comparison:
             raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
         seeds = configuration.seeds or [configuration.seed]
         names = (
-            RunName(str(parse(text)), seed, setting)
+            RunName(text if configuration.labelled(text) else str(parse(text)), seed, setting)
             for setting in configuration.settings
             for seed in seeds
             for text in configuration.methods
         )
         return cls(configuration, tuple(names), command)
+
+    @property
+    def side_by_side(self) -> Comparison:
+        """The comparison with as many runs at a time as this machine has room for."""
+        workers = runs_side_by_side(self.configuration, len(self.names))
+        return replace(self, configuration=replace(self.configuration, workers=workers))
+
+    @property
+    def rounds(self) -> dict[RunName, int]:
+        """The number of rounds of each run."""
+        return {name: self.configuration.settings[name.setting].rounds for name in self.names}
 
     def run(
         self,
@@ -68,75 +84,98 @@ class Comparison:
                 watch(Event("skipped", job.name, job.configuration.rounds))
         with closing(make_pool(self.configuration, len(jobs), len(waiting), tasks)) as pool:
             failed = pool.run(waiting, watch, fresh, stopped)
-        self.write(failed)
+        self.result(failed).write(self.configuration)
         return failed
 
     def jobs(self) -> list[Job]:
         """Return every run with its directory."""
         return placed(self.configuration, self.names)
 
-    def stored(self, failed: Failures) -> list[StoredRun]:
-        """Read the runs that came to their end."""
-        return [
-            StoredRun(job.name.setting, job.path, job.summary(), self._changes(job.name.setting))
+    def result(self, failed: Mapping[RunName, str]) -> ComparisonResult:
+        """Read the runs that came to their end; `failed` says why others did not."""
+        plan = self.configuration
+        runs = [
+            StoredRun(job.name.setting, job.path, job.summary(), plan.settings[job.name.setting].changes)
             for job in self.jobs()
             if job.name not in failed
         ]
+        options = ReportOptions(plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure)
+        return ComparisonResult(plan.folder, runs, options, failed)
 
-    def sheets(self, failed: Failures) -> list[Sheet]:
-        """Return a sheet for each setting with at least one run: its methods, and which differences are significant."""
-        return compared(self.stored(failed), self._options)
 
-    def write(self, failed: Failures) -> None:
-        """Write tables, tests and reports. One process at a time does, so that the files belong together."""
-        folder, title = self.configuration.folder, self.configuration.name
-        with locked(folder / REPORT_LOCK, wait=True):
-            remove_unfinished(folder)
-            stored = self.stored(failed)
-            sheets = compared(stored, self._options)
-            failures = [
-                {"algorithm": name.algorithm, "seed": name.seed, "setting": self._changes(name.setting), "reason": text}
-                for name, text in failed.items()
-            ]
-            runs = [self._figures(run) for run in stored]
-            write_json(folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures})
-            write_text(folder / "comparison.csv", to_csv(sheets))
-            write_text(folder / "comparison.md", to_markdown(sheets, title))
-            write_text(folder / "comparison.tex", to_latex(sheets, title))
-            write_text(folder / "differences.csv", differences_to_csv(sheets))
-            for setting, group in by_setting(stored).items():
-                context = partial(context_of, self.configuration.settings[setting])
-                summaries = [(run.path, run.summary) for run in group]
-                draw_joint_trajectories(setting_folder(folder, setting), summaries, context)
-            write_reports(folder, stored, self._options)
+def compare(
+    methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str],
+    task: TaskOf,
+    *,
+    seeds: Iterable[int] = (0,),
+    directory: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> ComparisonResult:
+    """Compare methods over several seeds, as `fedloom compare` does: a few runs at a time, resumed, tested in pairs.
 
-    @property
-    def _options(self) -> ReportOptions:
-        plan = self.configuration
-        return ReportOptions(plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure)
+    Args:
+        methods: Methods by label, such as `{"FedAvg": "fedavg", "mine": Mine(step=0.5)}`, or a list of them.
+        task: The task, whose data, split and initial model are those of every seed; or a function from a seed to a task, which
+            draws these anew.
+        seeds: The seeds, such as `range(5)`. More of them later repeat nothing.
+        directory: Folder of the runs. The same call goes on where it was interrupted and reads finished runs; with more
+            `rounds` it lengthens them. By default a folder that is removed with the result.
+        fresh: Start all runs again.
+        quiet: Show no progress.
+        **options: Fields of the `Schedule`, such as `rounds=50`, and other keys of a configuration, such as `targets`.
 
-    def _changes(self, setting: str) -> dict[str, Any]:
-        return self.configuration.settings[setting].changes
+    Returns:
+        The runs as tables, frames, figures and tests. What failed is in `failed`.
 
-    def _figures(self, run: StoredRun) -> dict[str, Any]:
-        summary, targets = run.summary, self.configuration.targets
-        return {
-            "algorithm": summary.algorithm,
-            "seed": summary.seed,
-            "setting": run.changes,
-            summary.metric.name: figures.final(summary),
-            f"best_{summary.metric.name}": figures.best(summary),
-            "mean_of_last": figures.mean_of_last(summary, self.configuration.last),
-            f"personal_{summary.metric.name}": figures.personal(summary),
-            **{
-                f"{cost}_to": {
-                    figures.target_key(target): figures.measured(summary, cost, target=target) for target in targets
-                }
-                for cost in figures.TO_TARGET
-            },
-            "bytes_down": figures.bytes_down(summary),
-            "bytes_up": figures.bytes_up(summary),
-            "seconds": figures.seconds(summary),
-            "simulated_seconds": figures.simulated_seconds(summary),
-            "directory": str(run.path),
-        }
+    Raises:
+        InvalidValue: An argument is out of range, or a method does not fit the task.
+        CheckpointError: The folder holds another comparison, or a damaged run.
+    """
+    comparison = Comparison.of(python_configuration(_labelled(methods), task, seeds, directory, options)).side_by_side
+    with progress(len(comparison.names), comparison.rounds, quiet) as watch:
+        failed = comparison.run(watch, fresh=fresh)
+    result = comparison.result(failed)
+    if directory is None:
+        weakref.finalize(result, rmtree, result.folder, ignore_errors=True)
+    return result
+
+
+_OPTIONS = (
+    *(name for name in Schedule.__dataclass_fields__ if name != "seed"),
+    "name", "targets", "last", "against", "measure", "record", "trackers", "engine", "workers", "threads", "pool",
+)  # fmt: skip
+"""Keys of a configuration that are no part of the task."""
+
+
+def python_configuration(
+    methods: Mapping[str, Algorithm],
+    task: TaskOf,
+    seeds: Iterable[int],
+    directory: str | Path | None,
+    options: Mapping[str, Any],
+) -> Configuration:
+    """Return the configuration of a comparison in Python. Raises `InvalidValue` for a wrong option."""
+    for key in options:
+        require_key(key, _OPTIONS)
+    if not isinstance(task, Task) and not callable(task):
+        raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
+    seeds, objects = list(seeds), PythonObjects.of(methods, task)
+    if not seeds:
+        raise InvalidValue("nothing to compare: give at least one seed")
+    sample, targets = objects.task(seeds[0]), list(options.get("targets", ()))
+    for target in targets:
+        Target.of(target, sample.objective.metric)
+    folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
+    table = {key: asdict(value) if isinstance(value, Clock) else value for key, value in options.items()}
+    table |= {"name": options.get("name", Path(folder).name), "seeds": seeds, "directory": folder, "targets": []}
+    return replace(configuration(table), objects=objects, targets=targets, device=str(sample.initial.device))
+
+
+def _labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:
+    """Return the methods by label, by default their expression."""
+    if isinstance(methods, Mapping):
+        return {name: build(method) for name, method in methods.items()}
+    built = [build(method) for method in ([methods] if isinstance(methods, str | Algorithm) else methods)]
+    return {str(method): method for method in built}

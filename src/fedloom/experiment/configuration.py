@@ -28,6 +28,7 @@ from fedloom.data.shift import shifts
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, UnknownName, one_line, quoted, shortened
+from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
@@ -73,11 +74,12 @@ class Configuration(Schedule):
     """A whole experiment; `docs/configuration.md` explains every key.
 
     `variants` are the settings of the table `[settings]` by their labels, each a whole configuration with its `changes`.
+    `objects` are the methods and the task of a comparison in Python, in place of those that the keys name.
     """
 
     name: str = "experiment"
     algorithm: str | None = None
-    algorithms: list[str] = field(default_factory=list)
+    algorithms: list[str] | dict[str, str] = field(default_factory=list)
     seeds: list[NonNegativeInt] = field(default_factory=list)
     plugins: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Configuration(Schedule):
     training: Training = field(default_factory=Training)
     variants: dict[str, Configuration] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
+    objects: PythonObjects | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,8 +131,11 @@ class Configuration(Schedule):
         return replace(self.schedule, seed=seed)
 
     def method(self, algorithm: str) -> Algorithm:
-        """Return a new method of an expression. Raises as `build`."""
-        return copy.deepcopy(self._built(algorithm))
+        """Return a new method of an expression or of a label in `algorithms`. Raises as `build`."""
+        if self.objects is not None:
+            return copy.deepcopy(self.objects.methods[algorithm])
+        labels = self.algorithms if isinstance(self.algorithms, dict) else {}
+        return copy.deepcopy(self._built(labels.get(algorithm, algorithm)))
 
     @cached_property
     def _built(self) -> Callable[[str], Algorithm]:
@@ -150,8 +156,13 @@ class Configuration(Schedule):
 
     @property
     def methods(self) -> list[str]:
-        """The methods to compare: those listed, or else the method of `fedloom run`."""
-        return self.algorithms or ([] if self.algorithm is None else [self.algorithm])
+        """The methods to compare, by label or expression: those listed, or else the method of `fedloom run`."""
+        listed = self.algorithms if self.objects is None else self.objects.methods
+        return list(listed) or ([] if self.algorithm is None else [self.algorithm])
+
+    def labelled(self, algorithm: str) -> bool:
+        """Return True if a method is named by a label."""
+        return self.objects is not None or (isinstance(self.algorithms, dict) and algorithm in self.algorithms)
 
     def only_method(self, purpose: str) -> str:
         """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or several are."""
@@ -159,7 +170,7 @@ class Configuration(Schedule):
             listed = f"the file compares {', '.join(map(repr, self.algorithms))}"
             choice = listed if self.algorithms else "such as algorithm=fedmr"
             raise InvalidValue(f"no method to {purpose}: give algorithm=..., {choice}")
-        return self.algorithm or self.algorithms[0]
+        return self.algorithm or self.methods[0]
 
     @property
     def settings(self) -> dict[str, Configuration]:
@@ -171,32 +182,41 @@ class Configuration(Schedule):
         """The folder of the runs and comparisons of this experiment."""
         return Path(self.directory) if self.directory is not None else Path("runs") / self.name
 
-    def task(self, seed: int, dataset: Dataset | None = None) -> Task:
-        """Make the task of a seed; `dataset` saves reading the data again."""
-        options = dataclasses.asdict(self.data)
-        name, validation = options.pop("name"), options.pop("validation")
-        task = make_task(
-            name if dataset is None else dataset,
-            **options,
-            model=self.model,
-            training=self.training,
-            objective=self.objective,
-            metrics=self.metrics,
-            seed=seed,
-            device=self.device,
-        )
-        return task if validation is None else withhold(task, validation, seed)
+    def task(self, seed: int, read: Callable[[str], Dataset] = make_dataset) -> Task:
+        """Make the task of a seed; `read` may know the data set already."""
+        if self.objects is not None:
+            task = self.objects.task(seed)
+        else:
+            options = dataclasses.asdict(replace(self.data, validation=None))
+            del options["validation"]
+            task = make_task(
+                read(options.pop("name")),
+                **options,
+                model=self.model,
+                training=self.training,
+                objective=self.objective,
+                metrics=self.metrics,
+                seed=seed,
+                device=self.device,
+            )
+        return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
+        if self.objects is None:
+            described = {
+                "algorithm": str(self.method(algorithm)),
+                "model": self.model,
+                "objective": self.objective,
+                "metrics": self.metrics,
+                "data": dataclasses.asdict(self.data),
+                "training": dataclasses.asdict(self.training),
+            }
+        else:
+            described = self.objects.described(algorithm, seed, self.task)
         return {
-            "algorithm": str(self._built(algorithm)),
+            **described,
             **schedule_values(self.seeded(seed)),
-            "model": self.model,
-            "objective": self.objective,
-            "metrics": self.metrics,
-            "data": dataclasses.asdict(self.data),
-            "training": dataclasses.asdict(self.training),
             "record": [expression(recorder) for recorder in self._recorders],
             "engine": settled_by(self.engine),
             "device": self.device,
@@ -268,7 +288,7 @@ _SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock
 _IN_SECTIONS = [f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)]
 
 _KEYS = [
-    *(entry.name for entry in fields(Configuration) if entry.name not in ("variants", "changes")),
+    *(entry.name for entry in fields(Configuration) if entry.name not in ("variants", "changes", "objects")),
     "settings",
     *_IN_SECTIONS,
 ]

@@ -70,6 +70,12 @@ _END = ("result.json", "model.safetensors", "report.html", "landscape.json", REC
 _FIGURES = ("metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED)
 _TENSORS = ("model.safetensors", "split.npz", "test-split.npz", "labels.safetensors")
 
+# Keys of a resolved configuration whose values are digests.
+_DIGESTED = {
+    "code": "a run of this method with other code",
+    "task": "a run on other samples, with another split or another initial model",
+}
+
 _REMEDY = "choose another name or directory, or start again with --fresh"
 
 
@@ -170,7 +176,8 @@ class RunDirectory:
         stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
         for key in sorted((stored.keys() | asked_for.keys()) - {"rounds"}):
             if stored.get(key) != asked_for.get(key):
-                raise self._refusal(f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}")
+                values = f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}"
+                raise self._refusal(_DIGESTED.get(key, values))
         if stored["rounds"] != asked_for["rounds"]:
             self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 

@@ -140,6 +140,12 @@ def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOption
 
 def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
     """Write the reports again, with the options of the present ones, and return the files."""
+    with locked(folder / REPORT_LOCK, wait=True):
+        return write_reports(folder, runs, report_options(folder, runs))
+
+
+def report_options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:
+    """Return the options of the reports in the folder of these runs; usual ones where there is none."""
     stored = (
         dataclasses.replace(options, title=options.title.removesuffix(f", {setting}"))
         for setting in ("", *by_setting(runs))
@@ -149,9 +155,7 @@ def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
     single = (folder / "configuration.json").exists()
     title = f"{first.algorithm}, seed {first.seed}" if single else folder.resolve().name
     options = next(stored, None) or ReportOptions(title)
-    targets = options.targets or tuple(first.configuration.get("targets", ()))
-    with locked(folder / REPORT_LOCK, wait=True):
-        return write_reports(folder, runs, dataclasses.replace(options, targets=targets))
+    return dataclasses.replace(options, targets=options.targets or tuple(first.configuration.get("targets", ())))
 
 
 def add_landscapes(

@@ -16,7 +16,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.data.lazy import in_memory
 from fedloom.flat.device import processor
 from fedloom.rounds.clock import Clock
-from fedloom.state.digest import Digest
+from fedloom.state.digest import Digest, digest
 from fedloom.task import Task
 
 _SAMPLED = 1000  # inputs that stand for all of them when data are told apart
@@ -29,20 +29,24 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock:
     """Return a digest of the run, without its number of rounds unless the method needs to know it."""
     if not method.needs_total_rounds:
         described = {key: value for key, value in described.items() if key != "rounds"}
-    digest = Digest(json.dumps(described, sort_keys=True).encode())
+    return digest(json.dumps(described, sort_keys=True) + task_digest(task) + repr(clock.lines or ""))
+
+
+def task_digest(task: Task) -> str:
+    """Return a digest of the samples, the split and the initial model."""
+    content = Digest()
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
         inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
         for tensor in (samples.labels, inputs):
-            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+            content.update(tensor.contiguous().cpu().numpy().tobytes())
     for split in (task.partition, task.local_test):
         if split is not None:
-            digest.update(split.indices.tobytes() + split.offsets.tobytes())
+            content.update(split.indices.tobytes() + split.offsets.tobytes())
     for row in (task.initial, task.initial_integers):
-        digest.update(row.cpu().numpy().tobytes())
-    digest.update(task.frozen_digest.encode())
-    digest.update(repr(clock.lines or "").encode())
-    return digest.hexdigest()
+        content.update(row.cpu().numpy().tobytes())
+    content.update(task.frozen_digest.encode())
+    return content.hexdigest()
 
 
 def environment() -> dict[str, Any]:

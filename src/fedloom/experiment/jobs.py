@@ -90,10 +90,11 @@ class Tasks:
 
     def of(self, configuration: Configuration, seed: int) -> Task:
         """Return the task of a seed. Raises as `make_task`."""
-        key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
+        source = "" if configuration.objects else f"{configuration.data} {configuration.model}"
+        key = (f"{source} {configuration.training}", seed)
         task = self._tasks.pop(key, None)
         if task is None:
-            task = configuration.task(seed, self._dataset(configuration.data.name))
+            task = configuration.task(seed, self._dataset)
         self._tasks[key] = task  # the latest
         if len(self._tasks) > _CACHED:
             del self._tasks[next(iter(self._tasks))]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import Any
+
+import cloudpickle
 
 from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
@@ -134,13 +138,18 @@ class RunProcess:
         context = multiprocessing.get_context("spawn")
         self.connection, remote = context.Pipe()
         self.process = context.Process(target=serve, args=(remote, threads), daemon=True)
-        self.process.start()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # a script would run again: its classes come with the jobs
+        try:
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = main
         remote.close()
 
     def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
         """Make a run; return why it failed, or None (also when it was stopped). Raise `WorkerDied`."""
         try:
-            self.connection.send((job, fresh))
+            self.connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
             while isinstance(message := self.connection.recv(), Event):
                 watch(message)
         except (EOFError, OSError):

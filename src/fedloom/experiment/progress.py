@@ -1,9 +1,11 @@
-"""Progress of runs for people: bars on a terminal, a line now and then anywhere else."""
+"""Progress of runs for people: bars on a terminal and in a notebook, a line now and then anywhere else."""
 
 from __future__ import annotations
 
+import importlib
+import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
@@ -27,6 +29,8 @@ Rounds = int | Mapping[RunName, int]
 
 class Display:
     """Base of both displays. It prints a line when a run ends; `finished` are the rounds done, by run."""
+
+    brief = False  # shows bars alone
 
     def __init__(self, console: Console, runs: int, rounds: Rounds) -> None:
         self.console, self.runs = console, runs
@@ -61,6 +65,11 @@ class Display:
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
+        if not self.brief:
+            self.write(text)
+
+    def write(self, text: str) -> None:
+        """Print a line."""
         self.console.print(Text(text), soft_wrap=True)
 
 
@@ -160,12 +169,52 @@ class Bars(Display):
         self.progress.update(self._all, completed=sum(self.finished.values()))
 
 
+class NotebookBars(Bars):
+    """Display for notebooks: the bars as text in one output, which is updated."""
+
+    def __init__(self, runs: int, rounds: Rounds, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__(Console(file=io.StringIO(), width=_COLUMNS, force_jupyter=False), runs, rounds)
+        self._handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+        self._clock, self._drawn = clock, 0.0
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if self._clock() - self._drawn >= _REDRAW:
+            with self.console.capture() as bars:
+                self.console.print(self.progress.get_renderable())
+            self._handle.update({"text/plain": bars.get()}, raw=True)
+            self._drawn = self._clock()
+
+    def write(self, text: str) -> None:
+        print(text)
+
+    def clear(self) -> None:
+        """Remove the bars."""
+        self._handle.update({"text/plain": ""}, raw=True)
+
+
+_COLUMNS, _REDRAW = 100, 0.2  # of the bars in a notebook: their width, and the seconds between two drawings
+
+
 @contextmanager
-def display(console: Console, runs: int, rounds: Rounds) -> Iterator[Display]:
-    """Show progress as the console allows."""
-    if not console.is_terminal:
-        yield Lines(console, runs, rounds)
-        return
-    bars = Bars(console, runs, rounds)
-    with bars.progress:
-        yield bars
+def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) -> Iterator[Display]:
+    """Show progress as the console allows; `brief` shows bars alone, and nothing where there can be none."""
+    if console.is_jupyter and not console.quiet:
+        notebook = NotebookBars(runs, rounds)
+        notebook.brief = brief
+        try:
+            yield notebook
+        finally:
+            notebook.clear()
+    elif console.is_terminal:
+        bars = Bars(console, runs, rounds)
+        bars.brief = brief
+        with bars.progress:
+            yield bars
+    else:
+        yield Lines(Console(quiet=True) if brief else console, runs, rounds)
+
+
+def progress(runs: int, rounds: Rounds, quiet: bool = False, brief: bool = False) -> AbstractContextManager[Display]:
+    """Show progress beside the output of a script or below the cell of a notebook."""
+    return display(Console(stderr=True, quiet=quiet, highlight=False), runs, rounds, brief)

@@ -10,7 +10,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,18 +22,24 @@ from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import DEFAULT, make_engine, settled_by
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.frames import data_frame, html_table, plain_records, result_lines
 from fedloom.experiment.identity import environment, identity
+from fedloom.experiment.progress import progress
+from fedloom.experiment.python_objects import described_task
+from fedloom.experiment.settings import require_key
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
+from fedloom.report.curves import learning_curves
 from fedloom.report.page import render, write_page
+from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
@@ -42,6 +48,10 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.state.files import remove_unfinished
 from fedloom.state.tensors import write_tensors
 from fedloom.task import Task
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects as go
 
 OnRound = Callable[[Record, Record], None]
 """Called after each round with its figures and its times."""
@@ -57,15 +67,36 @@ class Result:
         federation: The federation after its last round.
         task: The task that it was trained on.
         configuration: Everything that the figures depend on, as plain values.
+        engine: The engine that trained, with the reason where a rule chose it.
         recording: The recorders, or None where nothing was recorded.
-        engine: The engine that a rule or a trial chose; None where it was named.
     """
 
     federation: Federation
     task: Task
     configuration: dict[str, Any]
+    engine: Choice
     recording: Recording | None = None
-    engine: Choice | None = None
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.summary.algorithm} on {self.task.dataset.name}, {self.task.clients} clients, seed {self.summary.seed}",
+                *result_lines(self.summary),
+                f"engine: {self.engine}",
+                ".model  .curves()  .plot()  .report('report.html')",
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return html_table(sheet([self.summary]).table, [f"engine: {self.engine}"])
+
+    def curves(self) -> pandas.DataFrame:
+        """Return a row for each round, with every figure that was recorded; NaN where none was. Needs pandas."""
+        return data_frame(plain_records(self.summary))
+
+    def plot(self, figure: str = "", x: str = "round") -> go.Figure:
+        """Draw a figure of the records, such as `loss`, by default the metric, over `round`, `bytes` or `seconds`."""
+        return learning_curves([self.summary], figure, x)
 
     @cached_property
     def model(self) -> nn.Module:
@@ -144,7 +175,7 @@ class Result:
             about["label_counts"],
             about["class_names"],
             self.configuration,
-            environment() | ({} if self.engine is None else {"engine": str(self.engine)}),
+            environment() | ({} if self.engine.named else {"engine": str(self.engine)}),
             self.recorded,
             self.federation.client_history,
             about["wrong_labels"],
@@ -188,6 +219,7 @@ def run(
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
     on_round: OnRound | None = None,
+    quiet: bool = False,
     **options: Any,
 ) -> Result:
     """Train a method on a task.
@@ -203,6 +235,7 @@ def run(
             a run that goes on keeps its engine.
         trackers: Trackers that hear of every round, such as `["tensorboard"]` (see `build_tracker`).
         on_round: Called after each round with its figures and its times.
+        quiet: Show no progress on a terminal or in a notebook.
         **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they replace those of `schedule`.
 
     Returns:
@@ -214,6 +247,10 @@ def run(
         Diverged: No client's model is finite any more.
     """
     method = copy.deepcopy(build(algorithm))
+    if not isinstance(task, Task):
+        raise InvalidValue(f"task must be a Task, not {quoted(task)}: make one with fl.make_task")
+    for key in options:
+        require_key(key, [entry.name for entry in dataclasses.fields(Schedule)])
     schedule = dataclasses.replace(schedule or Schedule(), **options)
     recorders = build_recorders(record)
     for recorder in recorders:
@@ -222,20 +259,22 @@ def run(
     resolved = {
         "algorithm": str(method),
         **schedule_values(schedule),
-        "model": type(task.model).__name__,
-        "data": {"name": task.dataset.name, "clients": task.clients},
-        "training": dataclasses.asdict(task.training),
+        **described_task(task),
         "record": [expression(recorder) for recorder in recorders],
         "engine": settled_by(engine),
         "device": str(task.initial.device),
     }
     run_directory = None if directory is None else RunDirectory(Path(directory))
-    with nullcontext() if run_directory is None else locked(run_directory.lock):
+    with (
+        nullcontext() if run_directory is None else locked(run_directory.lock),
+        progress(1, schedule.rounds, quiet, brief=True) as bars,
+    ):
         if run_directory is not None:
             resolved = run_directory.with_engine(resolved)
         begun = None if run_directory is None else run_directory.rounds
 
         def watch(event: Event) -> None:
+            bars(event)
             if event.kind == "notice":
                 _logger.warning(event.text)
             elif event.kind == "started":
@@ -267,7 +306,8 @@ def _engine_expression(engine: str, resolved: dict[str, Any]) -> str:
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
     """Return the directory of a configured run: in the folder of its setting, where there are several, in its method's."""
     folder = setting_folder(configuration.folder, setting)
-    return RunDirectory(folder / folder_name(str(configuration.method(algorithm))) / f"seed-{seed}")
+    name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
+    return RunDirectory(folder / folder_name(name) / f"seed-{seed}")
 
 
 def run_configured(
@@ -313,17 +353,19 @@ def run_configured(
             alone,
             configuration.threads,
             experiment=configuration.name,
-            model=configuration.model,
+            model="" if configuration.objects else configuration.model,
         )
         with using_threads(configuration.threads):
             result = plan.carry_out(directory, fresh)
         summary = dataclasses.replace(
             result.summary,
             algorithm=name.algorithm,
-            environment=result.summary.environment | directory.provenance(result.engine),
+            environment=result.summary.environment
+            | directory.provenance(None if result.engine.named else result.engine),
         )
     seconds = figures.seconds(summary) or 0.0
-    watch(Event("ended", name, configuration.rounds, summary.records[-1], seconds, metric=summary.metric))
+    last = summary.records[-1]
+    watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))
     return summary
 
 
@@ -359,16 +401,14 @@ class _RunPlan:
         ):
             federation = self._federation(engine, recording, directory)
             choice = engine.chosen if isinstance(engine, LocalEngine) else None
-            if directory and over:
-                choice = directory.engine
-            elif choice is not None and choice.named:
-                choice = None
-            elif choice is not None and path is not None:
+            choice = (directory.engine if directory and over else choice) or Choice(str(self.resolved["engine"]))
+            if path is not None and not over and not choice.named:
                 write_json(path / "engine.json", dataclasses.asdict(choice))
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
                 self._notify(notice)
-            self.watch(Event("started", self.name, federation.finished, text=str(choice or "")))
-            result = Result(federation, self.task, self.resolved, recording, choice)
+            reason = "" if choice.named else str(choice)
+            self.watch(Event("started", self.name, federation.finished, text=reason))
+            result = Result(federation, self.task, self.resolved, choice, recording)
             with Tracking(() if over else self.trackers, path, self._notify) as tracking:
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:

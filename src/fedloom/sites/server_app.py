@@ -147,7 +147,7 @@ class Gathering:
             mean = max(1, round(sum(counted) / len(counted)))
             samples = [mean if size is None else size for size in opening.samples]
             return self._task_of(dataset, samples, [size or 0 for size in opening.tests], seed)
-        task = configuration.task(seed, dataset)
+        task = configuration.task(seed, lambda name: dataset)
         self._require_shares(task)
         return task
 

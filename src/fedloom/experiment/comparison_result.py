@@ -1,0 +1,176 @@
+"""The result of a comparison: its runs as tables, frames of pandas, figures, tests, files and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.errors import InvalidValue
+from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.directory import locked, setting_folder, write_json
+from fedloom.experiment.events import RunName
+from fedloom.experiment.finished import (
+    REPORT_LOCK,
+    StoredRun,
+    by_setting,
+    compared,
+    read_runs,
+    report_options,
+    write_reports,
+)
+from fedloom.experiment.frames import data_frame, html_table, plain_records, text_table
+from fedloom.experiment.trajectories import context_of, draw_joint_trajectories
+from fedloom.report import summary as figures
+from fedloom.report.cells import Table
+from fedloom.report.curves import learning_curves
+from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.page import ReportOptions
+from fedloom.report.sheet import Sheet, overall, reading
+from fedloom.state.files import remove_unfinished, write_text
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """The runs of a comparison, as far as they came to their end.
+
+    Attributes:
+        folder: The folder of the runs.
+        runs: Every run with its directory and its figures.
+        options: The title, the targets and the measure of tables and reports.
+        failed: Why runs failed, on one line, by run.
+    """
+
+    folder: Path
+    runs: Sequence[StoredRun]
+    options: ReportOptions
+    failed: Mapping[RunName, str] = field(default_factory=dict)
+
+    @cached_property
+    def sheets(self) -> list[Sheet]:
+        """A sheet for each setting with at least one run: its methods, and which differences are significant."""
+        return compared(self.runs, self.options)
+
+    def table(self) -> pandas.DataFrame:
+        """Return the comparison as the terminal shows it: a row for each method, mean ± deviation over seeds as text.
+
+        `frame` has numbers. With several settings, the columns are the settings.
+        """
+        table = self._table
+        titles = [" ".join(column.title.splitlines()) for column in table.columns]
+        lines = [dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines]
+        return data_frame(lines).set_index(titles[0])
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a row for each run: its method, seed, setting and figures, accuracies as shares."""
+        return data_frame({**_name(run), **self._figures(run)} for run in self.runs)
+
+    def curves(self) -> pandas.DataFrame:
+        """Return a row for each round of each run, with every figure that was recorded; NaN where none was."""
+        return data_frame({**_name(run), **record} for run in self.runs for record in plain_records(run.summary))
+
+    def differences(self) -> pandas.DataFrame:
+        """Return the differences between methods in every measure, with the p of both tests and their verdict."""
+        return data_frame({**line.pop("setting"), **line} for line in to_data(self.sheets)["differences"])
+
+    def plot(self, figure: str = "", x: str = "round") -> go.Figure:
+        """Draw a figure of the records, such as `loss`, by default the metric, over `round`, `bytes` or `seconds`."""
+        return learning_curves([run.labelled for run in self.runs], figure, x)
+
+    def latex(self) -> str:
+        """Return the tables for a paper; they need the packages booktabs and graphicx."""
+        return to_latex(self.sheets, self.options.title)
+
+    def report(self, folder: str | Path | None = None) -> Path:
+        """Write the report, and one for each setting, to a folder (by default that of the runs); return its page."""
+        return write_reports(self.folder if folder is None else Path(folder), self.runs, self.options)[0]
+
+    def write(self, configuration: Configuration) -> None:
+        """Write tables, tests and reports. One process at a time does, so that the files belong together."""
+        folder, title, sheets = self.folder, self.options.title, self.sheets
+        with locked(folder / REPORT_LOCK, wait=True):
+            remove_unfinished(folder)
+            failures = [
+                {**name._asdict(), "setting": configuration.settings[name.setting].changes, "reason": text}
+                for name, text in self.failed.items()
+            ]
+            runs = [
+                {**_name(run, setting=dict(run.changes)), **self._figures(run), "directory": str(run.path)}
+                for run in self.runs
+            ]
+            write_json(folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures})
+            write_text(folder / "comparison.csv", to_csv(sheets))
+            write_text(folder / "comparison.md", to_markdown(sheets, title))
+            write_text(folder / "comparison.tex", to_latex(sheets, title))
+            write_text(folder / "differences.csv", differences_to_csv(sheets))
+            for setting, group in by_setting(self.runs).items():
+                context = partial(context_of, configuration.settings[setting])
+                summaries = [(run.path, run.summary) for run in group]
+                draw_joint_trajectories(setting_folder(folder, setting), summaries, context)
+            write_reports(folder, self.runs, self.options)
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(self._table), *self._notes])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table, self._notes)
+
+    @property
+    def _table(self) -> Table:
+        if not self.sheets:
+            raise InvalidValue(f"no run came to its end: {next(iter(self.failed.values()), 'there is none')}")
+        return overall(self.sheets) if len(self.sheets) > 1 else self.sheets[0].table
+
+    @property
+    def _notes(self) -> list[str]:
+        failures = [f"{name} failed: {reason}" for name, reason in self.failed.items()]
+        return [*failures, *reading(self.sheets), f"runs: {self.folder}"]
+
+    def _figures(self, run: StoredRun) -> dict[str, Any]:
+        summary, targets, metric = run.summary, self.options.targets, run.summary.metric.name
+        return {
+            "rounds": len(summary.records),
+            metric: figures.final(summary),
+            f"best_{metric}": figures.best(summary),
+            "mean_of_last": figures.mean_of_last(summary, self.options.last),
+            f"personal_{metric}": figures.personal(summary),
+            **{
+                f"{cost}_to": {
+                    figures.target_key(target): figures.measured(summary, cost, target=target) for target in targets
+                }
+                for cost in figures.TO_TARGET
+            },
+            **{
+                cost: getattr(figures, cost)(summary)
+                for cost in ("bytes_down", "bytes_up", "seconds", "simulated_seconds")
+            },
+        }
+
+
+def _name(run: StoredRun, **setting: Any) -> dict[str, Any]:
+    """Return the method, the seed and the setting of a run, by default with a column for each of its keys."""
+    return {"algorithm": run.summary.algorithm, "seed": run.summary.seed, **(setting or run.changes)}
+
+
+def read_comparison(folder: str | Path) -> ComparisonResult:
+    """Read a folder of runs, that of `fl.compare` or of `fedloom compare`, finished or not; nothing is trained.
+
+    Args:
+        folder: Such as `runs/digits`.
+
+    Returns:
+        The runs with their tables, frames, figures and tests.
+
+    Raises:
+        InvalidValue: There is no run in the folder.
+        CheckpointError: A file is damaged.
+    """
+    path = Path(folder)
+    runs = read_runs(path)
+    return ComparisonResult(path, runs, report_options(path, runs))

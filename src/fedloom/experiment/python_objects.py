@@ -1,0 +1,80 @@
+"""The methods and the task of a comparison in Python: objects, some of them of a notebook, that no text stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import io
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedloom.algorithm import Algorithm
+from fedloom.errors import InvalidValue, quoted
+from fedloom.experiment.identity import task_digest
+from fedloom.state.digest import digest
+from fedloom.task import Task
+
+TaskOf = Task | Callable[[int], Task]
+"""A task, or a function from a seed to the task of that seed."""
+
+
+@dataclass(frozen=True)
+class PythonObjects:
+    """Methods by label, and their task. They travel to worker processes whole, with what says which they are.
+
+    Attributes:
+        methods: The methods by label.
+        source: The task, or a function of the seed.
+        texts: By label, the expression of each method and a digest of its code.
+        tasks: By seed, what is stated of the task, as far as that is known.
+    """
+
+    methods: Mapping[str, Algorithm]
+    source: TaskOf
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, methods: Mapping[str, Algorithm], source: TaskOf) -> PythonObjects:
+        """Return the objects with the expressions and digests of the methods, which only their own process knows."""
+        texts = {name: {"algorithm": str(method), "code": code_digest(method)} for name, method in methods.items()}
+        return cls(methods, source, texts)
+
+    def task(self, seed: int) -> Task:
+        """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""
+        task = self.source if isinstance(self.source, Task) else self.source(seed)
+        if not isinstance(task, Task):
+            raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
+        return task
+
+    def described(self, name: str, seed: int, make_task: Callable[[int], Task]) -> dict[str, Any]:
+        """Return what a run's figures depend on beside its schedule, as plain values; of each seed the task is made once."""
+        if seed not in self.tasks:
+            task = make_task(seed)
+            self.tasks[seed] = {**described_task(task), "task": task_digest(task)}
+        return {**self.texts[name], **self.tasks[seed]}
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """Return a task as the resolved configuration of a run in Python states it."""
+    return {
+        "model": type(task.model).__name__,
+        "data": {"name": task.dataset.name, "clients": task.clients},
+        "training": dataclasses.asdict(task.training),
+    }
+
+
+def code_digest(method: Algorithm) -> str:
+    """Return a digest of the user's classes in a method, so that no run of other code is taken for one.
+
+    It is one of the compiled code and of plain attributes, which change with what the code does and not with comments or lines.
+    """
+    code = io.StringIO()
+    inner = list(method.nested())
+    for kind in dict.fromkeys(kind for each in inner for kind in type(each).__mro__):
+        if not kind.__module__.startswith(("fedloom.", "builtins")):
+            dis.dis(kind, file=code)
+    values = [[k, v] for each in inner for k, v in vars(each).items() if isinstance(v, bool | int | float | str)]
+    return digest(re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values))

@@ -1,0 +1,57 @@
+"""The notebooks of the gallery: each runs from its first cell to its last, and shows what it shows on the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
+FIGURE = "application/vnd.plotly.v1+json"
+
+
+def shown(cell: Any) -> list[str]:
+    """The kinds of output of a cell, without the lines of runs that end, whose order and grouping vary."""
+    return [" ".join(sorted(output["data"])) for output in cell.outputs if "data" in output]
+
+
+def printed(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.parametrize("name", ["own_method", "comparison"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_runs_and_shows_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PLOTLY_RENDERER", "plotly_mimetype")
+    stored = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", 4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()  # raises the error of a cell
+    codes = [(new, old) for new, old in zip(notebook.cells, stored.cells, strict=True) if new.cell_type == "code"]
+    for new, old in codes:
+        assert shown(new) == shown(old), new.source
+        if "fl.check" in new.source:
+            text, expected = (
+                re.sub(r"client \d+", "client", cell.outputs[-1]["data"]["text/plain"]) for cell in (new, old)
+            )
+            assert text == expected
+        assert ("interrupted\n" in printed(new)) == ('print("interrupted")' in new.source)
+    assert sum(FIGURE in output.get("data", {}) for new, _ in codes for output in new.outputs) == 1
+
+
+def test_the_findings_of_the_notebook_are_its_three_mistakes() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cells = nbformat.read(NOTEBOOKS / "own_method.ipynb", 4).cells
+    checks = [cell for cell in cells if cell.cell_type == "code" and "fl.check" in cell.source]
+    texts = ["".join(output["data"]["text/plain"] for output in cell.outputs if "data" in output) for cell in checks]
+    assert "no @dataclass above its class" in texts[0]
+    assert "without one row for each of" in texts[1]
+    assert "self.velocity changes from round to round" in texts[2]
+    assert texts[3] == "[]"
+    assert all("notebook cell:" in text for text in texts[:2])

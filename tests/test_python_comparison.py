@@ -1,0 +1,224 @@
+"""Comparisons in Python: the engine room of the command, with objects of a script or a notebook, and what they give."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.errors import CheckpointError, InvalidValue, MissingExtra
+from fedloom.experiment.comparison import Comparison
+from fedloom.experiment.configuration import configuration
+from fedloom.experiment.directory import folder_name
+from fedloom.report.summary import mean_of_last
+from fedloom.state.tensors import read_tensors
+from small_task import small_task
+
+OPTIONS: dict[str, Any] = {"rounds": 3, "participation": 0.5, "evaluate_every": 1, "workers": 1, "quiet": True}
+
+SCRIPT = """\
+from dataclasses import dataclass
+import torch
+import fedloom as fl
+from fedloom.algorithm import algorithms
+
+@algorithms.register("slower")
+@dataclass
+class Slower(fl.Algorithm):
+    step: float = 0.5
+
+    def update(self, round, aggregate):
+        self.state["model"] = torch.lerp(self.state["model"], aggregate.mean["model"], self.step)
+
+def task(seed):
+    return fl.make_task("digits", clients=5, model="mlp(hidden=[4])", seed=seed)
+
+result = fl.compare(
+    {"plain": "fedavg", "mine": Slower(step=0.7), "inside": "umf(slower)"}, task, seeds=(0, 1), rounds=2, workers=2,
+    directory="runs", quiet=True, participation=0.5
+)
+assert not result.failed, result.failed
+print(sorted({path.path.parent.name for path in result.runs}), len(result.runs))
+"""
+
+
+@dataclass
+class Slower(fl.Algorithm):
+    step: float = 0.5
+
+    def update(self, round: Any, aggregate: Any) -> None:
+        self.state["model"] = torch.lerp(self.state["model"], aggregate.mean["model"], self.step)
+
+
+METHODS = {"FedAvg": "fedavg", "mine (0.9)": Slower(step=0.9)}
+
+
+def seeded(seed: int) -> fl.Task:
+    return fl.make_task("digits", clients=5, model="mlp(hidden=[4])", seed=seed)
+
+
+def test_it_gives_the_runs_of_the_command(tmp_path: Path) -> None:
+    result = fl.compare(["fedavg", "fedmr"], seeded, seeds=range(2), directory=tmp_path / "python", **OPTIONS)
+    keys = {"rounds": 3, "participation": 0.5, "evaluate_every": 1, "seeds": [0, 1], "algorithms": ["fedavg", "fedmr"]}
+    table = {**keys, "model": "mlp(hidden=[4])", "data": {"clients": 5}, "directory": str(tmp_path / "command")}
+    Comparison.of(configuration(table)).run(lambda event: None)
+    for run in result.runs:
+        same = tmp_path / "command" / run.path.relative_to(tmp_path / "python")
+        for name in ("metrics.jsonl", "split.npz"):
+            assert (run.path / name).read_bytes() == (same / name).read_bytes()
+        models = [read_tensors(path / "model.safetensors")[0] for path in (run.path, same)]
+        assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    assert (tmp_path / "python/differences.csv").read_bytes() == (tmp_path / "command/differences.csv").read_bytes()
+
+
+def test_frames_hold_what_single_runs_give(tmp_path: Path) -> None:
+    task = small_task()
+    result = fl.compare(METHODS, task, seeds=(3, 4), directory=tmp_path, targets=[0.01], last=2, **OPTIONS)
+    frame, curves = result.frame(), result.curves()
+    assert frame[["algorithm", "seed"]].values.tolist() == [[name, seed] for seed in (3, 4) for name in METHODS]
+    for (_, row), method in zip(frame.iterrows(), [*METHODS.values()] * 2, strict=True):
+        run = fl.run(method, task, seed=row["seed"], rounds=3, participation=0.5, evaluate_every=1)
+        assert row["accuracy"] == run.accuracy
+        assert row["best_accuracy"] == run.best_accuracy
+        assert row["mean_of_last"] == np.mean([record["accuracy"] for record in run.history[1:]])
+        assert row["rounds_to_0.01"] == run.rounds_to(0.01)
+        mine = curves[(curves["algorithm"] == row["algorithm"]) & (curves["seed"] == row["seed"])]
+        assert mine["loss"].tolist() == [record["loss"] for record in run.history]
+        assert mine["clients"].tolist() == [len(record["clients"]) for record in run.history]
+        assert mine["round"].tolist() == [1, 2, 3]
+    (difference,) = result.differences().query("measure == 'last'").to_dict("records")
+    means = {
+        name: [mean_of_last(run.summary, 2) for run in result.runs if run.summary.algorithm == name] for name in METHODS
+    }
+    gaps = np.subtract(means[difference["method"]], means[difference["other"]])
+    assert difference["mean"] == pytest.approx(gaps.mean())
+
+
+def test_it_is_shown_drawn_and_written(tmp_path: Path) -> None:
+    result = fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path, **OPTIONS)
+    assert list(result.table().index) == list(METHODS)
+    assert "mine (0.9)" in result.latex()
+    assert {trace.name for trace in result.plot("loss").data if trace.name} == set(METHODS)
+    assert "<td>mine (0.9)</td>" in result._repr_html_()
+    assert repr(result).splitlines()[2].startswith("mine (0.9)")
+    assert result.report().read_text().count("mine (0.9)") > 3
+    assert (tmp_path / folder_name("mine (0.9)") / "seed-3/result.json").exists()
+    again = fl.read_comparison(tmp_path)
+    assert repr(again) == repr(result)
+    assert again.frame().equals(result.frame())
+
+
+def test_it_goes_on_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.rounds.federation import Federation
+
+    step, steps = Federation.step, [0]
+
+    def counted(self: Federation) -> Any:
+        steps[0] += 1
+        if steps[0] == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Federation, "step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS)
+    result = fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS)
+    assert steps[0] == 5 + 12 - 4  # the round that was interrupted, and those after it
+    longer = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "parts", **OPTIONS)
+    assert steps[0] == 5 + 18 - 4
+    whole = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "whole", **OPTIONS)
+    timed = ["seconds"]
+    assert whole.curves().drop(columns=timed).equals(longer.curves().drop(columns=timed))
+    assert len(result.runs) == 4
+
+
+def test_a_finished_run_of_other_code_or_data_is_refused(tmp_path: Path) -> None:
+    def with_step(step: float) -> type[fl.Algorithm]:
+        class Edited(fl.Algorithm):
+            def update(self, round: Any, aggregate: Any) -> None:
+                self.state["model"] = torch.lerp(self.state["model"], aggregate.mean["model"], step)
+
+        return Edited
+
+    class Edited(fl.Algorithm):
+        def update(self, round: Any, aggregate: Any) -> None:
+            self.state["model"] = torch.lerp(self.state["model"], aggregate.mean["model"], 0.25)
+
+    options = {**OPTIONS, "directory": tmp_path, "seeds": [0]}
+    task = small_task()
+    fl.compare({"mine": with_step(0.5)()}, task, **options)
+    with pytest.raises(CheckpointError, match="seed-0 holds a run of this method with other code: "):
+        fl.compare({"mine": Edited()}, small_task(), **options)
+    with pytest.raises(CheckpointError, match="a run on other samples, with another split"):
+        fl.compare({"mine": with_step(0.5)()}, replace(task, test=task.test[1:]), **options)
+    fl.compare({"mine": Edited()}, small_task(), fresh=True, **options)
+
+
+def test_a_script_without_a_main_guard_uses_worker_processes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['inside', 'mine', 'plain'] 6\n"
+
+
+def test_without_a_directory_nothing_is_left() -> None:
+    result = fl.compare("fedavg", small_task(), **OPTIONS)
+    folder = result.folder
+    assert folder.exists()
+    del result
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"methods": {"mine": Slower}}, "Slower is a class: give an object of it, such as Slower\\(\\)"),
+        ({"methods": {"mine": "fedavgg"}}, "did you mean 'fedavg'"),
+        ({"task": "digits"}, "task must be a Task or a function seed -> Task, not 'digits': see fl.make_task"),
+        ({"task": lambda seed: seed}, "task must be a Task or a function seed -> Task, not 0"),
+        ({"round": 3}, "unknown key 'round': did you mean 'rounds'"),
+        ({"seeds": [0, 0]}, "seeds must differ"),
+        ({"seeds": []}, "at least one seed"),
+        ({"rounds": 0}, "rounds must be at least 1, not 0"),
+        ({"targets": [80]}, "targets: accuracy must be in"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(change: dict[str, Any], text: str) -> None:
+    arguments = {"methods": METHODS, "task": small_task(), **OPTIONS, **change}
+    with pytest.raises((InvalidValue, KeyError), match=text) as caught:
+        fl.compare(arguments.pop("methods"), arguments.pop("task"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_labels_in_a_configuration(tmp_path: Path) -> None:
+    labels = {"FedAvg": "fedavg", "FedMR (ours)": "fedmr(unit=segment)"}
+    table = {"algorithms": labels, "rounds": 2, "seeds": [0, 1], "data": {"clients": 5}, "directory": str(tmp_path)}
+    comparison = Comparison.of(configuration({**table, "model": "mlp(hidden=[4])"}))
+    result = comparison.result(comparison.run(lambda event: None))
+    assert list(result.table().index) == list(labels)
+    assert "FedMR (ours)" in (tmp_path / "comparison.tex").read_text()
+    with pytest.raises(InvalidValue, match="lists 'fedavg' twice"):
+        configuration({"algorithms": {"one": "fedavg", "other": "fedavg"}})
+
+
+def test_pandas_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fl.compare("fedavg", small_task(), **OPTIONS)
+    whole = importlib.import_module
+
+    def without(name: str) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return whole(name)
+
+    monkeypatch.setattr("fedloom.experiment.frames.importlib.import_module", without)
+    assert repr(result).startswith("Method")
+    with pytest.raises(MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"):
+        result.frame()
