@@ -138,7 +138,9 @@ def personal(federation: Federation, client: int) -> Tensor:
     upcoming = federation._first.at(federation.finished + 1)
     message = federation.algorithm.deploy(upcoming, (client,))
     task = ClientTask(client, None, inbox_of(message, 0))
-    return federation.engine.personalise(federation.algorithm, upcoming, task)[0]  # type: ignore[attr-defined]
+    assert isinstance(federation.engine, RowsEngine)
+    ((_, row, _),) = federation.engine.personalised(federation.algorithm, upcoming, [task])
+    return row
 
 
 def fedbabu(folder: Path) -> dict[str, float]:
