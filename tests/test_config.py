@@ -182,10 +182,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_everything_a_schedule_and_a_training_take_can_be_said() -> None:
     schedule = {field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)}
     training, clock = dataclasses.asdict(Training()), dataclasses.asdict(schedule.pop("clock"))
+    stop = {key: "none" if value is None else value for key, value in dataclasses.asdict(schedule.pop("stop")).items()}
     plain = {key: "none" if value is None else value for key, value in schedule.items()}
     spelled = {key: "none" if value is None else value for key, value in training.items()}
     timed = {key: "none" if value is None else value for key, value in clock.items()}
-    assert configuration({**plain, "training": spelled, "clock": timed}) == Configuration()
+    assert configuration({**plain, "training": spelled, "clock": timed, "stop": stop}) == Configuration()
 
 
 def test_the_default_data_and_the_example_are_there() -> None:

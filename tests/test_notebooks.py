@@ -54,4 +54,4 @@ def test_the_findings_of_the_notebook_are_its_three_mistakes() -> None:
     assert "without one row for each of" in texts[1]
     assert "self.velocity changes from round to round" in texts[2]
     assert texts[3] == "[]"
-    assert all("notebook cell:" in text for text in texts[:2])
+    assert all("notebook cell:" in text for text in texts[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,14 @@ MISTAKES = {
     "ForgetsThePlan": "has not kept the plan",
     "SendsTwoRows": "gives 'model' 2 rows",
     "DividesByZero": "ZeroDivisionError",
+    "WritesTheState": "the client half writes self.state['seen']",
+    "KeepsAGlobal": "SERVER_MODEL of wrong_methods changes while rounds go on, and each process has one of its own",
+    "ReadsTheClock": "two runs with one seed come to other models: time.time() is not of the seed",
+    "DrawsUnseeded": "two runs with one seed come to other models: np.random.default_rng() is not of the seed",
+    "DrawsAtAClient": "draws from the global generator of random",
+    "TakesALogarithm": "training diverged",
+    "RepliesWithIntegers": "returned 'model' as int64, not float32",
+    "RepliesWithDoubles": "returned 'model' as float64, not float32",
 }
 
 
@@ -213,6 +222,59 @@ class DividesByZero(fl.Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         share = 1 / len(cohort.labels[len(cohort.clients) :])  # wrong
         return {"model": share * cohort.fit(inbox["model"]).model}
+
+
+class WritesTheState(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        self.state["seen"] = inbox["model"].mean()  # wrong
+        return super().train(cohort, inbox)
+
+
+SERVER_MODEL: dict[str, Tensor] = {}
+
+
+class KeepsAGlobal(fl.Algorithm):
+    def send(self, round: Round) -> Message:
+        SERVER_MODEL["model"] = self.state["model"]  # wrong
+        return super().send(round)
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return {"model": cohort.fit(inbox["model"]).model.lerp(SERVER_MODEL["model"], 0.1)}
+
+
+class ReadsTheClock(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        share = time.time() % 1  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.lerp(inbox["model"], share)}
+
+
+class DrawsUnseeded(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        share = float(np.random.default_rng().random())  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.lerp(inbox["model"], share)}
+
+
+class DrawsAtAClient(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        share = random.random()  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.lerp(inbox["model"], share)}
+
+
+class TakesALogarithm(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        trained = cohort.fit(inbox["model"]).model
+        lengths = (trained - inbox["model"]).log()  # wrong
+        return {"model": trained + 0.1 * lengths}
+
+
+class RepliesWithIntegers(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.long()}
+
+
+class RepliesWithDoubles(fl.Algorithm):
+    def train(self, cohort: Cohort, inbox: Message) -> Message:  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.double()}
 
 
 class HasNoDataclass(fl.Algorithm):

@@ -82,6 +82,7 @@ from .experiment.run import run as run
 from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule
+from .rounds.schedule import Stop as Stop
 from .task import Task as Task
 from .task import make_task as make_task
 from .training import Training as Training

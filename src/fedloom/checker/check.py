@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import os
 import random
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -21,15 +23,26 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
-from fedloom.checker.findings import Finding, kinds, source_location
+from fedloom.checker.findings import Finding, kinds, source_location, source_match
 from fedloom.checker.listening import GuardedState, Listener, ListeningCohort, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
+from fedloom.engines.base import LocalEngine
 from fedloom.engines.pickling import dump, load
+from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import Diverged, FedloomError, InvalidValue, code_location, error_location, error_text
+from fedloom.errors import (
+    Diverged,
+    FedloomError,
+    InvalidValue,
+    NotFinite,
+    code_location,
+    error_location,
+    error_text,
+    is_user_code,
+)
 from fedloom.local.cohort import Cohort
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
@@ -99,7 +112,9 @@ def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bo
     reference = _Reference(trial)
     findings += reference.findings
     if compare and not reference.stopped:
-        findings += _in_lock_step(trial, reference.federation, bool(findings))
+        together = list(_in_lock_step(trial, reference.federation, bool(findings)))
+        findings += _of_no_seed(trial, reference.federation) or together if together else []
+        findings += [] if findings else _in_a_clean_process(trial, reference)
         findings += [] if findings else _in_other_ways(trial, reference.federation)
     return CheckResult(str(method), list(dict.fromkeys(findings)), reference.sizes)
 
@@ -179,7 +194,7 @@ class _Trial:
 
     def federation(
         self,
-        engine: RowsEngine,
+        engine: LocalEngine,
         directory: Path | None = None,
         rounds: int = ROUNDS,
         participation: float | None = None,
@@ -189,7 +204,7 @@ class _Trial:
         schedule = Schedule(rounds, participation or self.participation, **options)  # type: ignore[arg-type]
         return Federation(copy.deepcopy(self.method), self.task, engine, schedule, directory)
 
-    def outcome(self, engine: RowsEngine, rounds: int = ROUNDS) -> Federation:
+    def outcome(self, engine: LocalEngine, rounds: int = ROUNDS) -> Federation:
         """Return a federation after `ROUNDS` of its rounds."""
         with closing(engine):
             federation = self.federation(engine, rounds=rounds)
@@ -259,7 +274,7 @@ class _Reference:
         self.findings: list[Finding] = []
         self.sizes: dict[str, float] = {}
         self.stopped = False
-        generators = _generators()
+        generators, variables = _generators(), _globals(trial.method)
         engine = _ListeningEngine(trial.task, trial.proof, self.listener)
         try:
             with self.listener, closing(engine):
@@ -269,11 +284,14 @@ class _Reference:
             self.stopped = True
             finding = _failure(error, trial.location)
             changed = next(iter(self.listener.notes["changed"].values()), "")
-            self.findings.append(replace(finding, location=changed or finding.location))
+            arose = self.listener.not_finite if isinstance(error, Diverged | NotFinite) else ""
+            self.findings.append(replace(finding, location=changed or arose or finding.location))
             self.listener.notes["changed"].clear()
             self.listener.faults.clear()  # the first of which is why no round came about
         else:
             self._note_draws(generators)
+        present = _globals(trial.method)
+        self.globals_changed = [name for name in present if present[name] != variables.get(name)]
         self.findings += self.listener.findings()
         if not self.stopped and not self.findings:
             self._require_movement()
@@ -381,6 +399,18 @@ class _ListeningEngine(RowsEngine):
                 method.state = state
         for name, location in _written(algorithm, attributes):
             self.listener.note("written", name, location)
+
+
+def _globals(method: Algorithm) -> dict[tuple[str, str], object]:
+    """Return a fingerprint of the variables in the user's modules that hold a method, by module and name."""
+    modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds(method)}
+    return {
+        (where, name): _trace(value)
+        for where, module in modules.items()
+        if where != "__main__" and is_user_code(getattr(module, "__file__", None) or "")
+        for name, value in vars(module).items()
+        if not name.startswith("__") and not callable(value) and not inspect.ismodule(value)
+    }
 
 
 def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
@@ -492,6 +522,34 @@ def _in_lock_step(trial: _Trial, expected: Federation, explained: bool) -> Itera
             trial.location,
             "treat every row by itself: no index 0, no mean over all clients, random numbers from cohort.stream",
         )
+
+
+_NOT_SEEDED = r"\b(time\.\w+\(.*?\)|[\w.]*(default_rng|Random)\(\)|[\w.]*urandom\(|(secrets|uuid|datetime)\.\w+\()"
+"""Code that gives something else each time."""
+
+
+def _of_no_seed(trial: _Trial, expected: Federation) -> list[Finding]:
+    """Find that the same run made again comes to another model."""
+    if not _off(trial.outcome(RowsEngine(trial.task, trial.proof)), expected, trial.task.initial):
+        return []
+    location, text = source_match(trial.method, _NOT_SEEDED)
+    problem = f"two runs with one seed come to other models: {text or 'a clock or a generator'} is not of the seed"
+    return [Finding(problem, location or trial.location, "draw from round.stream('...') or cohort.stream('...')")]
+
+
+def _in_a_clean_process(trial: _Trial, reference: _Reference) -> list[Finding]:
+    """Find that a variable of a module which rounds have changed is missed in a process that imports the module anew."""
+    if not reference.globals_changed or os.name != "posix":
+        return []
+    try:
+        engine = ProcessesEngine(trial.task, trial.proof, workers=1)
+        off = _off(trial.outcome(engine), reference.federation, trial.task.initial, TOLERANCE)
+    except Exception as error:
+        off = error_text(error)
+    module, name = reference.globals_changed[0]
+    problem = f"{name} of {module} changes while rounds go on, and each process has one of its own ({off})"
+    location = source_location(trial.method, rf"\b{name}\b") or trial.location
+    return [Finding(problem, location, "send it with the message; a client remembers in cohort.memory")] if off else []
 
 
 def _in_other_ways(trial: _Trial, expected: Federation) -> list[Finding]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -40,16 +42,28 @@ def kinds(method: Algorithm) -> list[type]:
 
 def source_location(method: Algorithm, pattern: str) -> str:
     """Return the first line in the classes of a method that matches the pattern, or ""."""
-    for kind in kinds(method):
+    return source_match(method, pattern)[0]
+
+
+def source_match(method: Algorithm, pattern: str) -> tuple[str, str]:
+    """Return the first line in the classes of a method that matches the pattern, and the text that does; "" for none."""
+    for definition in _definitions(method):
         try:
-            lines, start = inspect.getsourcelines(kind)
-            file = inspect.getsourcefile(kind) or ""
+            lines, start = inspect.getsourcelines(definition)
+            file = inspect.getsourcefile(definition) or ""
         except (OSError, TypeError):
             continue
         for number, line in enumerate(lines):
-            if re.search(pattern, line.partition("#")[0]):
-                return f"{shown_path(file)}:{start + number}"
-    return ""
+            if match := re.search(pattern, line.partition("#")[0]):
+                return f"{shown_path(file)}:{start + number}", match[0]
+    return "", ""
+
+
+def _definitions(method: Algorithm) -> Iterator[Any]:
+    """Yield the classes of a method; of a class of a notebook, whose source Python does not find, the functions."""
+    for kind in kinds(method):
+        in_file = hasattr(sys.modules.get(kind.__module__), "__file__")
+        yield from [kind] if in_file else filter(inspect.isfunction, vars(kind).values())
 
 
 def calling_location() -> str:

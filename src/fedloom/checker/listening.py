@@ -32,6 +32,10 @@ MISTAKES = {
         "the client half reads self.state[{0!r}], which is not there on worker processes and sites",
         "send it: another tensor in the message of send",
     ),
+    "stored": (
+        "the client half writes self.state[{0!r}], which is lost on worker processes and sites",
+        "what the server is to know goes into the reply, under a name that expects gives; a client's own into cohort.memory",
+    ),
     "written": (
         "the client half writes self.{0}, which worker processes and sites forget",
         "a client remembers in cohort.memory[{0!r}]",
@@ -55,6 +59,8 @@ class Listener(TorchFunctionMode):
         super().__init__()
         self.notes: dict[str, dict[str, str]] = {kind: {} for kind in MISTAKES}  # by name, the line that did it first
         self.faults: list[Finding] = []
+        self.not_finite = ""  # the first line of a method that made NaN, or infinity where none made NaN
+        self._made_nan = False
         self._watched: dict[str, tuple[Tensor, int]] = {}
 
     def note(self, kind: str, name: str, location: str) -> None:
@@ -67,7 +73,21 @@ class Listener(TorchFunctionMode):
         if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
             self.note("drawn", f"torch's global generator ({name})", location)
         self._look()
+        if not self._made_nan and isinstance(result, Tensor) and result.is_floating_point():
+            self._note_not_finite(result, (*args, *options.values()))
         return result
+
+    def _note_not_finite(self, result: Tensor, inputs: Sequence[Any]) -> None:
+        """Note the line that made a value that is not finite from tensors that are."""
+        try:
+            nan = bool(result.isnan().any())
+            made_here = all(bool(value.isfinite().all()) for value in inputs if isinstance(value, Tensor))
+            if not made_here or (not nan and (self.not_finite or bool(result.isfinite().all()))):
+                return
+        except RuntimeError:  # tensors without values of their own, inside vmap or on the device "meta"
+            return
+        if location := calling_location():
+            self.not_finite, self._made_nan = location, nan
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
         """Watch these tensors beside the others; a change counts for the one that was watched last."""
@@ -106,6 +126,10 @@ class GuardedState(dict[str, Tensor]):
     def get(self, name: str, default: Any = None) -> Any:
         self._listener.note("read", name, calling_location())
         return super().get(name, default)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._listener.note("stored", name, calling_location())
+        super().__setitem__(name, value)
 
 
 class ListeningCohort(Cohort):

@@ -28,7 +28,7 @@ from fedloom.experiment.settings import require_key
 from fedloom.report.page import ReportOptions
 from fedloom.report.summary import Target
 from fedloom.rounds.clock import Clock
-from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.schedule import Schedule, Stop
 from fedloom.task import Task
 
 
@@ -168,7 +168,7 @@ def python_configuration(
     for target in targets:
         Target.of(target, sample.objective.metric)
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
-    table = {key: asdict(value) if isinstance(value, Clock) else value for key, value in options.items()}
+    table = {key: asdict(value) if isinstance(value, Clock | Stop) else value for key, value in options.items()}
     table |= {"name": options.get("name", Path(folder).name), "seeds": seeds, "directory": folder, "targets": []}
     return replace(configuration(table), objects=objects, targets=targets, device=str(sample.initial.device))
 

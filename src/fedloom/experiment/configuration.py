@@ -41,7 +41,7 @@ from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target
 from fedloom.rounds.clock import Clock
-from fedloom.rounds.schedule import NEUTRAL, Schedule
+from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
 from fedloom.task import Task, make_dataset, make_task
 from fedloom.training import Training
 
@@ -225,8 +225,9 @@ class Configuration(Schedule):
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
     """Return the fields of a schedule that figures depend on."""
-    neutral = NEUTRAL if schedule.clock.runs else (*NEUTRAL, "clock")
-    return {name: value for name, value in dataclasses.asdict(schedule).items() if name not in neutral}
+    unused = {"clock": not schedule.clock.runs, "stop": schedule.stop.evaluations is None}
+    values = dataclasses.asdict(schedule)
+    return {name: value for name, value in values.items() if name not in NEUTRAL and not unused.get(name)}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
@@ -283,7 +284,7 @@ def _require_plain_values(table: Mapping[str, Any]) -> None:
         require_plain(value, key if key in _KEYS else quoted(key))
 
 
-_SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock}
+_SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock, "stop": Stop}
 
 _IN_SECTIONS = [f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)]
 
@@ -295,7 +296,7 @@ _KEYS = [
 """Every key that a file may hold, with its table."""
 
 VARYING = [
-    *(entry.name for entry in fields(Schedule) if entry.name not in ("seed", "clock", *NEUTRAL)),
+    *(entry.name for entry in fields(Schedule) if entry.name not in ("seed", "clock", "stop", *NEUTRAL)),
     "model",
     "engine",
     *_IN_SECTIONS,

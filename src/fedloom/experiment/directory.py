@@ -45,6 +45,7 @@ from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.clients import client_table
 from fedloom.report.summary import REAL_SITES, RunSummary, dotted, summarise
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.rounds.schedule import Stop
 from fedloom.state.digest import Checksum, digest, digest_of_json
 from fedloom.state.files import remove_unfinished, slug, write_text
 from fedloom.training import Training
@@ -91,8 +92,9 @@ class RunDirectory:
         return (self.path / "result.json").exists()
 
     def ended(self, configuration: Mapping[str, Any]) -> bool:
-        """Return True if the directory holds a finished run of as many rounds. Raise `CheckpointError` for a damaged file."""
-        return self.finished and self.rounds == configuration["rounds"]
+        """Return True if the directory holds a finished run with the same end. Raise `CheckpointError` for a damaged file."""
+        stored = self.configuration if self.finished else {}
+        return self.finished and all(stored.get(key) == configuration.get(key) for key in ("rounds", "stop"))
 
     @property
     def rounds(self) -> int | None:
@@ -170,11 +172,13 @@ class RunDirectory:
         self.__dict__.pop("configuration", None)
 
     def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
-        """Raise `CheckpointError` where the run here differs in more than the number of rounds."""
+        """Raise `CheckpointError` where the run here differs in more than the number of rounds, or a `stop` that waits longer."""
         if not (self.path / "configuration.json").exists():
             return
         stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
-        for key in sorted((stored.keys() | asked_for.keys()) - {"rounds"}):
+        former, stop = (Stop(**table.get("stop", {})) for table in (self.configuration, configuration))
+        end = {"rounds", *(key for key in (stored.keys() | asked_for.keys()) if key.startswith("stop."))}
+        for key in sorted((stored.keys() | asked_for.keys()) - (end if stop.waits_longer(former) else {"rounds"})):
             if stored.get(key) != asked_for.get(key):
                 values = f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}"
                 raise self._refusal(_DIGESTED.get(key, values))

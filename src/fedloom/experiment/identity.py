@@ -26,9 +26,9 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock: Clock) -> str:
-    """Return a digest of the run, without its number of rounds unless the method needs to know it."""
-    if not method.needs_total_rounds:
-        described = {key: value for key, value in described.items() if key != "rounds"}
+    """Return a digest of the run, without its end: the number of rounds, unless the method needs to know it, and `stop`."""
+    end = ("stop",) if method.needs_total_rounds else ("rounds", "stop")
+    described = {key: value for key, value in described.items() if key not in end}
     return digest(json.dumps(described, sort_keys=True) + task_digest(task) + repr(clock.lines or ""))
 
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted, suggestion
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, inbox_of
-from fedloom.rounds.schedule import Schedule
+from fedloom.rounds.schedule import Patience, Schedule, Stop
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 
@@ -44,6 +44,9 @@ TRAINING_PASSES = 3
 
 BLOCK = 64
 """How many clients' messages are made at a time."""
+
+MODELS = ("client", "personal", "new_client")
+"""Beginnings of figures on the clients' own test data: of the global model, of their own, and of those that never trained."""
 
 
 class Evaluation:
@@ -71,14 +74,36 @@ class Evaluation:
         self.clients = _chosen(able[able < trainers], schedule)
         self.newcomers = _chosen(able[able >= trainers], schedule)
         self.every, self.personal_every = cadence(task, schedule, trainers, len(self.clients) + len(self.newcomers))
+        self.patience = self._patience(schedule.stop)
+
+    def _patience(self, stop: Stop) -> Patience:
+        """Return what ends the run. Raises `InvalidValue` for a figure that is never measured, or improves in no known way."""
+        objective, metrics = self.task.objective, self.task.dataset.metrics
+        names = [*objective.figure_names, *(metric.name for metric in metrics)]
+        measured = [*(names if len(self.task.test) else ())]
+        measured += [f"{model}_{name}" for model in MODELS for name in names if self.personal_every]
+        figure = stop.metric or objective.metric.name
+        if stop.evaluations is not None and figure not in measured:
+            raise InvalidValue(
+                f"stop.metric: {quoted(figure)} is never measured{suggestion(figure, measured)} "
+                f"(there are: {', '.join(measured) or 'none, without test samples'})"
+            )
+        model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
+        name = figure.removeprefix(f"{model}_")
+        if stop.evaluations is not None and stop.goal is None and name not in ("loss", objective.metric.name):
+            raise InvalidValue(f"stop.goal: say whether {figure} should rise or fall")
+        rises = (
+            stop.goal == "rise" if stop.goal else name == objective.metric.name and objective.metric.higher_is_better
+        )
+        return Patience(stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every)
 
     def measure(
-        self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor
+        self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor, ends: bool = False
     ) -> tuple[Record, Record | None]:
         """Return the figures due after `round`, and those of each client when personal models are due. The global `model` is the
-        algorithm's, `integers` are its integer buffers."""
+        algorithm's, `integers` are its integer buffers. After a round that `ends` the run all figures are due."""
         figures: Record = {}
-        ends = algorithm.spent
+        ends = ends or algorithm.spent
         if ends or self._due(round, self.every):
             figures |= self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
             figures |= algorithm.diagnose()
@@ -96,6 +121,8 @@ class Evaluation:
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
+        if not ends and self.patience.ends(round.number, figures):
+            return self.measure(algorithm, round, model, integers, ends=True)
         table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
         return figures, table if personal else None
 

@@ -156,10 +156,11 @@ class Federation:
     @property
     def notices(self) -> list[str]:
         """Notices, a line each: what was wrong with the checkpoints at the start, how clients train where that is not as usual,
-        whether the models of a pool have come apart, and whether a privacy budget is spent."""
+        whether the models of a pool have come apart, and why the run ends early."""
         of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
         spent = [f"the privacy budget is spent: the run ends after round {self._spent}"] if self._spent else []
-        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *spent]
+        ends = [*spent, *self.evaluation.patience.notices]
+        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *ends]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
@@ -182,7 +183,9 @@ class Federation:
             )
         with sigterm_interrupts():
             try:
-                while self.finished < self.schedule.rounds and not self.algorithm.spent:
+                while self.finished < self.schedule.rounds and not (
+                    self.algorithm.spent or self.evaluation.patience.round
+                ):
                     record, timing = self.step()
                     if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
                         self.save()
@@ -303,9 +306,6 @@ class Federation:
         }
         if self.observers:
             timing["record_seconds"] = observed - trained
-        if notices := [text for text in self.notices if text not in self._noted]:
-            timing["notices"] = notices
-            self._noted.update(notices)
         return record, timing, clients
 
     def _accounted(self) -> dict[str, Accounted]:
@@ -396,6 +396,10 @@ class Federation:
     def _record(self, record: Record, timing: Record, clients: Record | None) -> None:
         for observer in self.observers:
             observer.commit(record["round"])
+        self.evaluation.patience.see(record["round"], record)
+        if notices := [text for text in self.notices if text not in self._noted]:
+            timing["notices"] = notices
+            self._noted.update(notices)
         for log, line in zip(self._logs, (record, timing, clients), strict=True):
             if line is not None:
                 log.append(line)
@@ -446,6 +450,7 @@ class Federation:
         self._noted.update(text for timing in timings for text in timing.get("notices", ()))
         for record in history:
             self._pool_watch.see(record)
+            self.evaluation.patience.see(record["round"], record)
         for observer in self.observers:
             observer.log.resume(finished)
         if checkpoint is not None:
