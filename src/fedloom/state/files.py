@@ -8,6 +8,8 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +52,13 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be made ({error.strerror or error})") from None
+
+
+def temporary_folder(owner: object, kind: str) -> Path:
+    """Make a folder for files of this kind, which vanishes with its owner or this process."""
+    folder = Path(tempfile.mkdtemp(prefix=f"fedloom-{kind}-"))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def remove(path: Path) -> None:

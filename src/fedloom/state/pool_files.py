@@ -6,8 +6,6 @@ import json
 import mmap
 import os
 import re
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from fedloom.errors import DamagedCheckpoint
 from fedloom.state.digest import Checksum
-from fedloom.state.files import flush, flush_directory, make_folder, not_written, remove
+from fedloom.state.files import flush, flush_directory, make_folder, not_written, remove, temporary_folder
 from fedloom.state.tensors import byte_chunks
 
 _NAME = re.compile(r"rows-(\d+)")
@@ -155,8 +153,7 @@ class PoolFiles:
 
     def _folder(self) -> Path:
         if self.directory is None:
-            self.directory = Path(tempfile.mkdtemp(prefix="fedloom-pool-"))
-            weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+            self.directory = temporary_folder(self, "pool")
         make_folder(self.directory)
         return self.directory
 

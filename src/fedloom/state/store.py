@@ -7,8 +7,6 @@ site keeps its own (`ClientFiles`).
 from __future__ import annotations
 
 import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from fedloom.config.fields import require_at_least
 from fedloom.state.client_files import ClientFiles, Tensors
-from fedloom.state.files import flush, flush_directory
+from fedloom.state.files import flush, flush_directory, temporary_folder
 
 BUDGET = 1 << 30
 """Bytes kept in memory by default. Beyond it, files that were used lately are still in the system's cache."""
@@ -66,12 +64,8 @@ class ClientStore:
 
     # --- what clients remember ---
 
-    def get(self, client: int, name: str) -> Tensor | None:
-        """Return what the client remembers under `name`, or None; not to be changed in place."""
-        return self.read(client).get(name)
-
     def read(self, client: int) -> Tensors:
-        """Return everything the client remembers, by name; empty for a client that has written nothing."""
+        """Return everything the client remembers, by name and not to be changed in place; empty where it has written nothing."""
         return {**self._stored(client), **self._pending.get(client, {})}
 
     def write(self, client: int, tensors: Tensors) -> None:
@@ -140,8 +134,7 @@ class ClientStore:
 
     def _files(self) -> ClientFiles:
         if self.directory is None and self._temporary is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="fedloom-clients-"))
-            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
+            self._temporary = temporary_folder(self, "clients")
         folder = self.directory or self._temporary
         assert folder is not None
         return ClientFiles(folder)
@@ -233,7 +226,7 @@ class Memory:
         if name in self._written:
             return self._written[name]
         fallback = default.expand(len(self._clients), *default.shape[1:])
-        rows = [self._store.get(client, name) for client in self._clients]
+        rows = [self._store.read(client).get(name) for client in self._clients]
         if all(row is None for row in rows):
             return fallback
         return torch.stack([fallback[k] if row is None else row.to(fallback.device) for k, row in enumerate(rows)])
