@@ -19,7 +19,6 @@ from fedloom.data.formats.cache import cached
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
-from fedloom.experiment.artifact import load_model, save_model
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, read_json, write_json
@@ -32,6 +31,7 @@ from fedloom.recording.landscape import Landscape
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.serving.artifact import load_model, save_model
 from fedloom.sites.site import MEMORY_LABELS
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore

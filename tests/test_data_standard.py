@@ -426,7 +426,7 @@ def _pictures(count: int, *shape: int) -> list[dict[str, object]]:
 def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"image": _pictures(5, 28, 28), "label": [4, 3, 2, 1, 0]})
     calls = _fake_hub(monkeypatch, {("ylecun/mnist", "train"): table, ("ylecun/mnist", "test"): table.slice(3)})
-    data = make("mnist")
+    data = make("mnist", hub=True)
     assert calls == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
     assert np.array_equal(data.train.inputs[2, 0].numpy(), pixels(28, 28, seed=2))
     assert data.test.labels.tolist() == [1, 0]
@@ -451,18 +451,18 @@ def test_the_hub_serves_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         for split in splits
     }
     _fake_hub(monkeypatch, tables)
-    assert make("cifar10").train.labels.tolist() == [0, 9, 1, 2]
-    assert make("cifar100").train.labels.tolist() == [99, 0, 1, 2]
-    assert make("cifar100_coarse").train.labels.tolist() == [19, 0, 1, 2]
-    assert make("tiny_imagenet").test.labels.tolist() == [199, 0]
-    assert make("ag_news", length=3).train.inputs.tolist() == [[4, 3, 0], [5, 2, 6]]
+    assert make("cifar10", hub=True).train.labels.tolist() == [0, 9, 1, 2]
+    assert make("cifar100", hub=True).train.labels.tolist() == [99, 0, 1, 2]
+    assert make("cifar100_coarse", hub=True).train.labels.tolist() == [19, 0, 1, 2]
+    assert make("tiny_imagenet", hub=True).test.labels.tolist() == [199, 0]
+    assert make("ag_news", hub=True, length=3).train.inputs.tolist() == [[4, 3, 0], [5, 2, 6]]
 
 
 def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     writers = ["w1"] * 6 + ["w0"] * 4 + ["w1"] * 2
     table = pa.table({"image": _pictures(12, 28, 28), "writer_id": writers, "character": list(range(50, 62))})
     _fake_hub(monkeypatch, {("flwrlabs/femnist", "train"): table})
-    data = make("femnist", fraction=1.0, least=2, test_fraction=0.25)
+    data = make("femnist", hub=True, fraction=1.0, least=2, test_fraction=0.25)
     both = data.train.concatenate(data.test)
     assert both.groups is not None
     for image, label, group in zip(both.inputs, both.labels, both.groups, strict=True):
@@ -478,13 +478,13 @@ def test_when_the_hub_is_asked_and_when_not(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(DataError, match="mnist: not in"):
         make("mnist", folder=str(tmp_path))
     with pytest.raises(DataError, match="mnist: no folder given"):
-        make("mnist", hub=False)
+        make("mnist")
     assert calls == []
     _write_mnist(tmp_path)
     make("mnist", folder=str(tmp_path), hub=True)
     assert calls == []
     with pytest.raises(DataError, match="hub data set 'ylecun/mnist', split 'train': cannot be loaded") as caught:
-        make("mnist")
+        make("mnist", hub=True)
     assert "\n" not in str(caught.value)
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import fedloom as fl
 from fedloom.config.expression import Call
+from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import datasets
 from fedloom.data.lazy import LazyInputs
 from fedloom.errors import DataError, FedloomError, InvalidValue
@@ -78,7 +79,8 @@ def test_numbers_are_standardised_over_what_clients_train_on_alone(tmp_path: Pat
     assert set(held[:, 2:].unique().tolist()) == {0.0, 1.0}
     assert task.train.inputs.dtype == torch.float32
     plain = table(path=csv_file(tmp_path), target="outcome", standardise=False)
-    assert plain.standardised == ()
+    assert isinstance(plain.encoding, TableInputs)
+    assert not plain.encoding.standardise
 
 
 def test_floats_are_a_regression_and_whole_numbers_as_kind_says(tmp_path: Path) -> None:
@@ -102,7 +104,9 @@ def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:
         table(path=path, target="outcome")
     assert sum(len(part) for part in (table(path=path, target="outcome", missing="drop").train,)) == 30
     filled = table(path=path, target="outcome", missing="mean", test_path=path, inputs=["age", "ward"])
-    assert float(filled.train.inputs[0, 0]) == pytest.approx(np.mean(COLUMNS["age"][1:]))
+    task = fl.make_task(filled, clients=1, partition="iid", model="logistic")
+    assert bool(filled.train.inputs[0, 0].isnan())
+    assert float(task.train.inputs[0, 0]) == pytest.approx(0, abs=1e-6)  # the mean of the others
     assert filled.train.inputs[-1, 1:].sum() == 1  # a category of its own
 
 

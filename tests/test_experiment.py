@@ -21,7 +21,6 @@ from fedloom.config.expression import parse
 from fedloom.config.fields import checked
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.experiment.artifact import load_model, save_model
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.experiment.directory import RunDirectory
@@ -30,6 +29,7 @@ from fedloom.experiment.identity import version_changes
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from fedloom.task import make_dataset
@@ -342,7 +342,11 @@ class TestArtifact:
 
     @pytest.mark.parametrize(
         ("expression", "said"),
-        [("os:getcwd", "give load_model"), ("nothing", "unknown model"), ("mlp(hidden=[9])", "cannot be built again")],
+        [
+            ("os:getcwd", "give it as module="),
+            ("nothing", "its model is your own"),
+            ("mlp(hidden=[9])", "cannot be built again"),
+        ],
     )
     def test_a_file_decides_nothing_but_a_registered_model_that_fits(
         self, tmp_path: Path, expression: str, said: str

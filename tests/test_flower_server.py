@@ -24,11 +24,11 @@ from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
-from fedloom.experiment.artifact import load_model
 from fedloom.experiment.events import RunName
 from fedloom.experiment.finished import read_runs, rewrite_reports
 from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
+from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment, description
 from fedloom.sites.messages import Mailbox

@@ -20,16 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedloom.data.formats.arrow import image_samples, read_parquet
+from fedloom.data.formats.arrow import read_parquet
 from fedloom.data.formats.cache import cached, file_stamp
 from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.pickles import read_pickled_arrays
-from fedloom.data.formats.pictures import read_files, read_image_folder
+from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
+from fedloom.data.sets.own import read_image_folder
+from fedloom.data.sets.picture_set import image_samples
 from fedloom.errors import DataError
 
 

@@ -27,7 +27,7 @@ from fedloom.algorithm import algorithms
 from fedloom.cli import main
 from fedloom.config.expression import Call, show
 from fedloom.data.dataset import datasets
-from fedloom.data.formats.arrow import image_samples, read_parquet
+from fedloom.data.formats.arrow import read_parquet
 from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
@@ -36,16 +36,17 @@ from fedloom.data.partition import partitions
 from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
+from fedloom.data.sets.picture_set import image_samples
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
 from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
-from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
 from fedloom.experiment.directory import read_json
 from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.serving.artifact import load_model
 from fedloom.sites.agreement import read_configuration
 from fedloom.state.tensors import _checksum
 

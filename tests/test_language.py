@@ -14,9 +14,9 @@ import torch
 import fedloom as fl
 from fedloom.data import DataSpec
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.artifact import save_model
 from fedloom.models.build import build_model
 from fedloom.objectives.sequence import NextToken
+from fedloom.serving.artifact import save_model
 from fedloom.task import Task
 
 TOKENS, WIDTH, RANK = 12, 8, 2

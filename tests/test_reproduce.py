@@ -61,8 +61,6 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
-    for module in ("papers.paper_data", "data.sets.origin"):
-        monkeypatch.setattr(f"fedloom.{module}.hub_installed", lambda: False)  # wherever it is installed
     monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)  # no processes for such short runs
 
     def say(*arguments: str) -> tuple[int, str, str]:

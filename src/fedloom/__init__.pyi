@@ -72,8 +72,8 @@ from .data import Dataset as Dataset
 from .data import DataSpec as DataSpec
 from .data import Partition as Partition
 from .data import Samples as Samples
+from .data.preprocessing import Preprocessing as Preprocessing
 from .errors import FedloomError as FedloomError
-from .experiment.artifact import load_model as load_model
 from .experiment.comparison import compare as compare
 from .experiment.comparison_result import ComparisonResult as ComparisonResult
 from .experiment.comparison_result import read_comparison as read_comparison
@@ -83,6 +83,9 @@ from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule
 from .rounds.schedule import Stop as Stop
+from .serving.artifact import load_model as load_model
+from .serving.predictor import Predictor as Predictor
+from .serving.predictor import load as load
 from .task import Task as Task
 from .task import make_task as make_task
 from .training import Training as Training

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config.expression import Call
+from fedloom.data.columns import Moments, TableInputs
 from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.limits import VARIABLE
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.noise import LabelNoise, label_noises
-from fedloom.data.partition import Partition, partitions, split_train_test
+from fedloom.data.partition import Partition, build_partition, split_train_test
 from fedloom.data.shift import InputShift, shifts
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device
@@ -27,6 +28,7 @@ from fedloom.models.structure import copied
 from fedloom.objectives import Objective
 from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
+from fedloom.objectives.regression import Regression, Standardised
 from fedloom.training import Training
 
 
@@ -43,6 +45,7 @@ class Task:
         training: The settings of local training.
         local_test: The indices in `train` of each client's test samples, distributed as its training samples are.
         true_labels: With label noise, the true labels; those of `train` are partly wrong.
+        expression: The expression that built the model; empty for a module of the user's.
     """
 
     dataset: Dataset
@@ -53,6 +56,7 @@ class Task:
     training: Training = field(default_factory=Training)
     local_test: Partition | None = None
     true_labels: Tensor | None = None
+    expression: str = ""
 
     def __post_init__(self) -> None:
         empty = int((self.partition.sizes == 0).sum())
@@ -162,7 +166,7 @@ def make_task(
     seed: int = 0,
     device: str = "cpu",
     clients: int = 20,
-    partition: str | Partition = "dirichlet(0.5)",
+    partition: str | Partition | Callable[..., Any] | Sequence[Any] = "dirichlet(0.5)",
     local_test: float | None = None,
     merge: bool = False,
     label_noise: str = "none",
@@ -184,7 +188,8 @@ def make_task(
         seed: Draws the partition, the label noise, the shift and the initial weights, and nothing else.
         device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
         clients: Their number.
-        partition: How they share the data, as an expression or a `Partition`.
+        partition: How they share the data: an expression, `module:function`, a function (labels, clients, seed, groups) -> the
+            sample indices of each client, these indices as a list of arrays, or a `Partition`.
         local_test: The share of each client's samples that it keeps for testing, in (0, 1) (FedALA: 0.25).
         merge: Join the training and test part of the data first, as FedALA does; the global test set is then the union of the
             clients' own.
@@ -216,26 +221,24 @@ def make_task(
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
-    if not isinstance(partition, Partition):
-        # By the labels or the objective's substitute; without either `dirichlet` makes sizes differ.
-        strata = dataset.objective.strata(pool.labels)
-        labels = torch.zeros(len(pool), dtype=torch.int64) if strata is None else strata.cpu()
-        groups = None if pool.groups is None else pool.groups.cpu().numpy()
-        partition = cast(Partition, partitions.build(partition, labels.numpy(), clients, seed, groups))
+    # By the labels or the objective's substitute; without either `dirichlet` makes sizes differ.
+    strata = dataset.objective.strata(pool.labels)
+    labels = torch.zeros(len(pool), dtype=torch.int64) if strata is None else strata.cpu()
+    groups = None if pool.groups is None else pool.groups.cpu().numpy()
+    partition = build_partition(partition, labels.numpy(), clients, seed, groups)
     train, tests, test = partition, None, dataset.test
     if local_test is not None:
         train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
     module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copied(model)
-    if dataset.standardised:
-        pool, test = standardise(dataset.standardised, pool, test, pool.inputs[torch.from_numpy(train.indices)])
+    dataset, pool, test = _fitted(dataset, pool, test, torch.from_numpy(train.indices))
     if shifted is not None:
         pool = shifted.apply(pool, partition, seed)
     if merge and tests is not None:
         test = pool[torch.from_numpy(np.sort(tests.indices))]
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
-    task = Task(dataset, pool, test, train, module, settings, tests)
+    task = Task(dataset, pool, test, train, module, settings, tests, expression=model if isinstance(model, str) else "")
     task = task if noise is None else mislabelled(task, noise, seed)
     return task if target_device.type == "cpu" else task.to(target_device)
 
@@ -253,18 +256,22 @@ def _dataset(data: Any, target: str, group: str, objective: Objective | None) ->
     return dataset if objective is None else replace(dataset, objective=objective)
 
 
-def standardise(columns: tuple[int, ...], pool: Samples, test: Samples, trained_on: Tensor) -> tuple[Samples, Samples]:
-    """Return `pool` and `test` with some columns of the inputs less the mean and over the deviation of `trained_on`."""
-    chosen = torch.zeros(trained_on.shape[1], dtype=torch.bool).index_fill(0, torch.tensor(columns), True)
-    inputs = trained_on.double()
-    mean = torch.where(chosen, inputs.mean(0), 0)
-    deviation = torch.where(chosen, inputs.std(0, correction=0), 1)
-    deviation = torch.where(deviation > 1e-9 * mean.abs().clamp_min(1e-300), deviation, 1)  # a column that never varies
-
-    def scaled(samples: Samples) -> Samples:
-        return replace(samples, inputs=(samples.inputs.double() - mean) / deviation)
-
-    return scaled(pool), scaled(test)
+def _fitted(dataset: Dataset, pool: Samples, test: Samples, rows: Tensor) -> tuple[Dataset, Samples, Samples]:
+    """Fit the data set's preprocessing to the `rows` of `pool` that clients train on, and apply it to all samples."""
+    encoding, objective = dataset.encoding, dataset.objective
+    if isinstance(encoding, TableInputs):
+        if not encoding.is_fitted and len(rows):
+            encoding = encoding.fitted(Moments.of(pool.inputs[rows]))
+        dataset = replace(dataset, encoding=encoding)
+        if encoding.is_fitted:
+            pool, test = (replace(samples, inputs=encoding.scaled(samples.inputs)) for samples in (pool, test))
+    if type(objective) is Regression and dataset.standardise and len(rows):
+        moments = Moments.of(pool.labels[rows].reshape(len(rows), -1))
+        mean, deviation = (tuple(values.tolist()) for values in (moments.mean, moments.deviation))
+        scaled = Standardised(objective.kind, objective.delta, mean, deviation)
+        pool, test = (replace(samples, labels=scaled.standardised(samples.labels)) for samples in (pool, test))
+        dataset = replace(dataset, objective=scaled)
+    return dataset, pool, test
 
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:

@@ -19,7 +19,7 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import checking, federation_files, listing, reproducing, running, showing, tuning
+from fedloom.cli import checking, federation_files, listing, predicting, reproducing, running, showing, tuning
 from fedloom.cli.options import RunsFailed, first_line, resuming_command
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
@@ -33,6 +33,8 @@ commands: tuple[Callable[..., Any], ...] = (
     reproducing.reproduce,
     showing.watch,
     showing.report,
+    predicting.predict,
+    predicting.export,
     listing.algorithms,
     listing.command("models", "List the models, or describe the one called NAME."),
     listing.command("datasets", "List the data sets, or describe the one called NAME."),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from fedloom.errors import InvalidValue, quoted
+from fedloom.errors import InvalidValue, quoted, shortened
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan)(?![\w.\-(]))"
@@ -93,7 +93,12 @@ class _Parser:
 
     def _error(self, position: int) -> InvalidValue:
         remainder = quoted(self.text[position:])
-        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {remainder}")
+        before = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
+        word = (before[0] if before else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
+        remedy = (
+            f": put quotes around it, '{shortened(word)}'" if re.search(r"[/\\~.]", word) and "'" not in word else ""
+        )
+        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {remainder}{remedy}")
 
     def fail(self) -> InvalidValue:
         return self._error(self.tokens[self.next][2])

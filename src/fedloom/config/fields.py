@@ -70,6 +70,10 @@ def require_fields(instance: Any) -> None:
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values converted to their types. Raise `InvalidValue`, which begins with `prefix`."""
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    for name in plain.keys() & type_hints(make).keys():
+        choices = get_args(type_hints(make)[name])
+        if plain[name] is None and "none" in choices and type(None) not in choices:
+            plain[name] = "none"  # the expression's word for nothing
     for name, value in plain.items():
         require_plain(value, f"{prefix}{name}")
         if name in _PATHS and isinstance(value, str) and any(len(word.encode()) > 255 for word in value.split("/")):

@@ -12,10 +12,12 @@ from torch import Tensor
 from fedloom.config.registry import Registry
 from fedloom.data.convert import Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
+from fedloom.data.preprocessing import Inputs, ModelOutputs, PictureInputs, Preprocessing, TensorInputs, normalised
 from fedloom.errors import InvalidValue, quoted, suggestion
-from fedloom.objectives import Objective, on_device
+from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import NamedMetric
+from fedloom.objectives.regression import Standardised
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,10 @@ class Dataset:
         vocabulary: Of token data, the number of tokens.
         class_names: The name of each class, by default its label as it was.
         objective: The objective that is learned.
-        standardised: The columns of float inputs `[n, features]` that `make_task` brings to mean 0 and deviation 1 over the
-            samples that clients train on.
         metrics: Recorded beside the objective's figures.
+        encoding: The encoding that made the inputs of a table or of texts; `make_task` fits that of a table.
+        standardise: Bring the target of a `regression` to mean 0 and deviation 1, over the samples that clients train on.
+        target: The name of what is learned.
 
     Raises:
         InvalidValue: For training and test samples that do not fit each other, or targets that the objective cannot learn.
@@ -166,8 +169,10 @@ class Dataset:
     vocabulary: int | None = None
     class_names: tuple[str, ...] | None = None
     objective: Objective = CLASSIFICATION
-    standardised: tuple[int, ...] = ()
     metrics: tuple[NamedMetric, ...] = ()
+    encoding: Inputs | None = None
+    standardise: bool = True
+    target: str = ""
 
     def __post_init__(self) -> None:
         kinds = [f"{list(samples.inputs.shape[1:])} {samples.inputs.dtype}" for samples in (self.train, self.test)]
@@ -214,15 +219,22 @@ class Dataset:
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """Return a batch as the model takes it: bytes as normalised float32, other inputs unchanged."""
-        inputs = in_memory(inputs)
-        if inputs.dtype != torch.uint8:
-            return inputs
-        scaled = inputs.to(torch.float32).div_(255)
-        if self.mean is None or self.std is None:
-            return scaled
-        shape = (1, -1, *([1] * (inputs.dim() - 2)))
-        mean, std = on_device(self.mean, inputs.device), on_device(self.std, inputs.device)
-        return scaled.sub_(mean.view(shape)).div_(std.view(shape))
+        return normalised(in_memory(inputs), None if self.mean is None or self.std is None else (self.mean, self.std))
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """The way from a person's data to a model's inputs and from its outputs to answers; of a task, with all figures."""
+        encoding, inputs, objective = self.encoding, self.train.inputs, self.objective
+        if encoding is None and inputs.dtype == torch.uint8:
+            encoding = PictureInputs(tuple(inputs.shape[1:]), self.mean or (), self.std or ())
+        elif encoding is None:
+            encoding = TensorInputs(tuple(inputs.shape[1:]), str(inputs.dtype).removeprefix("torch."))
+        classes = self.spec.outputs if objective.answer in ("class", "classes", "pixel") else 0
+        names = self.class_names or tuple(map(str, range(classes)))
+        outputs = ModelOutputs(objective.answer, self.target, names)
+        if isinstance(objective, Standardised):
+            outputs = replace(outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation))
+        return Preprocessing(encoding, outputs)
 
 
 # A data set is a function of keyword parameters (every one with a default) that returns a `Dataset`.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from fedloom.config.plugins import found_at
 from fedloom.config.registry import Registry
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import DataError, InvalidValue, error_text
 from fedloom.randomness import stream_seed
 from fedloom.state.files import not_written, replacing
 
@@ -173,3 +176,36 @@ def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uin
 # than one client or more clients than samples:
 # `labels [n]` int64, `clients` their number, `seed`, `groups [n]` the natural client of each sample or None.
 partitions: Registry[Callable[..., Partition]] = Registry("partition", "fedloom.data.partitions")
+
+
+def build_partition(partition: Any, labels: Indices, clients: int, seed: int, groups: Indices | None) -> Partition:
+    """Return a partition of a name, of a function or its path `module:name`, or of each client's sample indices.
+
+    A function is called with as many of (labels, clients, seed, groups) as it takes, and returns a `Partition` or the indices.
+    Raises `InvalidValue` for anything else, `DataError` for samples that do not exist or have two clients.
+    """
+    if isinstance(partition, Partition):
+        return partition
+    if isinstance(partition, str) and ":" not in partition.partition("(")[0]:
+        return cast(Partition, partitions.build(partition, labels, clients, seed, groups))
+    if isinstance(partition, str):
+        partition = found_at(partition, "partition", "a registered name or 'package.module:function'")
+    try:
+        if callable(partition):
+            partition = partition(*(labels, clients, seed, groups)[: len(signature(partition).parameters)])
+        built = partition if isinstance(partition, Partition) else Partition.of(partition)
+    except Exception as error:
+        reason = "partition must be a name, a function or each client's sample indices, such as [[0, 2], [1, 3]]"
+        raise InvalidValue(f"{reason}: {error_text(error)}") from error
+    require_samples(built, len(labels), "partition")
+    return built
+
+
+def require_samples(partition: Partition, samples: int, source: str) -> None:
+    """Raise `DataError` unless a partition holds samples that there are, each of them once."""
+    outside = partition.indices[(partition.indices < 0) | (partition.indices >= samples)]
+    if len(outside):
+        raise DataError(f"{source} holds sample {outside[0]}, but the data end at sample {samples - 1}")
+    holders = np.bincount(partition.indices, minlength=samples)
+    if (holders > 1).any():
+        raise DataError(f"{source} holds sample {holders.argmax()} {holders.max()} times: every sample has one client")

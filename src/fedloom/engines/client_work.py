@@ -244,5 +244,5 @@ def _portable(error: Exception) -> Exception:
 def slim(task: Task) -> Task:
     """Return the task without data that workers do not need: test set, hidden labels, a second copy of the samples."""
     empty = task.test[:0]
-    dataset = replace(task.dataset, train=task.train[:0], test=empty)
+    dataset = replace(task.dataset, train=task.train[:0], test=empty, encoding=None)
     return replace(task, dataset=dataset, test=empty, true_labels=None)

@@ -378,7 +378,8 @@ def _check(checked: Configuration) -> None:
             f"measure = {checked.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
         )
     _named("data.name", checked.data.name, datasets.read)
-    _named("data.partition", checked.data.partition, partitions.read)
+    if ":" not in checked.data.partition.partition("(")[0]:
+        _named("data.partition", checked.data.partition, partitions.read)
     _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
     _named("data.shift", checked.data.shift, shifts.build_unless_none)
     objective = None if checked.objective is None else _named("objective", checked.objective, build_objective)

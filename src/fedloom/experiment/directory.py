@@ -12,6 +12,8 @@ timings.jsonl          seconds of each round
 recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
 checkpoint-*           the state to go on from, with pool/ where a pool of models is larger than `pool_budget`
 model.safetensors      the final model, by the names of the module's `state_dict`
+preprocessing.json     what makes a person's data its inputs, and its outputs answers (`fl.load` reads both)
+personal.safetensors   of personalised methods, the model that each client would use
 result.json            the figures at the end; written last, so that its presence says that the run is finished
 landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
 report.html            figures and tables to look at
@@ -58,18 +60,19 @@ SITES = "sites.json"
 _LONGEST = 80  # characters of a folder's name that is made from an expression
 
 # All files that a run writes: starting afresh removes them.
+_MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors")
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
-    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", "model.safetensors",
+    "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", *_MODEL,
     "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl",
     "events.out.tfevents.*",
 )  # fmt: skip
 
 # Files of a finished run alone. The first says that it is finished, so it is removed first.
-_END = ("result.json", "model.safetensors", "report.html", "landscape.json", RECORDED)
+_END = ("result.json", *_MODEL, "report.html", "landscape.json", RECORDED)
 
 _FIGURES = ("metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED)
-_TENSORS = ("model.safetensors", "split.npz", "test-split.npz", "labels.safetensors")
+_TENSORS = (*_MODEL, "split.npz", "test-split.npz", "labels.safetensors")
 
 # Keys of a resolved configuration whose values are digests.
 _DIGESTED = {

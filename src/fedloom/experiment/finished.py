@@ -17,7 +17,6 @@ import torch
 
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
-from fedloom.experiment.artifact import load_model
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, locked, read_json, readable, setting_folder, write_json
 from fedloom.experiment.settings import label
@@ -26,6 +25,7 @@ from fedloom.recording.landscape import Landscape
 from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
+from fedloom.serving.artifact import load_model
 from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task

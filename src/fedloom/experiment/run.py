@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
@@ -23,7 +23,6 @@ from fedloom.engines.choose import DEFAULT, make_engine, settled_by
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.artifact import save_model
 from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
@@ -45,7 +44,9 @@ from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.state.files import remove_unfinished
+from fedloom.serving.artifact import save_model
+from fedloom.state.files import remove_unfinished, write_text
+from fedloom.state.store import BUDGET
 from fedloom.state.tensors import write_tensors
 from fedloom.task import Task
 
@@ -412,7 +413,7 @@ class _RunPlan:
             with Tracking(() if over else self.trackers, path, self._notify) as tracking:
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:
-                    _write(result, directory, self.model or type(self.task.model).__name__)
+                    _write(result, directory, self.model or self.task.expression or type(self.task.model).__name__)
                 if self.trackers and not over:
                     tracking.finish(result.ends)
             _ = result.summary  # reads all figures: their directory may be gone later
@@ -484,7 +485,25 @@ def _write(result: Result, directory: RunDirectory, model: str) -> None:
         result.recording.write(result.recorded)
     about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
     save_model(directory.path / "model.safetensors", result.model, model, task.dataset.spec, about)
+    if personal := _personal_models(result.federation):
+        write_tensors(directory.path / "personal.safetensors", personal, {})
+    write_text(directory.path / "preprocessing.json", task.dataset.preprocessing.to_json())
     directory.finish(result.ends)
+
+
+def _personal_models(federation: Federation) -> dict[str, Tensor]:
+    """Return the model `[P]` that each evaluated client would use, by its number, of personalised methods in a simulation."""
+    task, engine, evaluation = federation.task, federation.engine, federation.evaluation
+    size = task.initial.nbytes * (len(evaluation.clients) + len(evaluation.newcomers))
+    measured = evaluation.personal_every and federation.algorithm.personal and size <= BUDGET
+    if not measured or not isinstance(engine, LocalEngine):
+        return {}
+    rows = RowsEngine(task)
+    rows.store = engine.store
+    return {
+        str(number): rows.personalise(federation.algorithm, upcoming, client_task)[0].clone()
+        for number, upcoming, client_task in federation.personal_tasks()
+    }
 
 
 def _described_data(task: Task) -> dict[str, Any]:

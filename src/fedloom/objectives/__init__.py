@@ -7,13 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
+
+Answer = Literal["class", "classes", "number", "token", "pixel", "outputs"]
+"""Kinds of what a model's outputs stand for; `outputs` where only the user knows."""
 
 Totals = Mapping[str, Tensor]
 """Counts of `Objective.statistics` added up over the samples of n clients: `[n, ...]` float64 by name."""
@@ -67,6 +70,7 @@ class Objective(ABC):
     """
 
     metric: ClassVar[Metric]
+    answer: ClassVar[Answer] = "outputs"
     classes: ClassVar[bool] = False
     """True if a target is the number of a class, which some methods and partitions need."""
 
@@ -74,6 +78,10 @@ class Objective(ABC):
     def plain_cross_entropy(self) -> bool:
         """True if the loss is the unweighted mean cross entropy, for which models of linear layers have a faster step."""
         return False
+
+    def in_units(self, values: Tensor) -> Tensor:
+        """Return outputs or targets in the units of the data; those of `Standardised` are in others."""
+        return values
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:

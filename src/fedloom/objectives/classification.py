@@ -36,6 +36,7 @@ class Classification(Objective):
     top_k: Count | None = None
     metric = ACCURACY
     classes = True
+    answer = "class"
 
     def __post_init__(self) -> None:
         require_fields(self)

@@ -25,6 +25,7 @@ class Multilabel(Objective):
     """
 
     metric = Metric("f1", "F1 (micro)", higher_is_better=True, share=True)
+    answer = "classes"
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)

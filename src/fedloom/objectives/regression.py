@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedloom.config.fields import Positive, require_fields
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, on_device, prediction
 
 STRATA = 10
 """Groups of equally many samples, by the size of their target, that a partition skewed by label shares out."""
@@ -39,6 +39,7 @@ class Regression(Objective):
     kind: Literal["squared", "absolute", "huber"] = "squared"
     delta: Positive = 1.0
     metric = Metric("rmse", "RMSE")
+    answer = "number"
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -121,6 +122,28 @@ class Regression(Objective):
     def strata(self, targets: Tensor) -> Tensor:
         rank = _columns(targets)[:, 0].argsort(stable=True).argsort()
         return rank * STRATA // max(1, len(rank))
+
+
+@dataclass(frozen=True)
+class Standardised(Regression):
+    """A regression whose targets were brought from `mean` and `deviation` to 0 and 1: only the loss is not in their units."""
+
+    mean: Sequence[float] = (0.0,)
+    deviation: Sequence[float] = (1.0,)
+
+    def in_units(self, values: Tensor) -> Tensor:
+        mean, deviation = (on_device(tuple(x), values.device, values.dtype) for x in (self.mean, self.deviation))
+        return values * deviation + mean
+
+    def standardised(self, targets: Tensor) -> Tensor:
+        """Return targets of the data, `[n]` or `[n, d]`, as they are trained on."""
+        mean, deviation = (on_device(tuple(x), targets.device, torch.float64) for x in (self.mean, self.deviation))
+        return ((targets.double() - mean) / deviation).to(targets.dtype)
+
+    def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        values = self.in_units(_columns(prediction(outputs)).double())
+        in_units = super().statistics(values, self.in_units(_columns(targets).double()))
+        return {**in_units, "loss": self._losses(outputs, targets)[0].double().mean(1)}
 
 
 def _columns(targets: Tensor) -> Tensor:

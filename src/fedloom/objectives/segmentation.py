@@ -27,6 +27,7 @@ class Segmentation(PositionObjective):
 
     ignore: int = 255
     metric = Metric("miou", "Mean IoU", higher_is_better=True, share=True)
+    answer = "pixel"
     positions = "pixels"
 
     @property

@@ -72,6 +72,7 @@ class NextToken(PositionObjective):
 
     padding: int = -100
     metric = Metric("perplexity", "Perplexity")
+    answer = "token"
     positions = "tokens"
 
     @property

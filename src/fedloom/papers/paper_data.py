@@ -10,7 +10,6 @@ from importlib.resources import files as package_files
 
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import DataSpec
-from fedloom.data.formats.arrow import hub_installed
 from fedloom.data.sets.origin import candidates
 
 
@@ -24,7 +23,6 @@ class DataFacts:
     test: int
     folders: Sequence[str] = ()
     files: Sequence[str] = ()
-    hub: bool = True
 
     @property
     def generated(self) -> bool:
@@ -68,10 +66,10 @@ def families() -> list[str]:
 
 
 def at_hand(name: str, folder: str | None = None) -> bool:
-    """Return True if a file of the data set lies in `folder` or FEDLOOM_DATA, or the hub's package is there to fetch it.
+    """Return True if the data set needs no file, or one of its files lies in `folder` or FEDLOOM_DATA.
 
     Only reading the files tells if they are complete.
     """
     data = facts()[name]
     paths = (path for base in candidates(data.folders, folder) for pattern in data.files for path in base.glob(pattern))
-    return data.generated or any(paths) or (data.hub and folder is None and hub_installed())
+    return data.generated or any(paths)

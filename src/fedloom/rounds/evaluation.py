@@ -15,7 +15,7 @@ and the local initialisation, before local training (as FedALA does).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -142,14 +142,20 @@ class Evaluation:
 
     def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
         tallies: list[Tally] = []
+        for client_tasks in self.deployed(algorithm, upcoming, clients, integers):
+            tallies += self.engine.evaluate(algorithm, upcoming, client_tasks)
+        return Tally.joined(tallies)
+
+    def deployed(
+        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
+    ) -> Iterator[list[ClientTask]]:
+        """Yield what clients are sent in order to personalise, some at a time."""
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
             message: Message = dict(algorithm.deploy(upcoming, block))
             if INTEGERS in expectations(algorithm, upcoming, self.task.layout):
                 message[INTEGERS] = integers.unsqueeze(0)
-            client_tasks = [ClientTask(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
-            tallies += self.engine.evaluate(algorithm, upcoming, client_tasks)
-        return Tally.joined(tallies)
+            yield [ClientTask(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
 
     def _table(self, tally: Tally) -> Record:
         """Each client's accuracy, or whatever the metric is, and number of test samples."""

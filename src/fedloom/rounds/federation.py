@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -404,6 +404,14 @@ class Federation:
             if line is not None:
                 log.append(line)
         self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
+
+    def personal_tasks(self) -> Iterator[tuple[int, Round, ClientTask]]:
+        """Yield what each evaluated client is sent in order to personalise, with its number and the round to come."""
+        evaluation, training = self.evaluation, self.task.training
+        upcoming = training.round_at(self._first, self.finished + 1)
+        clients = (*evaluation.clients, *evaluation.newcomers)
+        for client_tasks in evaluation.deployed(self.algorithm, upcoming, clients, self.integers):
+            yield from ((self.numbers[task.client], upcoming, task) for task in client_tasks)
 
     def save(self) -> None:
         """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older

@@ -210,6 +210,7 @@ def _counts(dataset: Dataset, batches: Iterable[tuple[Any, Tensor]], owner: Tens
     statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
     if pairs:
         predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        predicted, targets = map(dataset.objective.in_units, (predicted, targets))
         further = counted(dataset.metrics, predicted, targets, owner)
         statistics |= {name: values.to(targets.device) for name, values in further.items()}
     return statistics

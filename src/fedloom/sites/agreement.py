@@ -135,7 +135,7 @@ def described(words: Any, train: Samples, source: str, objective: Objective | No
         raise RefusedReply("the server does not say what the data look like") from None
     try:  # the objective by its name alone: a server may not have sites import modules
         objective = objectives.build(objective_name) if objective is None else objective
-        dataset = Dataset(name, train, train[:0], classes, mean, std, vocabulary, names, objective)
+        dataset = Dataset(name, train, train[:0], classes, mean, std, vocabulary, names, objective, standardise=False)
     except InvalidValue as error:
         raise InvalidValue(f"{source}: {error}") from None
     if tuple(train.inputs.shape[1:]) != shape or _type(train.inputs) != kind:

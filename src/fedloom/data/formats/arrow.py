@@ -6,15 +6,12 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fedloom.data.dataset import Samples
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
 from fedloom.errors import LONGEST_QUOTED, DataError, MissingExtra, one_line, quoted, shortened
@@ -157,18 +154,12 @@ def is_pictures(kind: Any) -> bool:
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
-def hub_installed() -> bool:
-    """Return True if the package `datasets` can be imported."""
-    with suppress(ImportError):
-        return bool(importlib.import_module("datasets"))
-    return False
-
-
 def hub_table(repository: str, split: str) -> Any:
     """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises `MissingExtra` or `DataError`."""
-    if not hub_installed():
-        raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
-    hub = importlib.import_module("datasets")
+    try:
+        hub = importlib.import_module("datasets")
+    except ImportError:
+        raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub") from None
     try:
         # The format "arrow" hands out the stored columns; decoding each picture into an object would cost minutes.
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
@@ -176,13 +167,6 @@ def hub_table(repository: str, split: str) -> Any:
     except Exception as error:
         reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
         raise DataError(f"hub data set {repository!r}, split {split!r}: cannot be loaded ({reason})") from error
-
-
-def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
-    """Return the samples of packed pictures (column `image` or `img`) and labels; raises `DataError` with `source` and row."""
-    with reading(source, "damaged labels"):
-        labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
-    return Samples(decode_column(table, channels, source), labels)
 
 
 def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = IMAGE_COLUMNS) -> Tensor:

@@ -16,9 +16,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from fedloom.data.dataset import Samples
 from fedloom.data.formats.limits import read_bytes, reading, require_room
-from fedloom.errors import DataError, shortened
+from fedloom.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
@@ -95,21 +94,3 @@ def class_folders(root: Path) -> list[str]:
 def pictures(folder: Path) -> list[Path]:
     """Return the picture files in `folder`, sorted."""
     return sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in _SUFFIXES)
-
-
-def read_image_folder(
-    root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
-) -> Samples:
-    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in `classes`."""
-    numbers = {name: label for label, name in enumerate(classes)}
-    paths: list[Path] = []
-    labels: list[int] = []
-    for name in class_folders(root):
-        if name not in numbers:
-            raise DataError(f"{root / name}: no such class among the training images ({shortened(', '.join(classes))})")
-        files = pictures(root / name)
-        paths += files
-        labels += [numbers[name]] * len(files)
-    if not paths:
-        raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
-    return Samples(read_files(paths, channels, size), torch.tensor(labels, dtype=torch.long))

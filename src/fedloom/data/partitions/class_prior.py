@@ -6,13 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import (
-    Concentration,
-    class_sizes,
-    deal,
-    partition_stream,
-    shuffled_by_class,
-)
+from fedloom.data.partitions.classes import Concentration, class_sizes, deal, partition_stream, shuffled_by_class
 from fedloom.errors import InvalidValue, quoted
 
 _CELLS = 4_000_000  # steps x classes at a time: 32 MB

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fedloom.config.fields import Count, require_at_least
-from fedloom.data.partition import Indices, Partition, partitions
+from fedloom.data.partition import Indices, Partition, partitions, require_samples
 from fedloom.data.partitions.classes import deal
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
 
 
@@ -65,10 +65,5 @@ def fixed(labels: Indices, clients: int, seed: int, groups: Indices | None, *, f
     partition = Partition.load(file)
     if clients not in (0, len(partition)):
         raise InvalidValue(f"clients must be {len(partition)}, as many as {file} holds, or 0, not {clients}")
-    outside = partition.indices[(partition.indices < 0) | (partition.indices >= len(labels))]
-    if len(outside):
-        raise DataError(f"{file} holds sample {outside[0]}, but the data end at sample {len(labels) - 1}")
-    holders = np.bincount(partition.indices, minlength=len(labels))
-    if (holders > 1).any():
-        raise DataError(f"{file} holds sample {holders.argmax()} {holders.max()} times: every sample has one client")
+    require_samples(partition, len(labels), file)
     return partition

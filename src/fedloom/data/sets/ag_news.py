@@ -18,6 +18,7 @@ from fedloom.data.formats.arrow import column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.words import encode, tokens, vocabulary
+from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.origin import files_named, load, parquet_files
 from fedloom.errors import DataError
 
@@ -31,7 +32,7 @@ _Texts = tuple[list[list[str]], Tensor]  # tokens of each article, labels
 def ag_news(
     *,
     folder: str | None = None,
-    hub: bool | None = None,
+    hub: bool = False,
     length: Count = 200,
     max_vocabulary: VocabularySize | None = 98635,
     vocabulary_from: Literal["train", "all"] = "train",
@@ -55,7 +56,10 @@ def ag_news(
     counted = texts[0][0] if vocabulary_from == "train" else chain(texts[0][0], texts[1][0])
     numbers = vocabulary(counted, max_vocabulary)
     train, test = (Samples(encode(articles, numbers, length), labels) for articles, labels in texts)
-    return Dataset("ag_news", train, test, len(_NAMES), vocabulary=len(numbers) + 2, class_names=_NAMES)
+    encoding = TextInputs(tuple(numbers), length)
+    return Dataset(
+        "ag_news", train, test, len(_NAMES), vocabulary=len(numbers) + 2, class_names=_NAMES, encoding=encoding
+    )
 
 
 def _read(folder: Path) -> tuple[_Texts, _Texts] | None:

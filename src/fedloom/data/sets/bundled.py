@@ -109,7 +109,9 @@ def _table(name: str, source: Any, test_fraction: float, objective: Objective) -
     if not objective.classes:
         splits = [replace(split, labels=_scaled(split.labels, train.labels)) for split in splits]
     names = tuple(map(str, source.target_names)) if objective.classes else None
-    return Dataset(name, splits[0], splits[1], len(names or ()), class_names=names, objective=objective)
+    return Dataset(
+        name, splits[0], splits[1], len(names or ()), class_names=names, objective=objective, standardise=False
+    )
 
 
 def _scaled(values: Tensor, training: Tensor) -> Tensor:

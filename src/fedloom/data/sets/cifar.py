@@ -110,7 +110,7 @@ _CIFAR100_COARSE = _cifar("cifar100_coarse", _FOLDERS, ("train", "test"), 20, _L
 
 
 @datasets.register("cifar10")
-def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+def cifar10(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-10: 50,000 and 10,000 colour images `[3, 32, 32]`, 10 classes.
 
     Args:
@@ -125,7 +125,7 @@ def cifar10(*, folder: str | None = None, hub: bool | None = None, normalise: No
 
 
 @datasets.register("cifar100")
-def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+def cifar100(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-100 with fine labels: 50,000 and 10,000 colour images `[3, 32, 32]`, 100 classes.
 
     Args:
@@ -140,9 +140,7 @@ def cifar100(*, folder: str | None = None, hub: bool | None = None, normalise: N
 
 
 @datasets.register("cifar100_coarse")
-def cifar100_coarse(
-    *, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard"
-) -> Dataset:
+def cifar100_coarse(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
     """CIFAR-100 with coarse labels: the images of `cifar100` in 20 classes, as FedMR's code trains on them.
 
     Args:

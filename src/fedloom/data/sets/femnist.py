@@ -36,7 +36,7 @@ _SCALE: Scale = ((0.5,), (-0.5,))
 def femnist(
     *,
     folder: str | None = None,
-    hub: bool | None = None,
+    hub: bool = False,
     normalise: Normalise = "standard",
     fraction: Share = 0.05,
     least: Annotated[int, Field(ge=2)] = 100,  # to train and to test

@@ -17,6 +17,7 @@ from fedloom.data.convert import as_inputs
 from fedloom.data.dataset import Dataset, Samples, same_names
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
+from fedloom.data.preprocessing import as_arrow
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.table import Columns, table_dataset
 from fedloom.errors import InvalidValue, error_text, one_line
@@ -34,7 +35,7 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
     name = type(train).__name__
     splits = [split for split in (train, test) if split is not None]
     with reading(name, "no table that Arrow can hold"):
-        tables = [_arrow(split) for split in splits]
+        tables = [as_arrow(split) for split in splits]
     if tables[0] is not None:
         kind = "auto" if objective is None else "classification" if objective.classes else "regression"
         columns = Columns(target, group, kind=kind)  # type: ignore[arg-type]
@@ -122,19 +123,3 @@ def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:
     if inputs.dtype.kind == "O":
         raise InvalidValue(f"{name}: the inputs of sample {row} are {type(item[0]).__name__}: give tensors or arrays")
     return inputs, *item[1:]
-
-
-def _arrow(data: Any) -> Any:
-    """Convert a table of another library to an Arrow table; None for anything else."""
-    import pyarrow as pa
-
-    library = type(data).__module__.partition(".")[0]
-    if isinstance(data, pa.Table):
-        return data
-    if library == "pandas" and hasattr(data, "columns"):
-        return pa.Table.from_pandas(data, preserve_index=False)
-    if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
-        return data.to_arrow()
-    if library == "datasets" and hasattr(data, "with_format"):
-        return data.with_format("arrow")[:]
-    return None

@@ -66,7 +66,7 @@ _EMNIST_LETTERS, _EMNIST_BALANCED = _emnist("letters", 26), _emnist("balanced", 
 
 
 @datasets.register("mnist")
-def mnist(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+def mnist(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
     """MNIST: handwritten digits, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Args:
@@ -80,7 +80,7 @@ def mnist(*, folder: str | None = None, hub: bool | None = None, normalise: Norm
 
 
 @datasets.register("fashion_mnist")
-def fashion_mnist(*, folder: str | None = None, hub: bool | None = None, normalise: Normalise = "standard") -> Dataset:
+def fashion_mnist(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
     """Fashion-MNIST: pieces of clothing, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Args:
@@ -105,7 +105,7 @@ def emnist_letters(*, folder: str | None = None, normalise: Normalise = "standar
 
     Source: Cohen et al., EMNIST, 2017.
     """
-    return _EMNIST_LETTERS.dataset(folder, None, normalise, _LETTERS)
+    return _EMNIST_LETTERS.dataset(folder, False, normalise, _LETTERS)
 
 
 @datasets.register("emnist_l")
@@ -118,7 +118,7 @@ def emnist_l(*, folder: str | None = None, normalise: Normalise = "standard") ->
 
     Source: FedDC, section 4.1; FedUmf, appendix A.
     """
-    train, test = (samples[samples.labels < 10] for samples in _EMNIST_LETTERS.load(folder, None))
+    train, test = (samples[samples.labels < 10] for samples in _EMNIST_LETTERS.load(folder, False))
     return image_dataset("emnist_l", (train, test), 10, normalise, None, _LETTERS[:10])
 
 
@@ -132,4 +132,4 @@ def emnist_balanced(*, folder: str | None = None, normalise: Normalise = "standa
 
     Source: Cohen et al., EMNIST, 2017.
     """
-    return _EMNIST_BALANCED.dataset(folder, None, normalise, (*_DIGITS, *_LETTERS, *"abdefghnqrt"))
+    return _EMNIST_BALANCED.dataset(folder, False, normalise, (*_DIGITS, *_LETTERS, *"abdefghnqrt"))

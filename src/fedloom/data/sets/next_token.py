@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +16,7 @@ from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import read_text, require_room
 from fedloom.data.formats.words import PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
+from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import files_named, load
 from fedloom.errors import DataError, InvalidValue, quoted
@@ -25,7 +26,6 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 """LEAF's 80 characters; their numbers begin at 2."""
 
 _OBJECTIVE = NextToken()
-_NUMBERS = {character: number for number, character in enumerate(ALPHABET, start=2)}
 _Users = dict[str, list[Sequence[str]]]
 """The sequences of each user: their tokens, of which each but the one at the beginning is predicted from the earlier ones."""
 
@@ -71,7 +71,7 @@ def shakespeare(
     files = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
     folders = ("shakespeare", "leaf/data/shakespeare")
     train, test = load("shakespeare", folders, files, read, None, folder, False)
-    return _dataset("shakespeare", train, test, _NUMBERS, length, places)
+    return _dataset("shakespeare", train, test, TextInputs(tuple(ALPHABET), length, "characters"), places)
 
 
 @datasets.register("stackoverflow")
@@ -114,13 +114,12 @@ def stackoverflow(
     if test is None:
         train, test = _held_out(train, test_fraction, seed)
     numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
-    return _dataset("stackoverflow", train, test, numbers, length, "every")
+    return _dataset("stackoverflow", train, test, TextInputs(tuple(numbers), length, tokenizer or "words"), "every")
 
 
-def _dataset(
-    name: str, train: _Users, test: _Users, numbers: Mapping[str, int], length: int, places: Literal["every", "last"]
-) -> Dataset:
+def _dataset(name: str, train: _Users, test: _Users, encoding: TextInputs, places: Literal["every", "last"]) -> Dataset:
     """Return the data set of both splits, whose users are numbered in the order of the training split."""
+    numbers, length = encoding.numbers, encoding.length
     position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
     splits = []
     for users in (train, test):
@@ -136,7 +135,8 @@ def _dataset(
         splits.append(Samples(inputs, targets, torch.tensor(owners, dtype=torch.int64)))
     if not len(splits[0]):
         raise DataError(f"{name}: no text to learn from")
-    return Dataset(name, splits[0], splits[1], vocabulary=len(numbers) + 2, objective=_OBJECTIVE)
+    size = len(numbers) + 2
+    return Dataset(name, splits[0], splits[1], vocabulary=size, objective=_OBJECTIVE, encoding=encoding)
 
 
 def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:

@@ -10,7 +10,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.arrow import hub_installed
 from fedloom.data.formats.cache import cached, file_stamp
 from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, installing
@@ -27,9 +26,9 @@ def load(
     read: Callable[[Path], T | None],
     fetch: Callable[[], T] | None,
     folder: str | None,
-    hub: bool | None,
+    hub: bool,
 ) -> T:
-    """Return the set `name` from `folder`, else FEDLOOM_DATA, else the hub; raises `DataError` with the `files` to get."""
+    """Return the set `name` from `folder`, FEDLOOM_DATA or, asked for, the hub; raises `DataError` with the `files` to get."""
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder (wanted for {name})")
     for candidate in candidates(folders, folder):
@@ -37,7 +36,7 @@ def load(
             content = read(candidate)
         if content is not None:
             return content
-    if fetch is not None and (hub or (hub is None and folder is None and hub_installed())):
+    if fetch is not None and hub:
         return fetch()
     root = folder or os.environ.get("FEDLOOM_DATA")
     searched = f"not in {root}" if root else "no folder given and FEDLOOM_DATA is not set"

@@ -18,7 +18,7 @@ from fedloom.data.dataset import Dataset, Samples, datasets, same_names
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.data.formats.pictures import class_folders, pictures, read_image_folder
+from fedloom.data.formats.pictures import class_folders, pictures, read_files
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_files
 from fedloom.data.sets.picture_set import Normalise, image_dataset
@@ -237,3 +237,21 @@ def _dataset(
         return dataset
     size = int(max(samples.inputs.max() for samples in (train, test) if len(samples))) + 1
     return replace(dataset, vocabulary=size)
+
+
+def read_image_folder(
+    root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
+) -> Samples:
+    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in `classes`."""
+    numbers = {name: label for label, name in enumerate(classes)}
+    paths: list[Path] = []
+    labels: list[int] = []
+    for name in class_folders(root):
+        if name not in numbers:
+            raise DataError(f"{root / name}: no such class among the training images ({shortened(', '.join(classes))})")
+        files = pictures(root / name)
+        paths += files
+        labels += [numbers[name]] * len(files)
+    if not paths:
+        raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
+    return Samples(read_files(paths, channels, size), torch.tensor(labels, dtype=torch.long))

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset
-from fedloom.data.formats.arrow import hub_table, image_samples, read_parquet
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.formats.arrow import column, decode_column, hub_table, read_parquet
+from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.limits import reading
 from fedloom.data.sets.origin import Split, cached_files, cached_split, load, parquet_files
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
@@ -34,13 +36,13 @@ class PictureSet:
     channels: int = 3
     tables: tuple[str, str] = ("train", "test")
 
-    def load(self, folder: str | None, hub: bool | None) -> Split:
+    def load(self, folder: str | None, hub: bool) -> Split:
         """Return training and test samples; raises as `origin.load`."""
         fetch = self._fetch if self.repository else None
         return load(self.name, self.folders, self.files, self._read, fetch, folder, hub)
 
     def dataset(
-        self, folder: str | None, hub: bool | None, normalise: Normalise, class_names: Sequence[str] | None = None
+        self, folder: str | None, hub: bool, normalise: Normalise, class_names: Sequence[str] | None = None
     ) -> Dataset:
         """Return the data set; raises as `origin.load`."""
         return image_dataset(self.name, self.load(folder, hub), self.classes, normalise, self.scale, class_names)
@@ -60,6 +62,13 @@ class PictureSet:
     def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Split:
         train, test = (image_samples(table, self.label, self.classes, self.channels, name) for table, name in tables)
         return train, test
+
+
+def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
+    """Return the samples of packed pictures (column `image` or `img`) and labels; raises `DataError` with `source` and row."""
+    with reading(source, "damaged labels"):
+        labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
+    return Samples(decode_column(table, channels, source), labels)
 
 
 def image_dataset(

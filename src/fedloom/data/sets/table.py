@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedloom.data.columns import Missing, TableInputs, categories, is_text
 from fedloom.data.convert import Names, as_groups, as_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
-from fedloom.data.formats.limits import reading, require_room
+from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
-from fedloom.data.formats.words import encode, tokens, vocabulary
+from fedloom.data.formats.words import tokens, vocabulary
+from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.picture_set import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
@@ -29,7 +30,6 @@ from fedloom.objectives.regression import Regression
 _TARGETS = ("label", "labels", "target", "class", "y")  # names of a column of labels, if no target is named
 _TEXTS = ("text", "sentence", "content")
 _LENGTH, _VOCABULARY = 200, 30_000
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Columns:
     inputs: Sequence[str] = ()
     categorical: Sequence[str] = ()
     kind: Literal["auto", "classification", "regression"] = "auto"
-    missing: Literal["refuse", "mean", "drop"] = "refuse"
+    missing: Missing = "refuse"
+    standardise: bool = True
 
     @property
     def groups(self) -> list[str]:
@@ -59,7 +60,7 @@ def table(
     inputs: Sequence[str] = (),
     categorical: Sequence[str] = (),
     kind: Literal["auto", "classification", "regression"] = "auto",
-    missing: Literal["refuse", "mean", "drop"] = "refuse",
+    missing: Missing = "refuse",
     standardise: bool = True,
     test_fraction: float = 0.2,
     seed: int = 0,
@@ -76,9 +77,10 @@ def table(
             category of the training rows.
         categorical: Columns of numbers that are encoded as text is.
         kind: By default floats are a regression, whole numbers and text classes.
-        missing: Empty cells are refused, filled with the mean of the training rows (of text: a category of their own), or their
-            rows dropped.
-        standardise: Bring columns of numbers to mean 0 and deviation 1 over the rows that clients train on.
+        missing: Empty cells are refused, filled with the mean of the rows that clients train on (of text: a category of their
+            own), or their rows dropped.
+        standardise: Bring columns of numbers, and a target of numbers, to mean 0 and deviation 1 over the rows that clients train
+            on. Figures and predictions are in the target's own units.
         test_fraction: The share of rows held out, in (0, 1).
         seed: The seed of the rows held out.
 
@@ -91,9 +93,8 @@ def table(
     train, test = read_any(Path(path))
     if test_path:
         test = read_any(Path(test_path))[0]
-    columns = Columns(target, group, inputs, categorical, kind, missing)
-    dataset = table_dataset("table", train, test, columns, path, test_fraction=test_fraction, seed=seed)
-    return dataset if standardise else replace(dataset, standardised=())
+    columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
+    return table_dataset("table", train, test, columns, path, test_fraction=test_fraction, seed=seed)
 
 
 def table_dataset(
@@ -118,21 +119,26 @@ def table_dataset(
     if len(columns.inputs) == 1 and is_pictures(cells.type):
         pixels = decode_column(table, _channels(cells, source), source, columns.inputs)
         pictures = [replace(split, inputs=pixels[split.inputs]) for split in splits]
-        return image_dataset(name, (pictures[0], pictures[1]), classes, "standard", None, class_names)
-    vocabulary_size: int | None = None
-    numeric: tuple[int, ...] = ()
-    if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and _is_text(cells.type):
-        texts = [tokens(text or "") for text in cells.to_pylist()]
-        numbers = vocabulary((texts[row] for row in training.tolist()), _VOCABULARY)
-        inputs = encode(texts, numbers, _LENGTH)
-        vocabulary_size = len(numbers) + 2
+        dataset = image_dataset(name, (pictures[0], pictures[1]), classes, "standard", None, class_names)
+        return replace(dataset, target=columns.target)
+    encoding: TextInputs | TableInputs
+    if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and is_text(cells.type):
+        texts = [text or "" for text in cells.to_pylist()]
+        words = vocabulary((tokens(texts[row]) for row in training.tolist()), _VOCABULARY)
+        encoding = TextInputs(tuple(words), _LENGTH, column=columns.inputs[0])
+        inputs = encoding.encode(texts)
     else:
         with reading(source, "unreadable table"):
-            inputs, numeric = _features(table, columns, training, source)
+            encoding = TableInputs.of(
+                table, columns.inputs, source, categorical=columns.categorical, missing=columns.missing,
+                standardise=columns.standardise, rows=training,
+            )  # fmt: skip
+            inputs = encoding.encode(table, source)[0]
     train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
     return Dataset(
-        name, train, test, classes, vocabulary=vocabulary_size, class_names=class_names, objective=objective,
-        standardised=numeric,
+        name, train, test, classes, vocabulary=len(words) + 2 if isinstance(encoding, TextInputs) else None,
+        class_names=class_names, objective=objective, encoding=encoding, standardise=columns.standardise,
+        target=columns.target,
     )  # fmt: skip
 
 
@@ -195,7 +201,7 @@ def _joined(tables: Sequence[Any], columns: Columns) -> Any:
     train, *tests = tables
     for position, test in enumerate(tests):
         kinds = [
-            field if _is_text(field.type) or field.name == columns.target else test.schema.field(field.name)
+            field if is_text(field.type) or field.name == columns.target else test.schema.field(field.name)
             for field in train.schema
         ]
         tests[position] = test.cast(pa.schema(kinds))
@@ -232,79 +238,13 @@ def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
     """Number the combinations of the columns' cells in alphabetical order."""
     if not columns:
         return None, None
-    texts, index = _categories(columns[0])
+    texts, index = categories(columns[0])
     for column in columns[1:]:
-        cells, position = _categories(column)
+        cells, position = categories(column)
         pairs, index = np.unique(index * len(cells) + position, return_inverse=True)
         texts = [f"{texts[pair // len(cells)]} / {cells[pair % len(cells)]}" for pair in pairs.tolist()]
     numbers, names = as_groups(texts or np.empty(0, int))
     return numbers[torch.from_numpy(index)], names
-
-
-def _categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct cells of a column as text, and for each row the index of its own."""
-    import pyarrow as pa
-
-    if isinstance(cells.type, pa.DictionaryType):
-        cells = cells.cast(cells.type.value_type)
-    encoded = cells.combine_chunks().dictionary_encode(null_encoding="encode")
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.unify_dictionaries().combine_chunks()
-    return list(map(str, encoded.dictionary.to_pylist())), encoded.indices.to_numpy().astype(np.int64)
-
-
-def _features(table: Any, columns: Columns, training: Rows, source: str) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the inputs of all rows as float64 `[n, features]`, and the positions of those that are numbers."""
-    blocks: list[npt.NDArray[np.float64]] = []
-    numeric: list[int] = []
-    width = 0
-    for name in columns.inputs:
-        cells = table.column(name)
-        if name in columns.categorical or _is_text(cells.type):
-            blocks.append(_one_hot(cells, training, f"{source}: {{}} categories of {quoted(name)}"))
-        else:
-            blocks.append(_numbers(cells, training, f"{source}: column {quoted(name)}"))
-            numeric += range(width, width + blocks[-1].shape[1])
-        width += blocks[-1].shape[1]
-        require_room(8 * width * len(table), source)
-    return torch.from_numpy(np.concatenate(blocks, axis=1)), tuple(numeric)
-
-
-def _one_hot(cells: Any, training: Rows, source: str) -> npt.NDArray[np.float64]:
-    """Return 1 in the column of each cell's category; all 0 for one that the training rows do not have."""
-    texts, index = _categories(cells)
-    names = sorted(texts[k] for k in np.unique(index[training]).tolist())
-    require_room(8 * len(names) * len(index), source.format(len(names)))
-    column = {name: position for position, name in enumerate(names)}
-    position = np.array([column.get(text, -1) for text in texts], np.int64)[index]
-    block = np.zeros((len(index), len(names)))
-    block[np.flatnonzero(position >= 0), position[position >= 0]] = 1
-    return block
-
-
-def _numbers(cells: Any, training: Rows, source: str) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column, `[n, 1]`, or of lists `[n, length]`; empty cells get the mean of the training rows."""
-    import pyarrow as pa
-
-    kind, is_type = cells.type, pa.types
-    values: npt.NDArray[np.float64]
-    if is_type.is_list(kind) or is_type.is_fixed_size_list(kind) or is_type.is_large_list(kind):
-        try:
-            values = np.array(cells.to_pylist(), dtype=np.float64).reshape(len(cells), -1)
-        except (ValueError, TypeError):
-            raise DataError(f"{source}: lists of different lengths, or not of numbers") from None
-    elif any(test(kind) for test in (is_type.is_integer, is_type.is_floating, is_type.is_boolean, is_type.is_decimal)):
-        numbers = cells.cast(pa.uint8() if is_type.is_boolean(kind) else pa.float64(), safe=False)
-        values = numbers.to_numpy().astype(float)[:, None]
-    else:
-        raise DataError(f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]")
-    empty = np.asarray(cells.is_null())[:, None]
-    if not np.isfinite(values[~(np.isnan(values) & empty)]).all():
-        raise DataError(f"{source}: a NaN or infinity among the numbers")
-    if not cells.null_count:
-        return values
-    complete = values[training][np.isfinite(values[training]).all(1)]
-    return np.where(np.isnan(values), complete.mean(0) if len(complete) else 0.0, values)
 
 
 def _channels(pictures: Any, source: str) -> int:
@@ -314,13 +254,6 @@ def _channels(pictures: Any, source: str) -> int:
         raise DataError(f"{source}: no picture in row 0")
     with reading(source, "unreadable picture in row 0"), open_picture(packed["bytes"]) as picture:
         return 1 if picture.mode in ("1", "L") else 3
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
-    return any(test(kind) for test in tests)
 
 
 def _class_names(metadata: Any, target: str) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ _CLASSES = 200
 def tiny_imagenet(
     *,
     folder: str | None = None,
-    hub: bool | None = None,
+    hub: bool = False,
     normalise: Normalise = "standard",
     test: Literal["validation", "held_out"] = "validation",
     test_fraction: float = 0.1,

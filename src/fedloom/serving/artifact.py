@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import DataSpec
-from fedloom.errors import CheckpointError, FedloomError
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.models import models
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
 from fedloom.state.tensors import read_tensors, write_tensors
+
+MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "personal.safetensors"
 
 
 def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:
@@ -42,7 +45,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
         CheckpointError: The file is missing or damaged, or does not fit the module.
     """
     path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
+    path = path / MODEL if path.is_dir() else path
     tensors, metadata = read_tensors(path)
     try:
         built = _built(metadata) if module is None else copied(module)
@@ -60,10 +63,26 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     return built.eval()
 
 
+def load_row(folder: Path, client: int) -> Tensor:
+    """Read the personal model `[P]` of a client.
+
+    Raises:
+        InvalidValue: The run has none of this client.
+    """
+    path = folder / PERSONAL
+    rows = read_tensors(path)[0] if path.is_file() else {}
+    if str(client) not in rows:
+        clients = (
+            ", ".join(sorted(rows, key=int)) or "none: methods such as ditto write them where the task has local_test"
+        )
+        raise InvalidValue(f"client={client}: {folder} has no such personal model (there are: {clients})")
+    return rows[str(client)]
+
+
 def _built(metadata: Mapping[str, str]) -> nn.Module:
     expression = metadata["model"]
-    if ":" in expression:
-        raise CheckpointError(f"its model is your own ({expression}): give load_model(path, module=...)")
+    if ":" in expression or expression.partition("(")[0] not in models:
+        raise CheckpointError(f"its model is your own ({expression}): give it as module=..., and a file runs no code")
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
     spec = DataSpec(tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary)
     return build_model(expression, spec, 0)

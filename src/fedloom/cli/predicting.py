@@ -1,0 +1,45 @@
+"""`fedloom predict` and `fedloom export`: a trained model in use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
+Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
+To = Annotated[Path | None, typer.Option("--to", metavar="OUT", help="A .csv or .parquet file, not the terminal.")]
+Client = Annotated[int | None, typer.Option("--client", metavar="N", help="Predict by the personal model of client N.")]
+Probabilities = Annotated[bool, typer.Option("--probabilities", help="Also write the probability of each class.")]
+Formats = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False)]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")]
+
+
+def predict(run: Run, file: Data, to: To = None, client: Client = None, probabilities: Probabilities = False) -> None:
+    """Predict new samples by the model of a finished run.
+
+    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data in any order, or a picture
+    or a folder of them. Predictions follow the columns of FILE.
+    """
+    from fedloom.serving.prediction_files import predict_file
+    from fedloom.serving.predictor import load
+
+    count = predict_file(load(run, client=client), file, to, probabilities=probabilities)
+    if to is not None:
+        print(f"{count} predictions: {to}", file=sys.stderr)
+
+
+def export(run: Run, to: Formats = "onnx", output: Output = None, client: Client = None) -> None:
+    """Export the model of a finished run, checked on the same samples, for another program.
+
+    RUN is the folder of the run. The file holds the preprocessing as JSON in its metadata; ONNX needs the extra `onnx`.
+    """
+    from fedloom.config.fields import require_one_of
+    from fedloom.serving.exporting import SUFFIXES, export
+    from fedloom.serving.predictor import load, run_folder
+
+    require_one_of("--to", to, tuple(SUFFIXES))
+    path = output or run_folder(run) / f"exported{SUFFIXES[to]}"
+    print(export(load(run, client=client), to, path))  # type: ignore[arg-type]

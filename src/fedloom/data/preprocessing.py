@@ -1,0 +1,293 @@
+"""Preprocessing: what makes a sample of a person's data a model's input, and a model's output an answer.
+
+It belongs to the data set of a task, is saved with every run as plain JSON, and goes with the model to whoever uses it. The sites
+of a federation agree on it. It is made of values alone: reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from fedloom.data.columns import TableInputs
+from fedloom.data.convert import as_inputs, require_finite
+from fedloom.data.formats.limits import reading
+from fedloom.data.formats.pictures import read_files
+from fedloom.data.formats.words import UNKNOWN, encode, tokens
+from fedloom.errors import DataError, InvalidValue, quoted
+from fedloom.objectives import Answer, on_device
+from fedloom.state.digest import digest_of_json
+
+Scale = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel, pixels in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class TensorInputs:
+    """Samples that are tensors already, of a shape and a type: `float32`, `float64` or `int64`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["tensors"] = "tensors"
+
+
+@dataclass(frozen=True)
+class PictureInputs:
+    """Pictures as bytes `[n, channels, height, width]`, which are normalised batch by batch.
+
+    Attributes:
+        shape: Channels, height and width.
+        mean: The mean of each channel, pixels in [0, 1]; empty for pixels that are only divided by 255.
+        deviation: The standard deviation of each channel.
+    """
+
+    shape: tuple[int, ...]
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+    kind: Literal["pictures"] = "pictures"
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """Texts as token numbers `[n, length]`: 0 fills up, 1 stands for a token that is none of `words`.
+
+    Attributes:
+        words: The tokens with the numbers 2, 3, ...
+        length: The tokens that a text is cut or filled up to.
+        tokenizer: Splits a text: `words` (lower case, as in `ag_news`), `characters`, or a function of the user's,
+            `module:function`.
+        column: The column of a table with the texts.
+    """
+
+    words: tuple[str, ...]
+    length: int
+    tokenizer: str = "words"
+    column: str = ""
+    kind: Literal["text"] = "text"
+
+    def split(self, text: str) -> Sequence[str]:
+        """Return the tokens of a text.
+
+        Raises:
+            InvalidValue: For a tokenizer of the user's, which no file may name.
+        """
+        if ":" in self.tokenizer:
+            raise InvalidValue(f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, {self.length}]")
+        return list(text) if self.tokenizer == "characters" else tokens(text)
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Return token numbers `[n, length]` int64. Raises as `split`."""
+        return encode([self.split(text) for text in texts], self.numbers, self.length)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the token numbers of a text, however long. Raises as `split`."""
+        return [self.numbers.get(token, UNKNOWN) for token in self.split(text)]
+
+    def text(self, numbers: Sequence[int]) -> str:
+        """Return the text of token numbers, words with a blank before each."""
+        blank = "" if self.tokenizer == "characters" else " "
+        return "".join(blank + self.words[number - 2] for number in numbers)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each token."""
+        return {word: number for number, word in enumerate(self.words, start=2)}
+
+
+Inputs = TensorInputs | PictureInputs | TextInputs | TableInputs
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """What a model's outputs stand for.
+
+    Attributes:
+        answer: The kind of the answer, which the objective determines.
+        name: The column that was learned.
+        classes: The names of the classes in the order of the outputs.
+        mean: Of numbers that were standardised for training, the mean of each column of the target.
+        deviation: The standard deviation of each.
+    """
+
+    answer: Answer = "class"
+    name: str = ""
+    classes: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+
+    def in_units(self, values: Tensor) -> Tensor:
+        """Return standardised targets or outputs, `[n]` or `[n, d]`, in the target's own units."""
+        if not self.mean:
+            return values
+        mean, deviation = (on_device(x, values.device, values.dtype) for x in (self.mean, self.deviation))
+        return values * deviation + mean
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The way from a person's data to a model's inputs, and from its outputs to answers.
+
+        frame -> apply -> inputs [n, ...] -> prepare -> the model -> outputs.in_units
+
+    Attributes:
+        inputs: Of a table, of pictures, of texts or of tensors.
+        outputs: What the outputs stand for.
+    """
+
+    inputs: Annotated[Inputs, Field(discriminator="kind")]
+    outputs: ModelOutputs = field(default_factory=ModelOutputs)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all its values."""
+        return digest_of_json(asdict(self))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sample as `apply` returns it."""
+        encoding = self.inputs
+        if isinstance(encoding, TableInputs):
+            return (encoding.features,)
+        return (encoding.length,) if isinstance(encoding, TextInputs) else encoding.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of a sample as `apply` returns it."""
+        encoding = self.inputs
+        if isinstance(encoding, TensorInputs):
+            return cast(torch.dtype, getattr(torch, encoding.dtype))
+        return {"pictures": torch.uint8, "text": torch.int64, "table": torch.float64}[encoding.kind]
+
+    def to_json(self) -> str:
+        """Return it as JSON, with its digest."""
+        return json.dumps({**asdict(self), "digest": self.digest}, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "preprocessing") -> Preprocessing:
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: For anything else, with the source.
+        """
+        try:
+            values = json.loads(text)
+            preprocessing: Preprocessing = TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            details = error.errors(include_url=False)[0]
+            raise DataError(f"{source}: {'.'.join(map(str, details['loc']))}: {details['msg'].lower()}") from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{source}: damaged: no JSON") from None
+        if values.get("digest", preprocessing.digest) != preprocessing.digest:
+            raise DataError(f"{source}: not as it was written")
+        return preprocessing
+
+    def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
+        """Return the model's inputs of new samples, and notices in one line each.
+
+        Args:
+            data: A table of pandas, Polars or Arrow; an array; for pictures, paths of files; for texts, texts.
+            source: The name of the data in errors.
+
+        Returns:
+            Inputs `[n, ...]` for `prepare`, in the order of the samples.
+
+        Raises:
+            DataError: For columns that are missing or have another type, empty cells, or unreadable pictures.
+            InvalidValue: For an array of another shape.
+        """
+        encoding, table = self.inputs, as_arrow(data)
+        if isinstance(encoding, TableInputs):
+            if table is None:
+                raise InvalidValue(f"{source}: the model was trained on a table: give one, not {type(data).__name__}")
+            inputs, notices = encoding.encode(table, source)
+            expected = {*(column.name for column in encoding.columns), self.outputs.name}
+            if unknown := [name for name in table.column_names if name not in expected]:
+                listed = ", ".join(map(quoted, unknown))
+                notices.insert(0, f"{source}: left out columns that the model was not trained on: {listed}")
+            return encoding.scaled(inputs), notices
+        if isinstance(encoding, TextInputs):
+            if table is not None:
+                if encoding.column not in table.column_names:
+                    raise DataError(f"{source}: no column {quoted(encoding.column)}, which the model was trained on")
+                data = table.column(encoding.column).to_pylist()
+            data = [data] if isinstance(data, str) else data
+            if isinstance(data, Sequence) and all(isinstance(text, str) for text in data):
+                return encoding.encode(data), []
+        if isinstance(encoding, PictureInputs):
+            paths = [data] if isinstance(data, str | Path) else data if isinstance(data, Sequence) else []
+            if paths and all(isinstance(path, str | Path) for path in paths):
+                return read_files(
+                    [Path(path) for path in paths], encoding.shape[0], (encoding.shape[1], encoding.shape[2])
+                ), []
+        return self._tensor(data, source), []
+
+    def _tensor(self, data: Any, source: str) -> Tensor:
+        """Return an array as the model was trained on. Raise `InvalidValue` for one of another shape or type."""
+        with reading(source, "no inputs"):
+            inputs = as_inputs(data)
+        shape, dtype = self.shape, self.dtype
+        if tuple(inputs.shape[1:]) != shape and tuple(inputs.shape) == shape:
+            inputs = inputs.unsqueeze(0)  # one sample
+        if dtype.is_floating_point and not inputs.is_floating_point():
+            inputs = inputs.to(dtype)
+        if tuple(inputs.shape[1:]) != shape or inputs.is_floating_point() != dtype.is_floating_point:
+            given = f"{list(inputs.shape)} of {str(inputs.dtype).removeprefix('torch.')}"
+            wanted = f"[n, {', '.join(map(str, shape))}] of {str(dtype).removeprefix('torch.')}"
+            raise InvalidValue(f"{source}: the model was trained on {wanted}, not on {given}")
+        require_finite(inputs, source)
+        return inputs.to(dtype)
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Return a batch as the model takes it: bytes as normalised float32, other inputs unchanged."""
+        encoding = self.inputs
+        scale = (encoding.mean, encoding.deviation) if isinstance(encoding, PictureInputs) and encoding.mean else None
+        return normalised(inputs, scale)
+
+    def differences(self, other: Preprocessing) -> list[str]:
+        """Return a line for everything that is not alike in both; of a table, each column is named."""
+        ours, theirs = self._entries(), other._entries()
+        lines = [
+            f"{name} is on one side alone" if name not in ours or name not in theirs else f"{name}: {a} and {b}"
+            for name in {**ours, **theirs}
+            if (a := quoted(ours.get(name))) != (b := quoted(theirs.get(name)))
+        ]
+        return lines or ([] if self == other else ["the columns are in another order"])
+
+    def _entries(self) -> dict[str, Any]:
+        """Return all values, those of columns by the name of the column."""
+        values = asdict(self)
+        entries = {f"column {quoted(column.pop('name'))}": column for column in values["inputs"].pop("columns", ())}
+        return entries | {f"{part}, {key}": x for part, sub in values.items() for key, x in sub.items()}
+
+
+def normalised(inputs: Tensor, scale: Scale | None) -> Tensor:
+    """Return bytes as float32 between 0 and 1, less the mean and over the deviation of each channel; others unchanged."""
+    if inputs.dtype != torch.uint8:
+        return inputs
+    pixels = inputs.to(torch.float32).div_(255)
+    if scale is None:
+        return pixels
+    mean, deviation = (on_device(x, inputs.device).view(1, -1, *([1] * (inputs.dim() - 2))) for x in scale)
+    return pixels.sub_(mean).div_(deviation)
+
+
+def as_arrow(data: Any) -> Any:
+    """Return a table of pandas, Polars, Arrow or Hugging Face's `datasets` as an Arrow table; None for anything else."""
+    library = type(data).__module__.partition(".")[0]
+    if library == "pandas" and hasattr(data, "columns"):
+        import pyarrow as pa
+
+        return pa.Table.from_pandas(data, preserve_index=False)
+    if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
+        return data.to_arrow()
+    if library == "datasets" and hasattr(data, "with_format"):
+        return data.with_format("arrow")[:]
+    return data if library == "pyarrow" and hasattr(data, "column_names") else None

@@ -1,0 +1,1 @@
+"""Serving: trained models in use, with the preprocessing that belongs to them."""

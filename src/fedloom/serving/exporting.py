@@ -1,0 +1,125 @@
+"""A trained model in the formats of other programs, checked on the same samples before it is handed out."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.preprocessing import PictureInputs, Preprocessing, TextInputs
+from fedloom.errors import InvalidValue, MissingExtra, first_line
+from fedloom.objectives import prediction
+from fedloom.serving.predictor import Predictor
+from fedloom.state.files import replacing
+from fedloom.state.tensors import write_tensors
+
+Format = Literal["onnx", "torch", "safetensors"]
+
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
+
+_TOLERANCE = 1e-3  # of outputs, relative to the largest
+
+
+class Deployed(nn.Module):
+    """The model from what `Preprocessing.apply` returns to its outputs, those of a regression in the target's own units."""
+
+    shift: Tensor
+    scale: Tensor
+    offset: Tensor
+    unit: Tensor
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__()
+        self.module = predictor.module
+        inputs, outputs = predictor.preprocessing.inputs, predictor.preprocessing.outputs
+        self.pictures, self.numbers = isinstance(inputs, PictureInputs), bool(outputs.mean)
+        mean, deviation = (inputs.mean, inputs.deviation) if isinstance(inputs, PictureInputs) else ((), ())
+        # Buffers, which an exporter writes as constants.
+        self.register_buffer("shift", torch.tensor(mean or (0.0,)).view(-1, 1, 1))
+        self.register_buffer("scale", torch.tensor(deviation or (1.0,)).view(-1, 1, 1))
+        self.register_buffer("offset", torch.tensor(outputs.mean or (0.0,)))
+        self.register_buffer("unit", torch.tensor(outputs.deviation or (1.0,)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.pictures:
+            inputs = (inputs.float() / 255 - self.shift) / self.scale
+        outputs = prediction(self.module(inputs))
+        return outputs * self.unit + self.offset if self.numbers else outputs
+
+
+def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
+    """Write a model for another program and return the file, with its preprocessing as JSON in the file's metadata.
+
+    Args:
+        predictor: The model.
+        to: `onnx` for any runtime of ONNX; `torch` for `torch.export.load`, which needs no class of the model; `safetensors` for
+            its tensors by name.
+        path: The file.
+
+    Raises:
+        InvalidValue: The model cannot be written in this format, or gives other outputs there.
+        MissingExtra: For `onnx` without the extra `onnx`.
+    """
+    path = Path(path)
+    metadata = {"preprocessing": predictor.preprocessing.to_json()}
+    if to == "safetensors":
+        tensors = {name: t for name, t in predictor.module.state_dict().items() if isinstance(t, Tensor)}
+        write_tensors(path, tensors, metadata)
+        return path
+    deployed = Deployed(predictor).eval().cpu()
+    inputs = example(predictor.preprocessing)
+    with replacing(path) as temporary, warnings.catch_warnings(action="ignore"), torch.no_grad():
+        try:
+            batch = {0: torch.export.Dim("batch", min=1, max=1 << 20)}
+            program = torch.export.export(deployed, (inputs,), dynamic_shapes=(batch,))
+            run = _onnx(program, temporary, metadata) if to == "onnx" else program.module()
+            if to == "torch":
+                torch.export.save(program, temporary, extra_files=metadata)
+        except MissingExtra:
+            raise
+        except Exception as error:  # PyTorch's exporter raises many kinds
+            raise InvalidValue(f"the model cannot be exported to {to}: {first_line(error)}") from error
+        for rows in (inputs, inputs[:1]):
+            expected = deployed(rows)
+            difference = float((run(rows) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+            if not difference <= _TOLERANCE:
+                raise InvalidValue(f"the model in {to} gives other outputs, by {difference:.2g} of the largest")
+    return path
+
+
+def example(preprocessing: Preprocessing) -> Tensor:
+    """Return five samples as `Preprocessing.apply` returns them, drawn at random."""
+    generator, shape = torch.Generator().manual_seed(0), (5, *preprocessing.shape)
+    if preprocessing.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator)
+    encoding = preprocessing.inputs
+    most = (
+        256
+        if preprocessing.dtype == torch.uint8
+        else len(encoding.words) + 2
+        if isinstance(encoding, TextInputs)
+        else 2
+    )
+    return torch.randint(0, most, shape, generator=generator, dtype=preprocessing.dtype)
+
+
+def _onnx(program: Any, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    """Write a program as ONNX, and return what onnxruntime makes of it."""
+    try:
+        onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
+        importlib.import_module("onnxscript")
+    except ImportError as error:
+        raise MissingExtra(str(error.name), "onnx", "export to ONNX") from error
+    written: Any = torch.onnx.export(
+        program, input_names=["inputs"], output_names=["outputs"], dynamo=True, verbose=False
+    )
+    model = written.model_proto
+    onnx.helper.set_model_props(model, metadata)
+    onnx.save_model(model, str(path))
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda rows: torch.from_numpy(session.run(["outputs"], {"inputs": rows.numpy()})[0])

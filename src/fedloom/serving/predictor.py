@@ -1,0 +1,166 @@
+"""A trained model in use: predictions for new rows, arrays, pictures and texts, in the classes and units of the data."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from fedloom.config.fields import require_at_least
+from fedloom.data.formats.limits import read_text
+from fedloom.data.preprocessing import Preprocessing, TextInputs
+from fedloom.errors import InvalidValue
+from fedloom.flat.layout import Layout
+from fedloom.objectives import prediction
+from fedloom.serving.artifact import MODEL, PREPROCESSING, load_model, load_row
+
+_BATCH = 500
+
+_logger = logging.getLogger("fedloom")
+
+
+def load(path: str | Path, *, module: nn.Module | None = None, client: int | None = None) -> Predictor:
+    """Load the model of a finished run with its preprocessing. Nothing in the folder runs code.
+
+    Args:
+        path: The run's directory, such as `runs/mine/fedavg/seed-0`, or the folder of an experiment with one run.
+        module: A module of the architecture, for a model of your own.
+        client: The client whose personal model is wanted, by its number; by default the global model.
+
+    Returns:
+        The model, which predicts.
+
+    Raises:
+        CheckpointError: There is no finished run, or a file is damaged.
+        InvalidValue: The client has no personal model, or there are several runs in the folder.
+    """
+    folder = run_folder(Path(path))
+    model = load_model(folder, module)
+    if client is not None:
+        Layout(model).load(model, load_row(folder, client))
+    path = folder / PREPROCESSING
+    return Predictor(model.eval(), Preprocessing.from_json(read_text(path), str(path)))
+
+
+def run_folder(path: Path) -> Path:
+    """Return the directory of the only finished run in a folder. Raises `InvalidValue` where there is none, or several."""
+    runs = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob(f"**/seed-*/{MODEL}"))
+    if len(runs) != 1:
+        listed = ", ".join(str(run.parent) for run in runs[:5]) or "none"
+        raise InvalidValue(f"{path} must be or hold one finished run (there are: {listed})")
+    return runs[0].parent
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A trained model with the preprocessing of its data.
+
+    Attributes:
+        module: The bare model, in evaluation mode.
+        preprocessing: From a person's data to its inputs, and from its outputs to answers.
+    """
+
+    module: nn.Module
+    preprocessing: Preprocessing
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes in the order of the outputs; empty where the model predicts none."""
+        return self.preprocessing.outputs.classes
+
+    def predict(self, data: Any) -> npt.NDArray[Any]:
+        """Return the prediction for each sample.
+
+        Args:
+            data: A table of pandas, Polars or Arrow with the columns that the model was trained on, in any order; an array;
+                for pictures the path of a file or several; for text, texts.
+
+        Returns:
+            Of a classification the class of each sample `[n]`, by its name (whole numbers where the names are); of several
+            labels 0 or 1 for each class `[n, classes]`; of a regression numbers in the target's own units, `[n]` or `[n, d]`; of
+            tokens and pixels the class at every position; else the model's outputs.
+
+        Raises:
+            DataError: A column is missing or of another type, a cell is empty, a picture is unreadable.
+            InvalidValue: An array has another shape.
+        """
+        outputs, answer = self.outputs(data), self.preprocessing.outputs.answer
+        if answer == "class":
+            names: npt.NDArray[Any] = np.array(self.classes)[outputs.argmax(1).numpy()]
+            return names.astype(np.int64) if all(name.lstrip("-").isdecimal() for name in self.classes) else names
+        if answer == "classes":
+            outputs = (outputs > 0).long()
+        elif answer in ("token", "pixel"):
+            outputs = outputs.argmax(2 if answer == "token" else 1)
+        elif answer == "number" and outputs.dim() == 2 and outputs.shape[1] == 1:
+            outputs = outputs[:, 0]
+        values: npt.NDArray[Any] = outputs.numpy()
+        return values
+
+    def predict_proba(self, data: Any) -> npt.NDArray[Any]:
+        """Return the probability of each class, `[n, classes]` in the order of `classes`.
+
+        Args:
+            data: As for `predict`.
+
+        Raises:
+            InvalidValue: The model predicts no classes.
+        """
+        outputs, answer = self.outputs(data), self.preprocessing.outputs.answer
+        if answer not in ("class", "classes"):
+            raise InvalidValue("predict_proba is for classes: this model predicts others, which `predict` returns")
+        probabilities: npt.NDArray[Any] = (outputs.softmax(1) if answer == "class" else outputs.sigmoid()).numpy()
+        return probabilities
+
+    @torch.no_grad()
+    def outputs(self, data: Any) -> Tensor:
+        """Return the model's outputs for each sample, logits or numbers in the target's own units. Takes what `predict` takes."""
+        inputs, notices = self.preprocessing.apply(data)
+        for notice in notices:
+            _logger.warning(notice)
+        parameter = next(self.module.parameters(), torch.empty(0))
+        blocks = []
+        for batch in inputs.split(_BATCH):
+            batch = self.preprocessing.prepare(batch.to(parameter.device))
+            batch = batch.to(parameter.dtype) if batch.is_floating_point() else batch
+            blocks.append(prediction(self.module(batch)).cpu())
+        if not blocks:
+            raise InvalidValue("there are no samples to predict")
+        return self.preprocessing.outputs.in_units(torch.cat(blocks).float())
+
+    @torch.no_grad()
+    def generate(self, text: str, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0) -> str:
+        """Return the text that a model of the next token goes on with.
+
+        Args:
+            text: The beginning.
+            tokens: How many tokens follow, at least 1.
+            temperature: 0 takes the likeliest token; above that they are drawn, the more freely the higher it is.
+            seed: The seed of the draws.
+
+        Raises:
+            InvalidValue: The model predicts no tokens of a text.
+        """
+        encoding = self.preprocessing.inputs
+        if not isinstance(encoding, TextInputs) or self.preprocessing.outputs.answer != "token":
+            raise InvalidValue("generate is for models of the next token, such as those of shakespeare")
+        require_at_least("tokens", tokens, 1)
+        require_at_least("temperature", temperature, 0)
+        generator = torch.Generator().manual_seed(seed)
+        numbers = encoding.tokens(text)
+        if not numbers:
+            raise InvalidValue("generate needs a text to begin with")
+        for _ in range(tokens):
+            window = torch.tensor([numbers[-encoding.length :]])
+            # Words alone: neither what fills up or stands for unknown ones, nor what a larger model may know besides.
+            logits = prediction(self.module(window))[0, -1, 2 : len(encoding.words) + 2].float()
+            chances = (logits / temperature).softmax(0) if temperature else logits
+            drawn = torch.multinomial(chances, 1, generator=generator) if temperature else chances.argmax()
+            numbers.append(int(drawn) + 2)
+        return text + encoding.text(numbers[-tokens:])

@@ -1,0 +1,191 @@
+"""A trained model in use: loaded with its preprocessing, predicting, exported; in Python and at a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import fedloom as fl
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.serving.exporting import SUFFIXES, export
+from forking_cli import main
+
+TRAINING = {"learning_rate": 0.1, "batch_size": 10, "epochs": 5}
+
+
+def patients(rows: int = 80) -> pd.DataFrame:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": draw.integers(20, 90, rows), "ward": draw.choice(["east", "north"], rows)})
+    frame["cost"] = 400.5 + 3 * frame.age + 40 * (frame.ward == "north")
+    frame["outcome"] = np.where(frame.cost > 560, "ill", "well")
+    return frame
+
+
+def trained(folder: Path, frame: pd.DataFrame, target: str, **options: Any) -> fl.Result:
+    model = options.pop("model", "logistic")
+    task = fl.make_task(
+        frame, target=target, clients=3, partition="iid", model=model, local_test=0.25, training=TRAINING
+    )
+    return fl.run(options.pop("algorithm", "fedavg"), task, rounds=8, directory=folder, engine="rows", **options)
+
+
+def test_a_classifier_predicts_the_names_of_classes(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["cost"])
+    result = trained(tmp_path, frame, "outcome")
+    model = fl.load(tmp_path)
+    assert model.classes == ("ill", "well")
+    rows = frame.drop(columns=["outcome"])
+    predicted, probabilities = model.predict(rows), model.predict_proba(rows)
+    assert predicted.tolist() == [model.classes[k] for k in probabilities.argmax(1)]
+    assert np.allclose(probabilities.sum(1), 1)
+    assert (predicted == frame.outcome.to_numpy()).mean() > 0.9
+    # On the test rows, it is right as often as the run says.
+    task = result.task
+    with torch.no_grad():
+        right = (model.module(task.test.inputs).argmax(1) == task.test.labels).double().mean()
+    assert float(right) == pytest.approx(result.accuracy)
+
+
+def test_a_regression_predicts_in_the_units_of_its_target(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["outcome"])
+    result = trained(tmp_path, frame, "cost")
+    predicted = fl.load(tmp_path).predict(frame.drop(columns=["cost"]))
+    assert predicted.shape == (80,)
+    assert np.abs(predicted - frame.cost).max() < 20
+    last = result.history[-1]
+    assert last["rmse"] < 20 < 400 < frame.cost.min()
+    # The figures are those of the predictions, in the same units.
+    task, objective = result.task, result.task.objective
+    outputs = result.model(task.test.inputs)[:, 0].detach()
+    errors = objective.in_units(outputs) - objective.in_units(task.test.labels)
+    assert float(errors.square().mean().sqrt()) == pytest.approx(last["rmse"], rel=1e-4, abs=1e-3)
+    assert float(errors.abs().mean()) == pytest.approx(last["mae"], rel=1e-4, abs=1e-3)
+    with pytest.raises(InvalidValue, match="predict_proba is for classes"):
+        fl.load(tmp_path).predict_proba(frame)
+
+
+def test_metrics_of_the_users_get_the_units_of_the_target() -> None:
+    frame = patients().drop(columns=["outcome"])
+    seen: list[float] = []
+
+    def largest(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        seen.append(float(targets.max()))
+        return float(outputs.max())
+
+    task = fl.make_task(frame, target="cost", clients=2, partition="iid", model="logistic", metrics=[largest])
+    fl.run("fedavg", task, rounds=1, engine="rows")
+    assert max(seen) > 400
+
+
+def test_arrays_and_own_modules(tmp_path: Path) -> None:
+    class Net(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+    task = fl.make_task("digits", clients=3, model=Net(), training=TRAINING)
+    fl.run("fedavg", task, rounds=1, directory=tmp_path, engine="rows")
+    with pytest.raises(CheckpointError, match=r"its model is your own \(Net\): give it as module="):
+        fl.load(tmp_path)
+    model = fl.load(tmp_path, module=Net())
+    predicted = model.predict(task.test.inputs.numpy()[:7])
+    assert predicted.dtype == np.int64
+    assert predicted.tolist() == model.module(task.test.inputs[:7]).argmax(1).tolist()
+    assert model.predict(task.test.inputs[0]).tolist() == predicted[:1].tolist()
+    for wrong in (np.zeros((2, 9)), "x.png", {"a": 1}, None, np.full((1, 1, 8, 8), np.nan)):
+        with pytest.raises(FedloomError) as caught:
+            model.predict(wrong)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_finished_run_notices_that_its_preprocessing_was_changed(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["cost"])
+    trained(tmp_path, frame, "outcome")
+    path = tmp_path / "preprocessing.json"
+    path.write_text(path.read_text().replace("north", "south"))
+    with pytest.raises(FedloomError, match="not as it was written"):
+        fl.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"preprocessing\.json is not as it was written"):
+        trained(tmp_path, frame, "outcome")
+
+
+@pytest.mark.parametrize("to", list(SUFFIXES))
+def test_the_exported_model_gives_what_the_model_gives(to: Any, tmp_path: Path) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+        runtime = pytest.importorskip("onnxruntime")
+    frame = patients().drop(columns=["outcome"])
+    trained(tmp_path, frame, "cost", model="mlp(hidden=[4])")
+    model = fl.load(tmp_path)
+    rows = frame.drop(columns=["cost"])
+    path = export(model, to, tmp_path / f"out{SUFFIXES[to]}")
+    inputs = model.preprocessing.apply(rows)[0].float()
+    if to == "onnx":
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        outputs = session.run(None, {"inputs": inputs.numpy()})[0]
+        metadata = session.get_modelmeta().custom_metadata_map
+    elif to == "torch":
+        metadata = {"preprocessing": ""}
+        outputs = torch.export.load(path, extra_files=metadata).module()(inputs).detach().numpy()
+    else:
+        module = fl.load_model(path, model.module)
+        outputs = model.preprocessing.outputs.in_units(module(inputs)).detach().numpy()
+        metadata = {"preprocessing": model.preprocessing.to_json()}
+    assert outputs[:, 0].tolist() == pytest.approx(model.predict(rows).tolist(), rel=1e-4, abs=1e-3)
+    read = metadata["preprocessing"]
+    assert fl.Preprocessing.from_json(read) == model.preprocessing
+
+
+def test_predictions_at_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = patients().drop(columns=["cost"])
+    trained(tmp_path / "run", frame, "outcome")
+    frame.drop(columns=["outcome"]).to_csv("new.csv", index=False)
+    frame.rename(columns={"age": "years"}).to_csv("odd.csv", index=False)
+    assert main(["predict", "run", "new.csv"]) == 0
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    assert lines[0] == '"age","ward","prediction"'
+    expected = fl.load("run").predict(frame.drop(columns=["outcome"])).tolist()
+    assert [line.split(",")[2].strip('"') for line in lines[1:]] == expected
+    assert main(["predict", "run", "new.csv", "--to", "out.parquet", "--probabilities"]) == 0
+    written = pd.read_parquet("out.parquet")
+    assert list(written) == ["age", "ward", "prediction", "probability of ill", "probability of well"]
+    assert written.prediction.tolist() == expected
+    assert main(["export", "run", "--to", "safetensors", "--output", "m.safetensors"]) == 0
+    assert Path("m.safetensors").exists()
+    for words, line in (
+        (["predict", "run", "odd.csv"], "no column 'age', which the model was trained on"),
+        (["predict", "run", "new.csv", "--to", "out.xls"], "predictions are written as .csv or .parquet"),
+        (["predict", "run", "new.csv", "--client", "1"], "client=1: run has no such personal model"),
+        (["predict", "nowhere", "new.csv"], "nowhere must be or hold one finished run (there are: none)"),
+        (["export", "run", "--to", "onx"], "--to 'onx' is not allowed: did you mean 'onnx'?"),
+    ):
+        capfdbinary.readouterr()
+        assert main(words) == 2
+        error = capfdbinary.readouterr().err.decode()
+        assert line in error.splitlines()[-1]
+
+
+def test_a_folder_of_an_experiment_with_one_run_is_that_run(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["cost"])
+    for seed in (0, 1):
+        trained(tmp_path / "mine" / "fedavg" / f"seed-{seed}", frame, "outcome")
+        if not seed:
+            assert fl.load(tmp_path / "mine").classes == ("ill", "well")
+    with pytest.raises(InvalidValue, match=r"hold one finished run \(there are: .*seed-0, .*seed-1\)"):
+        fl.load(tmp_path / "mine")
+
+
+def test_what_a_run_writes_of_its_preprocessing_is_json_alone(tmp_path: Path) -> None:
+    result = trained(tmp_path, patients().drop(columns=["cost"]), "outcome")
+    values = json.loads((tmp_path / "preprocessing.json").read_text())
+    assert values["digest"] == result.task.dataset.preprocessing.digest
+    assert [column["name"] for column in values["inputs"]["columns"]] == ["age", "ward"]
