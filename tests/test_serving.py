@@ -104,6 +104,21 @@ def test_arrays_and_own_modules(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["ditto", "fedavg_c"])
+def test_the_personal_model_of_a_client_is_the_one_that_was_measured(method: str, tmp_path: Path) -> None:
+    frame = patients().drop(columns=["cost"])
+    result = trained(tmp_path, frame, "outcome", algorithm=method)
+    task, table = result.task, result.federation.client_history[-1]["personal"]
+    assert task.local_test is not None
+    for client, measured in zip(table["clients"], table["accuracy"], strict=True):
+        model = fl.load(tmp_path, client=client)
+        index = torch.from_numpy(task.local_test[client])
+        right = model.module(task.train.inputs[index]).argmax(1) == task.train.labels[index]
+        assert float(right.double().mean()) == pytest.approx(measured)
+    with pytest.raises(InvalidValue, match=r"client=9: .* has no such personal model \(there are: 0, 1, 2\)"):
+        fl.load(tmp_path, client=9)
+
+
 def test_a_finished_run_notices_that_its_preprocessing_was_changed(tmp_path: Path) -> None:
     frame = patients().drop(columns=["cost"])
     trained(tmp_path, frame, "outcome")

@@ -501,7 +501,7 @@ def _personal_models(federation: Federation) -> dict[str, Tensor]:
     rows = RowsEngine(task)
     rows.store = engine.store
     return {
-        str(number): rows.personalise(federation.algorithm, upcoming, client_task)[0].clone()
+        str(number): rows.personalised(federation.algorithm, upcoming, [client_task])[0][1].clone()
         for number, upcoming, client_task in federation.personal_tasks()
     }
 
