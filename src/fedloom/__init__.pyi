@@ -77,6 +77,7 @@ from .errors import FedloomError as FedloomError
 from .experiment.comparison import compare as compare
 from .experiment.comparison_result import ComparisonResult as ComparisonResult
 from .experiment.comparison_result import read_comparison as read_comparison
+from .experiment.federated_statistics import statistics as statistics
 from .experiment.run import Result as Result
 from .experiment.run import run as run
 from .rounds.clock import Clock as Clock

@@ -19,7 +19,17 @@ import click
 import typer
 
 import fedloom
-from fedloom.cli import checking, federation_files, listing, predicting, reproducing, running, showing, tuning
+from fedloom.cli import (
+    checking,
+    federation_files,
+    listing,
+    predicting,
+    reproducing,
+    running,
+    showing,
+    surveying,
+    tuning,
+)
 from fedloom.cli.options import RunsFailed, first_line, resuming_command
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
@@ -29,6 +39,7 @@ commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
     tuning.tune,
+    surveying.statistics,
     checking.check,
     reproducing.reproduce,
     showing.watch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
@@ -11,6 +12,9 @@ from rich.text import Text
 from fedloom.report.cells import NEVER, SOME, Cell, Column, halves, target_text
 from fedloom.report.cells import Table as Plain
 from fedloom.report.sheet import DIFFERENCE_HEADS, Sheet, caption, faults_in, overall
+
+if TYPE_CHECKING:
+    from fedloom.experiment.column_statistics import Statistics
 
 WIDE = 150
 """Columns of a terminal from which on the comparison's cells are shown with all that they say."""
@@ -99,6 +103,15 @@ def trial_table(columns: Sequence[str], lines: Sequence[Sequence[str]], best: in
     for number, line in enumerate(lines):
         table.add_row(*(Text(text, "bold" if number == best else "") for text in line))
     return table
+
+
+def statistics_tables(statistics: Statistics, width: int) -> list[Table]:
+    """Return the clients' statistics in tables that fit the width."""
+    from fedloom.experiment.column_statistics import caption, statistics_table
+
+    return _fitting(
+        statistics_table(statistics), width - max(map(len, [*statistics.columns, " " * _SHORTEST])), caption(statistics)
+    )
 
 
 def _frame(title: str, caption: str) -> Table:

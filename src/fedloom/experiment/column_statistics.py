@@ -1,0 +1,203 @@
+"""Statistics of the clients' columns as a value: a table, a page with a figure for each column, JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from fedloom.algorithms.private import OpenShare
+from fedloom.config.fields import Count, Positive, require_fields
+from fedloom.errors import InvalidValue, quoted
+from fedloom.experiment.frames import data_frame
+from fedloom.report.cells import Cell, Column, Table
+from fedloom.report.figures import COLOURS, ReportFigure, framed
+from fedloom.report.page import templates
+from fedloom.state.files import write_text
+
+if TYPE_CHECKING:
+    import pandas
+
+Kind = Literal["numbers", "categories"]
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+REACH = 4
+"""Deviations from the mean, to both sides, that bins cover where no bounds are given."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Settings of the statistics.
+
+    Args:
+        smallest: Fewest rows of a client that a number may tell of; 1 leaves nothing out.
+        bins: Number of bins of a histogram.
+        bounds: Lowest and highest value of columns, to which numbers are clipped; with `epsilon` every column of numbers needs
+            them. Without bounds, bins reach 4 deviations from the mean.
+        epsilon: Privacy that all numbers together cost a row, by Gaussian noise that clients add to their own; None adds none.
+        delta: Probability of a larger loss.
+    """
+
+    smallest: Count = 5
+    bins: Count = 32
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    epsilon: Positive | None = None
+    delta: OpenShare = 1e-5
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        for name, (low, high) in self.bounds.items():
+            if not low < high:
+                raise InvalidValue(
+                    f"bounds of {quoted(name)} must be a lower and a higher number, not {low:g} and {high:g}"
+                )
+
+
+@dataclass(frozen=True)
+class ColumnStatistics:
+    """Statistics of one column over all clients.
+
+    Attributes:
+        kind: `numbers` or `categories`.
+        count: Rows with a value.
+        empty: Rows without one.
+        mean: Mean of numbers.
+        deviation: Population standard deviation of numbers.
+        edges: Lowest and highest edge of the bins.
+        bins: Rows in each bin.
+        categories: Rows of each category.
+    """
+
+    kind: Kind
+    count: float = 0.0
+    empty: float = 0.0
+    mean: float = math.nan
+    deviation: float = math.nan
+    edges: tuple[float, float] = (0.0, 0.0)
+    bins: tuple[float, ...] = ()
+    categories: Mapping[str, float] = field(default_factory=dict)
+
+    def quantile(self, share: float) -> float:
+        """Return the number below which this share of the rows lies, to the width of a bin; NaN without bins."""
+        cumulative = np.cumsum([0.0, *np.maximum(self.bins, 0)])
+        edges = np.linspace(*self.edges, len(cumulative))
+        return float(np.interp(share * cumulative[-1], cumulative, edges)) if cumulative[-1] else math.nan
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics of all columns over all clients.
+
+    Attributes:
+        columns: Statistics by the column's name.
+        clients: Number of clients.
+        survey: Settings.
+        noise: Standard deviation of the noise, in units of the most that one row changes a number.
+        releases: Noisy numbers to which one row contributes.
+    """
+
+    columns: Mapping[str, ColumnStatistics]
+    clients: int
+    survey: Survey = field(default_factory=Survey)
+    noise: float = 0.0
+    releases: int = 0
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a row for each column of the data: its kind, rows, empty cells, mean, deviation and quantiles."""
+        lines = []
+        for name, column in self.columns.items():
+            figures = {key: value for key, value in vars(column).items() if key not in ("edges", "bins", "categories")}
+            lines.append({"column": name} | figures | {f"{share:.0%}": column.quantile(share) for share in QUANTILES})
+        return data_frame(lines).set_index("column")
+
+    def save(self, path: str | Path) -> None:
+        """Write a page with a table and figures where the name ends in `.html`, and else all numbers as JSON."""
+        page = str(path).endswith(".html")
+        write_text(Path(path), render_statistics(self) if page else json.dumps(asdict(self), indent=1) + "\n")
+
+
+DRAWN = 12
+"""Categories of a column that are drawn, those with the most rows."""
+
+
+def statistics_table(statistics: Statistics) -> Table:
+    """Return a line for each column of the data, without quantities that none of them has."""
+    columns = statistics.columns.values()
+    quantities = {"Rows": [c.count for c in columns], "Empty": [c.empty for c in columns], "Mean": [c.mean for c in columns],
+                  "Deviation": [c.deviation for c in columns]}  # fmt: skip
+    quantities |= {f"{share:.0%}": [c.quantile(share) for c in columns] for share in QUANTILES}
+    filled = [(Column("Column"), [Cell(name, name) for name in statistics.columns])]
+    for title, values in quantities.items():
+        if any(value == value and value for value in values):
+            filled.append((Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)]))
+    if any(c.categories for c in columns):
+        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns]
+        filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
+    return Table.of(filled)
+
+
+def caption(statistics: Statistics) -> str:
+    """Return the limits of the figures in a few sentences."""
+    survey, text = statistics.survey, f"{statistics.clients} clients"
+    if statistics.noise:
+        text += f"; every number has noise: ε = {survey.epsilon:g} for a row at δ = {survey.delta:g}"
+    elif survey.smallest > 1:
+        text += f"; what fewer than {survey.smallest} rows of a client say is left out"
+    return f"{text}. Quantiles are read from {survey.bins} bins."
+
+
+def render_statistics(statistics: Statistics) -> str:
+    """Return a page that holds all it needs."""
+    figures = [_figure(k, name, column) for k, (name, column) in enumerate(statistics.columns.items())]
+    explained = (
+        "Rows: cells that are not empty. Deviation: population standard deviation. Bins reach between the bounds given, or from "
+        f"{REACH} deviations below the mean to {REACH} above it; the outer two hold all rows beyond."
+    )
+    return templates().get_template("statistics.html").render(
+        options={"title": "Statistics of the clients' data", "command": ""}, lead=[caption(statistics)], tiles=[], unfinished="",
+        notices=[], looks={}, faults={"lines": []}, configuration={}, environment={}, plotly=Markup(get_plotlyjs()),
+        drawn={f.name: {"choice": None, "variants": {"": json.loads(f.variants[""].to_json())}} for f in figures},
+        table=statistics_table(statistics), captions=[explained], figures=figures,
+    )  # fmt: skip
+
+
+def _cell(value: float, column: ColumnStatistics) -> Cell:
+    """Return a whole number, or four digits of another, 0 for one that is rounding beside the deviation."""
+    rounding = abs(value) < 1e-6 * column.deviation
+    text = "" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else f"{0 if rounding else value:.4g}"
+    return Cell(text, None if math.isnan(value) else value)
+
+
+def _frequent(column: ColumnStatistics) -> list[tuple[str, float]]:
+    return sorted(column.categories.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _figure(number: int, name: str, column: ColumnStatistics) -> ReportFigure:
+    """Return the histogram of numbers, or a bar for each category."""
+    look = {"marker": {"color": COLOURS[0]}, "hovertemplate": "%{x:.4~g}, %{y:.4~g}<extra></extra>"}
+    if column.kind == "categories":
+        listed = _frequent(column)[:DRAWN]
+        bar = go.Bar(
+            x=[rows for _, rows in listed], y=[html.escape(text) for text, _ in listed], orientation="h", **look
+        )
+        up = {"type": "category", "autorange": "reversed"}
+        figure, text = (
+            framed([bar], 90 + 22 * len(listed), xaxis={"title": "Rows"}, yaxis=up),
+            f"{len(column.categories)} categories",
+        )
+    else:
+        edges, filled = np.linspace(*column.edges, len(column.bins) + 1), np.flatnonzero(np.array(column.bins) > 0)
+        shown = slice(filled[0], filled[-1] + 1) if len(filled) else slice(0)
+        bar = go.Bar(x=((edges[1:] + edges[:-1]) / 2)[shown], y=column.bins[shown], width=np.diff(edges)[shown], **look)
+        figure = framed([bar], 240, xaxis={"title": html.escape(name)}, yaxis={"title": "Rows"})
+        text = f"mean {_cell(column.mean, column).text}, deviation {_cell(column.deviation, column).text}"
+    return ReportFigure(f"column-{number}", name, f"{text}.", {"": figure})

@@ -1,0 +1,293 @@
+"""Statistics of the clients' columns before training: computed where the data are, and only summed at the server.
+
+The server asks every client four times, and adds up the numbers that come back:
+
+    kinds      the columns, each of `numbers` or of `categories`
+    sums       rows, empty cells, and the sum of the numbers or the rows of each category
+    squares    squared deviations from the mean over all clients
+    bins       rows in each of equal bins; the outer two are open
+
+A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share rows with their neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from scipy.stats import norm
+from torch import Tensor
+
+from fedloom.algorithms.accounting import noise_for
+from fedloom.algorithms.private import normal
+from fedloom.config.fields import Finite
+from fedloom.data.columns import TableInputs
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.data.lazy import in_memory
+from fedloom.errors import InvalidValue, RefusedReply, quoted, shortened, suggestion
+from fedloom.experiment.column_statistics import REACH, ColumnStatistics, Kind, Statistics, Survey
+from fedloom.randomness import stream
+
+if TYPE_CHECKING:
+    from fedloom.task import Task
+
+Words = dict[str, Any]
+Values = np.ndarray[Any, Any]
+"""A column: float64 `[n]` or `[n, m]`, NaN where a cell is empty; or text `[n]`, None where it is empty."""
+
+Listed = tuple[list[Finite], Annotated[dict[str, Finite], Field(max_length=10_000)]]
+"""Answer about one column: numbers, and the rows of each category."""
+
+
+def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statistics:
+    """Return statistics of the clients' training samples, by column, as a federation over sites computes them.
+
+    Args:
+        task: Data and clients.
+        seed: Seed of the noise; None draws from the system's cryptographic generator.
+        settings: Fields of `Survey`: `smallest`, `bins`, `bounds`, `epsilon`, `delta`.
+
+    Returns:
+        The statistics; `frame()` is a table of pandas, `save("statistics.html")` writes a page.
+
+    Raises:
+        InvalidValue: A setting is out of range.
+    """
+    dataset, merged = task.dataset, len(task.train) != len(task.dataset.train)
+    pool = (
+        dataset.train.concatenate(dataset.test) if merged else dataset.train
+    )  # as they were before they were standardised
+    clients = [columns_of(dataset, pool[torch.from_numpy(task.partition[client])]) for client in range(task.clients)]
+    return collect(
+        lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, Survey(**settings)
+    )
+
+
+# --- a client ---
+
+
+def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
+    """Return samples as columns: a table's in their units, features, pixels by channel or numbers of tokens; then the target."""
+    inputs, labels, encoding = in_memory(samples.inputs).cpu(), samples.labels.cpu(), dataset.encoding
+    columns: dict[str, Tensor | Values] = {}
+    if isinstance(encoding, TableInputs):
+        blocks = inputs.split([column.features for column in encoding.columns], 1)
+        for column, block in zip(encoding.columns, blocks, strict=True):
+            texts = np.array([*(column.categories or ()), None], object)
+            index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
+            columns[column.name] = block.squeeze(1) if column.categories is None else texts[index.numpy()]
+    elif inputs.dtype == torch.uint8:
+        columns = {f"channel {k}": channel.flatten(1) / 255 for k, channel in enumerate(inputs.double().unbind(1))}
+    elif not inputs.is_floating_point():
+        columns = {"tokens": (inputs != 0).sum(1)}
+    else:
+        columns = (
+            {f"feature {k}": x for k, x in enumerate(inputs.unbind(1))}
+            if inputs.dim() == 2
+            else {"inputs": inputs.flatten(1)}
+        )
+    names = np.array(dataset.class_names or [*map(str, range(dataset.classes))], object)
+    columns[dataset.target or "target"] = (
+        names[labels.numpy()] if dataset.objective.classes and labels.dim() == 1 else labels
+    )
+    return {name: values.double().numpy() if isinstance(values, Tensor) else values for name, values in columns.items()}
+
+
+def answer(
+    columns: Mapping[str, Values], request: Words, smallest: int = 1, seed: int | None = None, client: int = 0
+) -> Words:
+    """Return a client's answer to a request, of plain values alone.
+
+    Args:
+        columns: The client's columns by name.
+        request: Words of the server.
+        smallest: Fewest rows that the client itself lets a number tell of.
+        seed: Seed of the noise; without it the noise comes from the system's cryptographic generator.
+        client: Number of the client.
+    """
+    step, noise = request["step"], float(request["noise"])
+    # Beside noise a threshold would tell of a single row: then there is only the client's own.
+    least = max(smallest, 1 if noise else int(request["smallest"]))
+    if step == "kinds":
+        return {"kinds": {name: _kind(values) for name, values in columns.items()}}
+
+    def random(purpose: str, count: int = 1) -> Values:
+        generator = None if seed is None else stream(seed, f"statistics {step} {purpose}", client=client)
+        return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
+
+    answers = {}
+    for name, about in request["columns"].items():
+        values = _complete(columns[name], about)
+        if noise and values.ndim > 1:
+            raise InvalidValue(f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one")
+        if len(values) >= least:
+            empty = len(columns[name]) - len(values)
+            answers[name] = _STEPS[step](
+                values, about, 0 if noise or empty < least else empty, least, partial(random, name)
+            )
+    return {"columns": answers}
+
+
+Random = Callable[..., Values]
+"""Noise of a count of numbers that one row changes by 1 at most."""
+
+
+def _sums(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
+    if _kind(values) == "categories":
+        texts, counts = np.unique(values.astype(str), return_counts=True)
+        counts = counts + random(len(texts))
+        rows = {str(text): float(n) for text, n in zip(texts, counts, strict=True) if n >= about.get("least", least)}
+        return [sum(rows.values()) if "least" in about else len(values), empty], rows
+    low, high = about.get("bounds", (0.0, 0.0))
+    count, total = random(2) * (1.0, (high - low) / 2) + (values.size, (values - (low + high) / 2).sum())
+    return [float(count), empty, float(total + count * (low + high) / 2)], {}
+
+
+def _squares(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
+    most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
+    return [float(((values - about["mean"]) ** 2).sum() + most * random(1)[0])], {}
+
+
+def _bins(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
+    low, high, count = about["bins"]
+    rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
+    return (shared_rows(rows, least) + random(count)).tolist(), {}
+
+
+_STEPS = {"sums": _sums, "squares": _squares, "bins": _bins}
+
+
+def shared_rows(rows: Values, smallest: int) -> Values:
+    """Return rows `[bins]` of which every stretch that holds any holds `smallest` or more, shared evenly by its bins."""
+    stretches: list[list[int]] = []
+    total, filled = smallest, np.flatnonzero(rows).tolist()
+    for k in filled:
+        if total >= smallest:  # else the stretch goes on
+            stretches, total = [*stretches, [k, k]], 0
+        stretches[-1][1] = k + 1
+        total += rows[k]
+    if total < smallest:  # the rest joins its neighbours
+        *stretches, (_, end) = stretches
+        stretches = [*stretches[:-1], [stretches[-1][0], end]] if stretches else []
+    shared = np.zeros(len(rows))
+    for begin, end in stretches:
+        shared[begin:end] = rows[begin:end].mean()
+    return shared
+
+
+def _kind(values: Values) -> Kind:
+    return "numbers" if values.dtype.kind == "f" else "categories"
+
+
+def _complete(values: Values, about: Words) -> Values:
+    """Return the cells that are not empty, clipped to the column's bounds."""
+    if _kind(values) == "categories":
+        complete: Values = values[np.array([cell is not None for cell in values], bool)]
+        return complete
+    complete = values[~np.isnan(values)] if values.ndim == 1 else values
+    return complete.clip(*about["bounds"]) if "bounds" in about else complete
+
+
+# --- the server ---
+
+
+def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Statistics:
+    """Return the statistics of all clients.
+
+    Args:
+        ask: Brings a request to every client and returns their answers, by the client's number.
+        survey: Settings.
+
+    Raises:
+        InvalidValue: Clients have other columns than the others, by column; or bounds are missing or of no column.
+        RefusedReply: An answer is not of the numbers that were asked for.
+    """
+    request: Words = {"step": "kinds", "smallest": survey.smallest, "noise": 0.0}
+    tables = {client: _sound(dict[str, Kind], words.get("kinds"), client) for client, words in ask(request).items()}
+    kinds = _agreed(tables)
+    numbers = [name for name, kind in kinds.items() if kind == "numbers"]
+    for name in survey.bounds:
+        if name not in numbers:
+            raise InvalidValue(f"bounds: {quoted(name)} is no column of numbers{suggestion(name, numbers)}")
+    if survey.epsilon is not None and (unbounded := [name for name in numbers if name not in survey.bounds]):
+        raise InvalidValue(
+            f"epsilon needs bounds for column {quoted(unbounded[0])}: the lowest and highest value it can have"
+        )
+    about: dict[str, Words] = {name: {"bounds": survey.bounds[name]} if name in survey.bounds else {} for name in kinds}
+    releases = 0 if survey.epsilon is None else 4 * len(numbers) + len(kinds) - len(numbers)
+    if survey.epsilon is not None:
+        request["noise"] = noise_for(survey.epsilon, 1.0, releases, survey.delta / 2)
+        # A category of a single row is told with probability delta / 2, over all columns.
+        least = 1 + request["noise"] * float(norm.isf(survey.delta / 2 / max(1, len(kinds) - len(numbers))))
+        about |= {name: {"least": least} for name, kind in kinds.items() if kind == "categories"}
+
+    def summed(step: str) -> dict[str, Listed]:
+        answers = ask({**request, "step": step, "columns": about}) if about else {}
+        replies = {
+            client: _sound(dict[str, Listed], words.get("columns"), client) for client, words in sorted(answers.items())
+        }
+        for client, columns in replies.items():
+            for name, (listed, _) in columns.items():
+                length = {"sums": 2 + (name in numbers), "squares": 1, "bins": survey.bins}[step]
+                if name not in about or len(listed) != length:
+                    raise _refusal(client)
+        by_column = {name: [columns[name] for columns in replies.values() if name in columns] for name in about}
+        return {name: _added(listed) for name, listed in by_column.items() if listed}
+
+    columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
+    for name, ((count, empty, *total), rows) in summed("sums").items():
+        columns[name] = replace(columns[name], count=count, empty=empty, categories=rows)
+        if total and count > 0:
+            low, high = survey.bounds.get(name, (-math.inf, math.inf))
+            about[name]["mean"] = min(max(total[0] / count, low), high)
+    about = {name: words for name, words in about.items() if "mean" in words}
+    for name, ((squares,), _) in summed("squares").items():
+        mean, deviation = about[name]["mean"], math.sqrt(max(0.0, squares) / columns[name].count)
+        reach = REACH * deviation or max(1.0, abs(mean)) / 2
+        edges = survey.bounds.get(name, (mean - reach, mean + reach))
+        columns[name] = replace(columns[name], mean=mean, deviation=deviation, edges=edges)
+        about[name]["bins"] = (*edges, survey.bins)
+    for name, (bins, _) in summed("bins").items():
+        columns[name] = replace(columns[name], bins=tuple(bins))
+    return Statistics(columns, len(tables), survey, request["noise"], releases)
+
+
+def _agreed(kinds: Mapping[int, Mapping[str, Kind]]) -> dict[str, Kind]:
+    """Return the kind of every column. Raises `InvalidValue` naming the columns in which clients differ."""
+    differences = []
+    for name in dict.fromkeys(name for table in kinds.values() for name in table):
+        clients: dict[str, list[str]] = {}
+        for client, table in sorted(kinds.items()):
+            clients.setdefault(table.get(name, "missing"), []).append(str(client))
+        if len(clients) > 1:
+            texts = [f"{kind} at {', '.join(listed)}" for kind, listed in clients.items()]
+            differences.append(f"{quoted(name)} is {' and '.join(texts)}")
+    if differences:
+        raise InvalidValue(f"columns differ from client to client: {shortened('; '.join(differences))}")
+    return dict(kinds[min(kinds)])
+
+
+def _sound(expected: Any, value: Any, client: int) -> Any:
+    """Return a value that a client sent, as it is expected. Raises `RefusedReply` for anything else."""
+    try:
+        return TypeAdapter(expected).validate_python(value)
+    except ValidationError:
+        raise _refusal(client) from None
+
+
+def _refusal(client: int) -> RefusedReply:
+    return RefusedReply(f"client {client} does not answer with numbers of the columns")
+
+
+def _added(listed: Sequence[Listed]) -> Listed:
+    """Return the sums over clients."""
+    rows: dict[str, float] = {}
+    for _, counts in listed:
+        rows |= {text: rows.get(text, 0.0) + count for text, count in counts.items()}
+    return np.sum([numbers for numbers, _ in listed], 0).tolist(), dict(sorted(rows.items()))

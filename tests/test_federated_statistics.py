@@ -1,0 +1,213 @@
+"""Statistics over clients against pandas on the pooled rows; what leaves a client; noise; the page and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedloom as fl
+from fedloom.algorithms.accounting import epsilon
+from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.experiment.column_statistics import QUANTILES, Statistics, Survey
+from fedloom.experiment.federated_statistics import answer, collect, shared_rows, statistics
+from forking_cli import main
+
+SIZES = (50, 200, 7, 90)
+
+
+def frames(seed: int = 0) -> list[pd.DataFrame]:
+    """Return the rows of four hospitals, with empty cells and a rare category."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for hospital, n in enumerate(SIZES):
+        age = rng.normal(1e6 + hospital, 3, n)
+        age[rng.random(n) < 0.1] = math.nan
+        sex = rng.choice(["f", "m", "x"], n, p=[0.6, 0.36, 0.04]).astype(object)
+        sex[rng.random(n) < 0.05] = None
+        found.append(pd.DataFrame({"age": age, "sex": sex, "dose": rng.lognormal(0, 1, n)}))
+    return found
+
+
+def columns_of(frame: pd.DataFrame) -> dict[str, Any]:
+    def values(column: pd.Series[Any]) -> Any:
+        if pd.api.types.is_numeric_dtype(column):
+            return column.to_numpy(float)
+        return np.array([None if pd.isna(cell) else cell for cell in column], object)
+
+    return {name: values(frame[name]) for name in frame}
+
+
+def asking(frames: list[pd.DataFrame]) -> Callable[[dict[str, Any]], Mapping[int, dict[str, Any]]]:
+    def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        plain = json.loads(json.dumps(request))  # over a wire all is JSON
+        answers = {client: answer(columns_of(frame), plain, 1, 0, client) for client, frame in enumerate(frames)}
+        return {client: json.loads(json.dumps(told)) for client, told in answers.items()}
+
+    return ask
+
+
+def test_all_figures_are_those_of_pandas_on_the_pooled_rows() -> None:
+    told = collect(asking(frames()), Survey(smallest=1, bins=400))
+    pooled = pd.concat(frames())
+    for name in ("age", "dose"):
+        column = told.columns[name]
+        assert (column.count, column.empty) == (pooled[name].count(), pooled[name].isna().sum())
+        assert column.mean == pytest.approx(pooled[name].mean(), rel=1e-12)
+        assert column.deviation == pytest.approx(pooled[name].std(ddof=0), rel=1e-9)
+        width = (column.edges[1] - column.edges[0]) / 400
+        inside = pooled[name].clip(*column.edges)
+        for share in QUANTILES:
+            assert column.quantile(share) == pytest.approx(inside.quantile(share), abs=3 * width)
+        expected, _ = np.histogram(inside.dropna(), 400, column.edges)
+        np.testing.assert_array_equal(column.bins, expected)
+    assert told.columns["sex"].categories == dict(pooled["sex"].value_counts().sort_index())
+    assert told.clients == len(SIZES)
+    frame = told.frame()
+    assert list(frame.index) == ["age", "sex", "dose"]
+    assert frame.loc["dose", "mean"] == told.columns["dose"].mean
+
+
+def test_what_fewer_rows_than_the_smallest_say_leaves_no_client() -> None:
+    told = collect(asking(frames()), Survey(smallest=8))
+    rows, rare = frames(), {"f": 0, "m": 0, "x": 0}
+    for frame in rows:
+        counts = frame["sex"].value_counts()
+        if frame["sex"].count() >= 8:
+            for text in rare:
+                rare[text] += int(counts.get(text, 0)) if counts.get(text, 0) >= 8 else 0
+    assert told.columns["sex"].categories == {text: count for text, count in rare.items() if count}
+    pooled = pd.concat([frame for frame in rows if frame["dose"].count() >= 8])
+    assert told.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=1e-12)
+    assert sum(told.columns["dose"].bins) == pytest.approx(len(pooled))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
+def test_bins_keep_all_rows_and_no_stretch_holds_fewer_than_the_smallest(counts: list[int], smallest: int) -> None:
+    shared = shared_rows(np.array(counts, float), smallest)
+    if sum(counts) < smallest:
+        assert not shared.any()
+        return
+    assert shared.sum() == pytest.approx(sum(counts))
+    if smallest == 1:
+        np.testing.assert_array_equal(shared, counts)
+    total, value = 0.0, None
+    for rows in [*shared.tolist(), None]:
+        if rows != value and value:  # a stretch of equal bins ends
+            assert total >= smallest - 1e-9
+        total, value = (total + rows if rows == value else rows) if rows else 0.0, rows
+
+
+def test_a_site_may_ask_for_more_rows_than_the_server() -> None:
+    columns = columns_of(frames()[2])
+    assert answer(columns, {"step": "sums", "smallest": 1, "noise": 0.0, "columns": {"dose": {}}}, 8) == {"columns": {}}
+
+
+def test_noise_is_of_the_scale_that_the_privacy_needs_and_its_cost_is_told() -> None:
+    bounds = {"age": (1e6 - 20, 1e6 + 20), "dose": (0.0, 20.0)}
+    told = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
+    assert told.releases == 4 + 4 + 1
+    assert epsilon(told.noise, 1.0, told.releases, 1e-5 / 2) <= 2.0
+    again = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
+    assert again == told
+    exact, columns = frames()[1]["dose"], columns_of(frames()[1])
+    request = {"smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0], "mean": 1.0}}}
+    sums, squares = [], []
+    for seed in range(400):
+        sums.append(answer(columns, {**request, "step": "sums"}, 1, seed)["columns"]["dose"][0])
+        squares.append(answer(columns, {**request, "step": "squares"}, 1, seed)["columns"]["dose"][0][0])
+    count, _, total = np.array(sums).T
+    assert count.std() == pytest.approx(3.0, rel=0.15)
+    # Beside the middle of the bounds a row adds half their width at most.
+    assert (total - 10 * count).std() == pytest.approx(3.0 * 10, rel=0.15)
+    assert np.std(squares) == pytest.approx(3.0 * 19**2, rel=0.15)
+    clipped = exact.clip(0, 20)
+    assert np.mean(squares) == pytest.approx(((clipped - 1) ** 2).sum(), abs=4 * 3.0 * 19**2 / 20)
+
+
+def test_noise_of_a_site_does_not_repeat() -> None:
+    request = {"step": "sums", "smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0]}}}
+    assert answer(columns_of(frames()[1]), request) != answer(columns_of(frames()[1]), request)
+
+
+@pytest.mark.parametrize(
+    ("survey", "text"),
+    [
+        ({"epsilon": 1.0}, "epsilon needs bounds for column 'age'"),
+        ({"bounds": {"aeg": (0, 1)}}, "bounds: 'aeg' is no column of numbers: did you mean 'age'?"),
+        ({"bounds": {"age": (1, 0)}}, "bounds of 'age' must be a lower and a higher number, not 1 and 0"),
+        ({"bins": 0}, "bins must be at least 1, not 0"),
+        ({"smallest": 0}, "smallest must be at least 1, not 0"),
+    ],
+)
+def test_bad_settings_are_one_line(survey: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(text)):
+        collect(asking(frames()), Survey(**survey))
+
+
+def test_clients_whose_columns_differ_are_named_by_column() -> None:
+    rows = frames()
+    rows[1] = rows[1].rename(columns={"dose": "doses"})
+    rows[3]["age"] = rows[3]["age"].astype(str).astype(object)
+    with pytest.raises(InvalidValue) as error:
+        collect(asking(rows), Survey())
+    assert "'age' is numbers at 0, 1, 2 and categories at 3" in str(error.value)
+    assert "'dose' is numbers at 0, 2, 3 and missing at 1" in str(error.value)
+    assert "'doses' is missing at 0, 2, 3 and numbers at 1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {}, {"columns": 3}, {"columns": {"dose": [[1.0, 2.0], {}]}}, {"columns": {"dose": [[math.nan, 0, 1], {}]}},
+        {"columns": {"other": [[1.0, 0, 1], {}]}}, {"columns": {"dose": [[1, 0, 1], {"a": "b"}]}}, {"columns": {"dose": 1}},
+    ],
+)  # fmt: skip
+def test_a_stranger_that_answers_anything_else_is_refused(answer: Any) -> None:
+    honest = asking(frames())
+    with pytest.raises(RefusedReply, match="client 0 does not answer with numbers of the columns"):
+        collect(lambda request: {**honest(request), **({} if request["step"] == "kinds" else {0: answer})}, Survey())
+
+
+def test_statistics_of_a_task_are_those_of_its_training_rows() -> None:
+    task = fl.make_task("digits", clients=4, partition="iid")
+    told = statistics(task, smallest=1)
+    pixels = task.train.inputs.double().numpy()
+    pixels = pixels if task.train.inputs.is_floating_point() else pixels / 255
+    (name, *_) = told.columns
+    assert told.columns[name].mean == pytest.approx(pixels.mean(), rel=1e-9)
+    assert told.columns[name].deviation == pytest.approx(pixels.std(), rel=1e-9)
+    counts = np.bincount(task.train.labels.numpy(), minlength=10)
+    assert list(told.columns["target"].categories.values()) == counts.tolist()
+
+
+def test_the_command_shows_a_table_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n[data]\nname = "wine"\nclients = 3\n')
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    assert main(["statistics", str(tmp_path / "job.toml"), "--output", str(page), "--output", str(numbers)]) == 0
+    printed = capsys.readouterr().out
+    assert "Deviation" in printed
+    assert "3 clients" in printed
+    text = page.read_text()
+    assert "Distributions" in text
+    assert "http://" not in text.replace("http://www.w3.org", "").split("<script>")[0]
+    columns = json.loads(numbers.read_text())["columns"]
+    assert {"kind", "mean", "deviation", "bins"} <= columns["target"].keys()
+    assert main(["statistics", str(tmp_path / "job.toml"), "--bounds", "age"]) == 2
+    assert "--bounds 'age' is not COLUMN=LOW,HIGH, such as age=0,120" in capsys.readouterr().err
+
+
+def test_figures_without_rows_are_empty() -> None:
+    told = collect(asking([frames()[2]]), Survey(smallest=8))
+    assert isinstance(told, Statistics)
+    assert all(math.isnan(column.mean) and math.isnan(column.quantile(0.5)) for column in told.columns.values())
