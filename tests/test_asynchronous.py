@@ -16,7 +16,6 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.run import run
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
-from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from small_task import small_task
@@ -150,12 +149,3 @@ def test_what_cannot_be_is_refused(method: str, said: str) -> None:
     """In one line, before anybody trains."""
     with pytest.raises(InvalidValue, match=said):
         federation(method)
-
-
-@pytest.mark.parametrize("method", ["fedbuff(fedavg, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"])
-def test_over_real_sites_they_are_refused_with_the_reason(method: str) -> None:
-    class Sites(RowsEngine, RemoteClients):
-        largest_share = 1.0
-
-    with pytest.raises(InvalidValue, match="needs the simulated clock: over real sites every round waits for all"):
-        Federation(build(method), task(), Sites(task()), Schedule(rounds=1, participation=0.5))

@@ -19,7 +19,6 @@ from every_method import EVERY_METHOD
 from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.errors import InvalidValue
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -92,9 +91,7 @@ def test_every_place_gives_the_numbers_of_rows(
     place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if place == "flower" and build(algorithm).asynchronous:
-        with pytest.raises(InvalidValue, match="needs the simulated clock: over real sites every round waits for all"):
-            _over_flower(algorithm, model, tmp_path)
-        return
+        pytest.skip("bytes and counters of batches come with another round: tests/test_flower_asynchronous.py")
     if place == "flower":
         federation = _over_flower(algorithm, model, tmp_path)
     else:

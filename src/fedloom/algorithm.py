@@ -406,6 +406,11 @@ class Algorithm:
         """Return the types of tensors in a reply that are not of the model's dtype, with those of wrapped methods."""
         return {name: dtype for method in self.inner() for name, dtype in method.reply_dtypes.items()}
 
+    @property
+    def step_replies(self) -> int | None:
+        """Return the number of replies with which an asynchronous method makes a step; None where a round waits for all."""
+        return next((method.step_replies for method in self.inner() if method.step_replies is not None), None)
+
     def returns_whole(self, round: Round) -> bool:
         """Return True if a client's reply stands for a whole model, which its integer buffers then accompany."""
         shape = (self.layout.size,)

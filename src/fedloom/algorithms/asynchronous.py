@@ -39,6 +39,9 @@ class Asynchronous(Algorithm):
     that do not train. Replies are stored until their time on the clock (`[clock]`), of simultaneous ones those of
     lower-numbered clients first. Without a clock all work takes equally long. Bytes and losses are recorded with the round in
     which the work began. With the clock's `deadline` the server may proceed with fewer than k.
+
+    Over real sites a round's selection is all C clients, in their slots: those that train already are sent nothing. A reply is
+    taken, and recorded, when it arrives; a site that fails is asked again, from the model that it was sent.
     """
 
     asynchronous: ClassVar[bool] = True
@@ -57,8 +60,6 @@ class Asynchronous(Algorithm):
         """Return the slots before round 1: clients (-1: none), the version that each trains from, and when it answers."""
         if k > plan.participants:
             raise InvalidValue(f"k must be at most the {plan.participants} clients that train at a time, not {k}")
-        if plan.remote:
-            raise InvalidValue(f"{self} needs the simulated clock: over real sites every round waits for all")
         nobody = torch.full((plan.participants,), -1)
         return {
             "client": nobody,
@@ -79,11 +80,29 @@ class Asynchronous(Algorithm):
 
     def select(self, round: Round) -> Selection:
         busy = set(self.state["client"].tolist())
-        drawn = [client for client in uniform(round) if client not in busy]
-        return Selection(tuple(drawn[: len(self.free())]))
+        free = self.free()
+        drawn = [client for client in uniform(round) if client not in busy][: len(free)]
+        if self.plan.remote:
+            drawn = self.state["client"].index_copy(0, free, torch.tensor(drawn)).tolist()
+        return Selection(tuple(drawn))
+
+    def enter(self, version: int, exchange: Exchange) -> None:
+        """Over real sites, store who was sent this `version` of the model, and what."""
+        free = self.free()
+        if self.plan.remote and len(free):
+            clients = torch.tensor(exchange.selection.clients)[free]
+            never = torch.full((len(free),), torch.inf, dtype=torch.float64)
+            self.store(free, client=clients, since=torch.full_like(free, version), until=never)
+            if "sent" in self.state:
+                self.store(free, sent=exchange.sent["model"][free.to(exchange.sent["model"].device)])
 
     def begin(self, version: int, replies: Replies) -> Tensor:
         """Store whose replies, to this `version` of the model, are under way. Return their slots."""
+        if self.plan.remote:
+            assert replies.exchange is not None, "the federation gives it"
+            self.enter(version, replies.exchange)
+            self.store(replies.slots, until=self.state["now"].expand(len(replies)))
+            return replies.slots
         slots = self.free()[replies.slots]
         until = self.state["now"].expand(len(replies)) + 1 if replies.finish is None else replies.finish
         self.store(slots, client=replies.clients, since=torch.full_like(slots, version), until=until)
@@ -92,7 +111,7 @@ class Asynchronous(Algorithm):
     def arrived(self, round: Round, k: int) -> Tensor:
         """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
         client, until = self.state["client"], self.state["until"]
-        busy = (client >= 0).nonzero()[:, 0]
+        busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
         taken, end = round.on_time(until[busy].tolist(), client[busy].tolist(), k, float(self.state["now"]))
         slots = busy[taken]
         self.state["now"] = torch.tensor([end], dtype=torch.float64)
@@ -115,6 +134,10 @@ class Buffered(Asynchronous, Wrapper):
         """Return the number of replies in a step."""
         return 1
 
+    @property
+    def step_replies(self) -> int:
+        return self.k
+
     def setup(self, plan: Plan) -> None:
         Wrapper.setup(self, plan)
         opening = plan.opening()
@@ -132,16 +155,23 @@ class Buffered(Asynchronous, Wrapper):
         stored = {"replies": rows, "sent": rows.clone(), "weights": weights, "version": version}
         self.state = self.waiting(plan, self.k) | stored
 
+    def outgoing(self, round: Round, message: Message) -> Message:
+        if not self.plan.remote:
+            return message
+        busy = (self.state["client"] >= 0).unsqueeze(1).to(message["model"].device)
+        return {**message, "model": torch.where(busy, self.state["sent"], message["model"])}
+
     def receive(self, round: Round, replies: Replies) -> None:
         rows, weights = replies["model"], replies.weights.to(torch.int64)
         slots = self.begin(int(self.state["version"]), replies)
         self.store(slots, replies=rows, sent=replies.sent("model").expand(len(rows), -1), weights=weights)
 
     def finish(self, round: Round, exchange: Exchange) -> None:
+        self.enter(int(self.state["version"]), exchange)
         clients, slots = self.state["client"], self.arrived(round, self.k)
         if len(slots):
             index, clients = slots.to(self.state["sent"].device), clients[slots]
-            model, rows = exchange.sent["model"], self.state["replies"][index]
+            model, rows = exchange.within().sent["model"], self.state["replies"][index]
             stale = (self.state["version"] - self.state["since"][slots]).to(rows)
             self.state["version"] = self.state["version"] + 1
             rows = self.moved(model, self.state["sent"][index], rows, stale[:, None])
@@ -233,18 +263,24 @@ class FedMRAsync(Asynchronous, FedMR):
         if self.blend == "auto":
             raise InvalidValue("fedmr_async: blend=auto looks at all models of a round together: give a share")
 
+    @property
+    def step_replies(self) -> int:
+        return self.k
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state |= self.waiting(plan, self.k)
         self.state["replies"] = self.state["pool"].clone()
 
     def send(self, round: Round) -> Message:
-        return {"model": self.state["pool"][self.free()[: len(round.selected)].to(self.state["pool"].device)]}
+        pool = self.state["pool"]
+        return {"model": pool if self.plan.remote else pool[self.free()[: len(round.selected)].to(pool.device)]}
 
     def receive(self, round: Round, replies: Replies) -> None:
         self.store(self.begin(round.number, replies), replies=replies["model"])
 
     def finish(self, round: Round, exchange: Exchange) -> None:
+        self.enter(round.number, exchange)
         slots = self.arrived(round, self.k)
         if len(slots):
             rows = self.state["replies"][slots.to(self.state["pool"].device)]

@@ -151,6 +151,11 @@ class RemoteClients:
 
     largest_share: float
 
+    @property
+    def under_way(self) -> frozenset[int]:
+        """The clients that train from an earlier round on, for an asynchronous method."""
+        return frozenset()
+
 
 def slots_together(algorithm: Algorithm, layout: Layout) -> int:
     """Return how many consecutive slots have their replies in one matrix: those of a block that is folded, or all."""

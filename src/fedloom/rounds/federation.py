@@ -251,6 +251,7 @@ class Federation:
         awaited[[task.slot for task in client_tasks if task.slot is not None]] = True
         exchange = exchange.awaiting(awaited)
         self._note_releases(round, selection)
+        under_way = self.engine.under_way if isinstance(self.engine, RemoteClients) else frozenset()
         answers = self._answers(exchange, client_tasks)
         trained = observed = time.perf_counter()
         replies = None if answers.fold else answers.together()
@@ -277,11 +278,11 @@ class Federation:
         received = time.perf_counter()
         faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
-        receivers -= sum(not fault.sent for fault in faults)
+        receivers -= sum(not fault.sent for fault in faults) + len(under_way)
         measured = {name: float(values[~values.isnan()].mean()) for name, values in answers.metrics.items()}
         record: Record = {
             "round": round.number,
-            "clients": [self.numbers[client] for client in selection.clients],
+            "clients": [self.numbers[client] for client in selection.clients if client not in under_way],
             "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
             "bytes_up": answers.bytes,
             "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in faults],

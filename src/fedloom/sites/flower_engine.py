@@ -12,7 +12,9 @@ trace, and a server that goes on from a checkpoint finds every site as it was th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,15 @@ from fedloom.task import Task
 _logger = logging.getLogger("flwr.fedloom")
 
 
+@dataclass
+class Order:
+    """Work that a site was sent in a round, and its reply once that has come."""
+
+    round: Round
+    client_task: ClientTask
+    reply: Message | None = None
+
+
 class FlowerEngine(RemoteClients):
     """Lets the sites behind `messenger` train. None counts for more than `largest_share` of a round's mean."""
 
@@ -50,6 +61,7 @@ class FlowerEngine(RemoteClients):
         self.task = task
         self._versions = torch.zeros(task.clients, dtype=torch.int64)  # of each client's memory; 0 is none
         self._written: dict[int, int] = {}  # the versions of this round
+        self._orders: dict[str, Order] = {}  # those under way of an asynchronous method, by the message's id
         self._saved = [self._versions, self._versions]  # those of the two newest checkpoints
         self._saving = self._versions
         self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
@@ -90,13 +102,19 @@ class FlowerEngine(RemoteClients):
             }
             return memory | {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
 
-        for client_task, answer in self.messenger.answers("train", round, client_tasks, words):
+        needed = algorithm.step_replies
+        answers = (
+            ((round, *pair) for pair in self.messenger.answers("train", round, client_tasks, words))
+            if needed is None
+            else self._arrivals(round, client_tasks, words)
+        )
+        for began, client_task, answer in answers:
             if isinstance(answer, NoAnswer):
                 yield Fault(client_task, answer.reason, sent=answer.sent)
                 continue
             try:
                 due = {} if client_task.slot is None else expected
-                reply = self._reply(algorithm, round, client_task, answer, due, figures)
+                reply = self._reply(algorithm, began, client_task, answer, due, figures)
             except FedloomError as error:
                 if not (isinstance(error, Refusal) and error.words.keys() & {"lost", "stranger"}):
                     self._failing[client_task.client] = str(error)
@@ -104,7 +122,41 @@ class FlowerEngine(RemoteClients):
             else:
                 self._failing.clear()
                 yield reply
+                needed = None if needed is None else needed - 1
+                if needed == 0:
+                    break
         self._require_anybody(round)
+
+    @property
+    def under_way(self) -> frozenset[int]:
+        """Return the clients that train already, for an asynchronous method."""
+        return frozenset(order.client_task.client for order in self._orders.values())
+
+    def _arrivals(
+        self, round: Round, client_tasks: Sequence[ClientTask], words: Callable[[ClientTask], Words]
+    ) -> Iterator[tuple[Round, ClientTask, Message | NoAnswer]]:
+        """Send orders to sites that have none, and yield what arrives of this round's and of earlier ones', with the round of the
+        order. Simultaneous answers come in the order of the clients."""
+        began, mailbox, busy = time.monotonic(), self.sites.mailbox, self.under_way
+        starting = [task for task in client_tasks if task.client not in busy]
+        for client_task, sent in self.messenger.send("train", round, starting, words):
+            if isinstance(sent, NoAnswer):
+                yield round, client_task, sent
+            else:
+                self._orders[sent] = Order(round, client_task)
+        while self._orders and time.monotonic() - began <= self.messenger.deadline:
+            for reply in mailbox.pull([name for name, order in self._orders.items() if order.reply is None]):
+                if (order := self._orders.get(reply.metadata.reply_to_message_id)) is not None:
+                    order.reply = reply
+            answered = [
+                (order.client_task.client, name) for name, order in self._orders.items() if order.reply is not None
+            ]
+            for _, name in sorted(answered):
+                order = self._orders.pop(name)
+                assert order.reply is not None
+                yield order.round, order.client_task, self.messenger.answer(order.reply)
+            if not answered:
+                time.sleep(mailbox.pause)
 
     def _require_anybody(self, round: Round) -> None:
         """Raise `FedloomError` when every known site has failed since a reply was taken."""

@@ -195,15 +195,38 @@ class SiteMessenger:
         parcels: Mapping[int, bytes] | None = None,
     ) -> Iterator[tuple[ClientTask, Message | NoAnswer]]:
         """Yield every site's answer as it comes, or why there is none. `parcels`, by client, go beside words and tensors."""
+        end, waiting = time.monotonic() + self.deadline, {}
+        for client_task, sent in self.send(kind, round, client_tasks, words, parcels):
+            if isinstance(sent, NoAnswer):
+                yield client_task, sent
+            else:
+                waiting[sent] = client_task
+        for reply in self.sites.mailbox.collect(waiting, max(0.0, end - time.monotonic())):
+            yield waiting.pop(reply.metadata.reply_to_message_id), self.answer(reply)
+        for client_task in waiting.values():
+            yield client_task, NoAnswer(f"no reply within {self.deadline:g} s")
+
+    def answer(self, reply: Message) -> Message | NoAnswer:
+        """Return a reply, or why it is none."""
+        gone = reply.has_error() and reply.error.code in _UNAVAILABLE
+        return NoAnswer("the site is not there any more") if gone else reply
+
+    def send(
+        self,
+        kind: Kind,
+        round: Round,
+        client_tasks: Sequence[ClientTask],
+        words: Callable[[ClientTask], Words],
+        parcels: Mapping[int, bytes] | None = None,
+    ) -> Iterator[tuple[ClientTask, str | NoAnswer]]:
+        """Send a message to every site, and yield its id, or why it did not go out."""
         if not client_tasks:
             return
-        end = time.monotonic() + self.deadline
         nodes = self._nodes(client_tasks)
         tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
         arrays = {
             key: encoded(tensor) for key, tensor in tensors.items()
         }  # what several sites are sent is encoded once
-        waiting: dict[str, ClientTask] = {}
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
         for client_task in client_tasks:
@@ -217,16 +240,7 @@ class SiteMessenger:
                 parcel=b"" if parcels is None else parcels[client_task.client],
             )
             message_id = self.sites.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
-            if message_id is None:
-                yield client_task, NoAnswer("Flower did not take the message", sent=False)
-            else:
-                waiting[message_id] = client_task
-        for reply in self.sites.mailbox.collect(waiting, max(0.0, end - time.monotonic())):
-            client_task = waiting.pop(reply.metadata.reply_to_message_id)
-            gone = reply.has_error() and reply.error.code in _UNAVAILABLE
-            yield client_task, NoAnswer("the site is not there any more") if gone else reply
-        for client_task in waiting.values():
-            yield client_task, NoAnswer(f"no reply within {self.deadline:g} s")
+            yield client_task, message_id or NoAnswer("Flower did not take the message", sent=False)
 
     def end(self) -> None:
         """Tell the sites that are there that the run is over, and wait a little until they know."""
