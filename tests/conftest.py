@@ -61,6 +61,7 @@ TOGETHER = {
     "test_ray_pool.py": "waiting",
     "test_flower_sites.py": "waiting",
     "test_flower_worker.py": "waiting",
+    "test_flower_journey.py": "waiting",
     "test_report_real.py": "report",
     "test_report_browser.py": "report",
     "test_resume.py": "resume",

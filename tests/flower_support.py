@@ -27,11 +27,12 @@ from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites import messages
-from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
+from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.client_app import app
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites, SiteMessenger
 from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Mailbox, Words
+from fedloom.sites.site_data import DataAgreement
 
 
 class NormNet(nn.Module):
@@ -98,7 +99,7 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
     """The federation that an app runs, without its directory."""
     settings = deployment(config)
     task = settings.configuration.task(3)
-    briefing = {"data": description(task.dataset)}
+    briefing = {"data": DataAgreement.of(task.dataset).words()}
     same = {"fedloom": VERSION, "layout": layout_digest(task)}
     sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same)
     sites.wait(CLIENTS, 5)

@@ -285,6 +285,8 @@ class Deployment:
 
     def _environment(self, name: str) -> dict[str, str]:
         found = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
+        if name.startswith("site"):
+            found["SITE_DATA"] = str(self.folder / name.replace("site", "data"))
         if self.hurried and name.startswith("site"):
             found["PATH"] = f"{self.folder}{os.pathsep}{found['PATH']}"  # Flower starts its programs by name
             found["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"

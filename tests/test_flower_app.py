@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedloom.experiment.configuration import configuration
 from fedloom.sites.template import EXAMPLE, _literal, write_app
@@ -168,3 +169,33 @@ def test_flower_builds_it_and_leaves_keys_out(tmp_path: Path) -> None:
         packed = tomllib.loads(archive.read("pyproject.toml").decode())
     assert names == (FILES - {".gitignore"}) | {".info/CONTENT"}
     assert packed["tool"]["flwr"]["app"]["config"] == told(app)
+
+
+def imported(app: Path) -> dict[str, Any]:
+    """Return the names of an app's data function, which Python can read."""
+    names: dict[str, Any] = {}
+    exec(compile((app / "federation" / "data.py").read_text(), "data.py", "exec"), names)
+    return names
+
+
+def test_the_data_function_fits_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('age,"odd ""name",outcome\n30,x,ill\n40,y,well\n50,x,ill\n60,y,well\n')
+    for folder in ("cat", "dog"):
+        (tmp_path / "pictures" / folder).mkdir(parents=True)
+        for k in range(2):
+            Image.new("L", (6, 4), 10 * k).save(tmp_path / "pictures" / folder / f"{k}.png")
+    data = {
+        "table": f"table(path='{tmp_path}/rows.csv', target='outcome', test_fraction=0.5)",
+        "elsewhere": "table(path='/nowhere.csv', target='cost', inputs=['age', 'dose'])",
+        "pictures": f"images(folder='{tmp_path}/pictures', channels=1, test_fraction=0.5)",
+        "numbers": "wine",
+    }
+    names = {}
+    for kind, name in data.items():
+        write_app(tmp_path / kind, overrides=[f'data.name="{name}"', "data.partition=iid", "algorithm=fedavg"])
+        names[kind] = imported(tmp_path / kind)
+    assert (names["table"]["COLUMNS"], names["table"]["TARGET"]) == (["age", 'odd "name'], "outcome")
+    assert (names["elsewhere"]["COLUMNS"], names["elsewhere"]["TARGET"]) == (["age", "dose"], "cost")
+    assert (names["pictures"]["CLASSES"], names["pictures"]["SIZE"]) == (["cat", "dog"], (6, 4))
+    assert names["numbers"]["SHAPE"] == (13,)
+    assert "data='/srv/pictures'" in (tmp_path / "pictures" / "README.md").read_text()

@@ -30,10 +30,11 @@ from fedloom.experiment.run import run_configured
 from fedloom.rounds.federation import Federation
 from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
-from fedloom.sites.agreement import deployment, description
+from fedloom.sites.agreement import deployment
 from fedloom.sites.messages import Mailbox
 from fedloom.sites.node_config import default_folder
-from fedloom.sites.site import Site, own_data
+from fedloom.sites.site import Site
+from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
@@ -292,7 +293,7 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
     labels = np.arange(300) % 10
     inputs = np.random.default_rng(0).random((300, 1, 8, 8), dtype=np.float32)
     np.savez(tmp_path / "all.npz", inputs=inputs, labels=labels, test_inputs=inputs[:50], test_labels=labels[:50])
-    words = {"data": description(make_dataset("digits"))}
+    words = {"data": DataAgreement.of(make_dataset("digits")).words()}
     drawn = []
     for number in (0, 1):
         told = {
@@ -343,7 +344,10 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"inputs": np.zeros((5, 3), np.float32)}, r"inputs are \[3\] float32, the federation's \[1, 8, 8\] "),
+        (
+            {"inputs": np.zeros((5, 3), np.float32)},
+            r"here and in the federation inputs, shape: \(3,\) and \(1, 8, 8\)",
+        ),
         ({"labels": np.array([0, 1, 2, 3, 10])}, "labels must be 0 to 9, and 10 is among them"),
     ],
 )

@@ -9,15 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
-
-from fedloom.config.fields import NonNegative, NonNegativeInt, Share, checked, require_one_of
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.errors import LONGEST_QUOTED, InvalidValue, RefusedReply, one_line
+from fedloom.config.fields import Count, NonNegative, NonNegativeInt, Share, checked, require_one_of
+from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line
 from fedloom.experiment.configuration import Configuration, configuration, load
-from fedloom.objectives import Objective, objectives
-from fedloom.objectives.custom import expression_of
-from fedloom.sites.messages import Words
 from fedloom.state.digest import digest
 from fedloom.task import Task
 
@@ -31,6 +25,7 @@ class RunConfig(TypedDict, total=False):
     sites: NonNegativeInt
     wait: NonNegative
     largest_share: Share
+    smallest: Count
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Deployment:
 
     Sites have `deadline` seconds for one round, or as long as they need where that is 0. `sites` of them must be there before
     round 1 (all, where the run configuration says 0), and are waited for `wait` seconds. Where sites have data of their own, none
-    counts for more than `largest_share` of a mean.
+    counts for more than `largest_share` of a mean, and what fewer than `smallest` rows of one say is no part of statistics.
     """
 
     text: str
@@ -53,6 +48,7 @@ class Deployment:
     deadline: float = 0
     wait: float = 600
     largest_share: float = 0.5
+    smallest: int = 5
 
     @property
     def algorithm(self) -> str:
@@ -105,56 +101,8 @@ def _parsed(text: str) -> Configuration:
     return configuration({"name": "federation", **table})
 
 
-def description(dataset: Dataset) -> Words:
-    """Return the properties that the samples of every site must have, in plain values."""
-    return {
-        "name": dataset.name,
-        "shape": list(dataset.spec.shape),
-        "type": _type(dataset.train.inputs),
-        "classes": dataset.classes,
-        "objective": expression_of(dataset.objective),
-        "mean": None if dataset.mean is None else list(dataset.mean),
-        "std": None if dataset.std is None else list(dataset.std),
-        "vocabulary": dataset.vocabulary,
-        "class_names": None if dataset.class_names is None else list(dataset.class_names),
-    }
-
-
-def described(words: Any, train: Samples, source: str, objective: Objective | None = None) -> Dataset:
-    """Return the data set of these samples, as the server describes it, with the objective of the configuration if it has one.
-
-    Raises `RefusedReply` for a broken description, and `InvalidValue`, naming `source`, for samples that do not fit it.
-    """
-    try:
-        shape, classes = tuple(int(size) for size in words["shape"]), int(words["classes"])
-        mean, std = (None if words[key] is None else tuple(map(float, words[key])) for key in ("mean", "std"))
-        vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
-        names = None if words["class_names"] is None else tuple(map(str, words["class_names"]))
-        name, kind, objective_name = str(words["name"]), str(words["type"]), str(words["objective"])
-    except (KeyError, TypeError, ValueError):
-        raise RefusedReply("the server does not say what the data look like") from None
-    try:  # the objective by its name alone: a server may not have sites import modules
-        objective = objectives.build(objective_name) if objective is None else objective
-        dataset = Dataset(name, train, train[:0], classes, mean, std, vocabulary, names, objective, standardise=False)
-    except InvalidValue as error:
-        raise InvalidValue(f"{source}: {error}") from None
-    if tuple(train.inputs.shape[1:]) != shape or _type(train.inputs) != kind:
-        raise InvalidValue(
-            f"{source}: inputs are {list(train.inputs.shape[1:])} {_type(train.inputs)}, the federation's {list(shape)} {kind}"
-        )
-    if vocabulary is not None and len(train) and int(train.inputs.max()) >= vocabulary:
-        raise InvalidValue(
-            f"{source}: tokens must be 0 to {vocabulary - 1}, and {int(train.inputs.max())} is among them"
-        )
-    return dataset
-
-
 def layout_digest(task: Task) -> str:
     """Return a digest of the names, shapes, types and order of a model's tensors, and of the numbers of frozen ones."""
     layout = task.layout
     slices = [(entry.name, tuple(entry.shape), str(entry.dtype)) for entry in (*layout.slices, *layout.integer_slices)]
     return digest(repr((layout.trainable, slices, task.frozen_digest)))[:16]
-
-
-def _type(inputs: torch.Tensor) -> str:
-    return str(inputs.dtype).removeprefix("torch.")

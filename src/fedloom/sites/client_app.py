@@ -25,6 +25,7 @@ def _answering(kind: Kind) -> Callable[[Message, Context], Message]:
 
 
 app.query()(_answering("hello"))
+app.query("statistics")(_answering("statistics"))
 app.query("exchange")(_answering("exchange"))
 app.train()(_answering("train"))
 app.evaluate()(_answering("evaluate"))

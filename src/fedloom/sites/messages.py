@@ -32,7 +32,7 @@ ARRAYS = "arrays"
 FIGURES = "figures"
 PARCEL = "parcel"
 
-Kind = Literal["hello", "exchange", "train", "evaluate", "end"]
+Kind = Literal["hello", "statistics", "exchange", "train", "evaluate", "end"]
 
 _KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello": MessageType.QUERY}
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from pydantic import Field
 
-from fedloom.config.fields import NonNegative, NonNegativeInt, checked
+from fedloom.config.fields import Count, NonNegative, NonNegativeInt, checked
 from fedloom.errors import DataError, InvalidValue, RefusedReply
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
 
@@ -31,8 +31,9 @@ FEWEST_PEERS = 3
 """Sites that an exchange must have by default: with one other, a peer that tells the server what it saw leaves no secret."""
 
 _Table = TypedDict("_Table", {
-    "partition-id": NonNegativeInt, "num-partitions": int, "data": str, "memory": str, "worker-minutes": NonNegative,
-    "identity": str, "peers": str, "fewest-peers": Annotated[int, Field(ge=2)], "choices": Literal["secret", "rehearsed"],
+    "partition-id": NonNegativeInt, "num-partitions": int, "data": str, "smallest": Count, "memory": str,
+    "worker-minutes": NonNegative, "identity": str, "peers": str, "fewest-peers": Annotated[int, Field(ge=2)],
+    "choices": Literal["secret", "rehearsed"],
 })  # fmt: skip
 
 _LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
@@ -69,6 +70,7 @@ class NodeConfig:
     identity: Identity | None
     rehearsed: bool
     fewest_peers: int
+    smallest: int = 5
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> NodeConfig:
@@ -80,7 +82,7 @@ class NodeConfig:
         identity = _identity(values.get("identity"), values.get("peers"), number)
         rehearsed, fewest = values.get("choices") == "rehearsed", values.get("fewest-peers", FEWEST_PEERS)
         data, sites = values.get("data") or None, values.get("num-partitions")
-        return cls(number, sites, data, memory, identity, rehearsed, fewest)
+        return cls(number, sites, data, memory, identity, rehearsed, fewest, values.get("smallest", 5))
 
     def folder(self, federation: object) -> Path:
         """Return the site's folder for one federation. Raises `RefusedReply` for a name that could lead elsewhere."""

@@ -19,19 +19,23 @@ from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition
+from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.experiment.column_statistics import Survey
 from fedloom.experiment.directory import SITES
 from fedloom.experiment.events import Event, RunName
+from fedloom.experiment.federated_statistics import collect
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
-from fedloom.sites.agreement import Deployment, deployment, description, layout_digest
+from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSite, KnownSites, SiteMessenger
-from fedloom.sites.messages import Mailbox, Words
+from fedloom.sites.messages import Mailbox, Words, pack, words_of
 from fedloom.sites.secure_round import require_supported
+from fedloom.sites.site_data import DataAgreement, agreed_table, of_columns, server_table, table_roles
 from fedloom.state.files import write_text
 from fedloom.task import Task, make_dataset, make_task
 
@@ -78,20 +82,33 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
 @dataclass(frozen=True)
 class Opening:
     """Facts of a federation's beginning, which hold for all of its rounds: its name at the sites, whether they have data of their
-    own, and the training and test samples of each site, None for one that was not there."""
+    own, the training and test samples of each site, None for one that was not there, and the columns on which tables agree."""
 
     federation: str
     own: bool
     samples: list[int | None]
     tests: list[int | None]
+    preprocessing: Words | None = None
 
     @classmethod
-    def of(cls, sites: Mapping[int, KnownSite], count: int, largest_share: float) -> Opening:
+    def of(
+        cls, sites: Mapping[int, KnownSite], count: int, largest_share: float, agreed: Preprocessing | None
+    ) -> Opening:
         """Open a new federation of `count` sites, of which these are there; claims that nobody can check are bounded."""
         have_data = any(site.has_own_data for site in sites.values())
         claims = [{number: getattr(site, kind) for number, site in sites.items()} for kind in ("samples", "tests")]
         credited = (_credited(numbers, largest_share if have_data else 1.0) for numbers in claims)
-        return cls(secrets.token_hex(8), have_data, *([sizes.get(n) for n in range(count)] for sizes in credited))
+        samples, tests = ([sizes.get(number) for number in range(count)] for sizes in credited)
+        return cls(
+            secrets.token_hex(8), have_data, samples, tests, None if agreed is None else json.loads(agreed.to_json())
+        )
+
+    @property
+    def agreed(self) -> Preprocessing | None:
+        """The preprocessing of tables."""
+        return (
+            None if self.preprocessing is None else Preprocessing.from_json(json.dumps(self.preprocessing), str(SITES))
+        )
 
     @classmethod
     def read(cls, path: Path, count: int) -> Opening | None:
@@ -128,17 +145,18 @@ class Gathering:
         """Wait for the sites. Return their task, or, where they take their shares of the configuration's data, that of a
         simulation. Their numbers of samples are those of the start, also when the run goes on later."""
         configuration, count = self.settings.configuration, self.settings.clients
-        dataset = make_dataset(configuration.data.name)
-        blank = self._task_of(dataset, [1] * count, None, seed)
-        self.briefing: Words = {"data": description(dataset)}
-        agreed = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
-        self.sites = KnownSites(self.mailbox, count, self.briefing, agreed)
-        _logger.info("waiting for %d of %d sites", self.settings.sites, count)
-        self.sites.wait(self.settings.sites, self.settings.wait)
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
+        agreed = self._agreed_columns() if opening is None else opening.agreed
+        dataset = make_dataset(configuration.data.name) if agreed is None else server_table(agreed, configuration)
+        blank = self._task_of(dataset, [1] * count, None, seed)
+        self.briefing: Words = {"data": DataAgreement.of(dataset).words()}
+        alike = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
+        self.sites = KnownSites(self.mailbox, count, self.briefing, alike)
+        _logger.info("waiting for %d of %d sites", self.settings.sites, count)
+        self.sites.wait(self.settings.sites, self.settings.wait)
         if opening is None:
-            opening = Opening.of(self.sites.known, count, self.settings.largest_share)
+            opening = Opening.of(self.sites.known, count, self.settings.largest_share, agreed)
             write_text(path, json.dumps(asdict(opening)) + "\n")
         self.opening = opening
         self.sites.registered |= {n: size for n, size in enumerate(opening.samples) if size is not None}
@@ -150,6 +168,42 @@ class Gathering:
         task = configuration.task(seed, lambda name: dataset)
         self._require_shares(task)
         return task
+
+    def _agreed_columns(self) -> Preprocessing | None:
+        """Return the preprocessing of the sites' own tables, from statistics of their columns; None for other data.
+
+        Raises `InvalidValue` naming the columns in which sites differ.
+        """
+        configuration, count = self.settings.configuration, self.settings.clients
+        roles = table_roles(configuration)
+        if roles is None or not of_columns(configuration):
+            return None
+        sites = KnownSites(self.mailbox, count, {}, {"fedloom": fedloom.__version__})
+        _logger.info("waiting for %d of %d sites, to compare their columns", self.settings.sites, count)
+        sites.wait(self.settings.sites, self.settings.wait)
+        if not any(site.has_own_data for site in sites.known.values()):
+            return None
+        statistics = collect(lambda request: self._answers(sites, request), Survey(self.settings.smallest))
+        for suffix in ("json", "html"):
+            statistics.save(self.settings.output / f"statistics.{suffix}")
+        return agreed_table(statistics, roles)
+
+    def _answers(self, sites: KnownSites, request: Words) -> dict[int, Words]:
+        """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
+        seconds = self.settings.deadline or self.settings.wait
+        sent = {
+            self.mailbox.send(site.node, "statistics", pack(request)): number for number, site in sites.known.items()
+        }
+        answers = {}
+        for reply in self.mailbox.collect([message_id for message_id in sent if message_id is not None], seconds):
+            number = sent[reply.metadata.reply_to_message_id]
+            try:
+                answers[number] = dict(words_of(reply)["answer"])
+            except (FedloomError, KeyError, TypeError, ValueError) as error:
+                raise InvalidValue(f"site {number} tells no statistics: {error}") from None
+        if silent := sorted({*sent.values()} - answers.keys()):
+            raise InvalidValue(f"site {silent[0]} tells no statistics within {seconds:g} s")
+        return answers
 
     def engine(self, task: Task) -> FlowerEngine:
         """Return the engine in which the sites train."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,24 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.algorithms.building import build
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.formats.numpy_files import read_arrays
+from fedloom.data.columns import TableInputs
 from fedloom.data.noise import label_noises
-from fedloom.data.partition import Partition
-from fedloom.data.sets.own import function_data, own_samples, split_arrays
+from fedloom.data.partition import Partition, split_train_test
+from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
-from fedloom.errors import DamagedCheckpoint, DataError, InvalidValue, RefusedReply
-from fedloom.objectives.custom import build_objective
+from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
+from fedloom.experiment.federated_statistics import answer, columns_of
 from fedloom.randomness import stream_seed
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
 from fedloom.secure import from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
-from fedloom.sites.agreement import Deployment, deployment, described, layout_digest, read_configuration
+from fedloom.sites.agreement import Deployment, deployment, layout_digest, read_configuration
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
 from fedloom.sites.node_config import Identity, NodeConfig
 from fedloom.sites.secure_round import exchanges_layers, layer_exchange
+from fedloom.sites.site_data import DataAgreement, own_table, table_roles
 from fedloom.sites.site_peer import SitePeer
 from fedloom.state.client_files import ClientFiles
 from fedloom.task import Task, make_task, mislabelled
@@ -82,13 +81,32 @@ class Site:
     # --- what it is asked ---
 
     def hello(self, words: Words) -> RecordDict:
-        """Introduce this site and say how many samples it has."""
+        """Introduce this site and say how many samples it has: of a table, once the federation has agreed on columns."""
+        if words.get("data") is None:
+            sizes = {"samples": 1, "tests": 0, "own": self.config.data is not None}
+            return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__})
         if exchanges_layers(build(self.settings.algorithm)):
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
         sizes = {"samples": len(task.partition[index]), "tests": tests, "own": self.config.data is not None}
         return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__, "layout": layout_digest(task)})
+
+    def statistics(self, words: Words) -> RecordDict:
+        """Answer a request of `federated_statistics` about the columns of this site's own table, of the rows that train."""
+        roles, table = table_roles(self.settings.configuration), own_table(self.config.data or "")
+        if roles is None or table is None:
+            raise InvalidValue(f"site {self.number}: {self.config.data} is no table, as the federation's data are")
+        dataset = table_dataset("table", *table, roles, self.config.data or "")
+        if not isinstance(dataset.encoding, TableInputs):
+            raise InvalidValue(
+                f"site {self.number}: texts and pictures in a table need an example at the server: path in table(...)"
+            )
+        train, share = Partition.of([np.arange(len(dataset.train))]), self.settings.configuration.data.local_test
+        if share is not None and not len(dataset.test):
+            train, _ = split_train_test(train, self.settings.configuration.seed, share)
+        columns = columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
+        return pack({"answer": answer(columns, words, self.config.smallest)})
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
         """Train as the client that the words say, from the memory that they say.
@@ -223,50 +241,28 @@ class Site:
         if source is None:
             return _simulated(self.settings.text), self.number
         settings = self.settings.configuration
-        train, test = own_data(source)
+        dataset = DataAgreement.read(words.get("data")).dataset(source, settings)
+        train, test = dataset.train, dataset.test
         if settings.data.shift != "none":
             raise InvalidValue(
                 f"data.shift={settings.data.shift!r} is for simulated clients: sites have inputs of their own"
             )
-        samples = train if test is None else train.concatenate(test)
-        objective = None if settings.objective is None else build_objective(settings.objective)
+        samples = train.concatenate(test) if len(test) else train
         task = make_task(
-            described(words.get("data"), samples, source, objective),
+            replace(dataset, train=samples, test=samples[:0]),
             partition=Partition.of([np.arange(len(train))]),
             model=settings.model,
             training=settings.training,
-            local_test=settings.data.local_test if test is None else None,
+            local_test=None if len(test) else settings.data.local_test,
             metrics=settings.metrics,
             seed=settings.seed,
         )
-        if test is not None:
+        if len(test):
             task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
         noise = label_noises.build_unless_none(settings.data.label_noise)
         if noise is not None:
             task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
         return task, 0
-
-
-def own_data(source: str) -> tuple[Samples, Samples | None]:
-    """Return a site's samples for training, and those for testing, None where it sets none aside.
-
-    The source is `module:function`, called without arguments, or the path of a folder of npy files or of an npz file with the
-    arrays inputs and labels, and perhaps test_inputs and test_labels. A function returns (inputs, labels), NumPy or torch, or two
-    such pairs, or `Samples`, two of them, or a `Dataset`. Raises `DataError` for samples that are missing or do not fit together.
-    """
-    if ":" in source and not Path(source).exists():
-        data = function_data(source)
-        splits = [data.train, data.test] if isinstance(data, Dataset) else data
-        train, *held_out = (replace(samples, groups=None) for samples in splits)
-    else:
-        arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(Path(source)), source)]
-        train, *held_out = own_samples(arrays, "channels_first", source)
-    if not len(train):
-        raise DataError(f"{source}: no samples to train on")
-    test = held_out[0] if held_out and len(held_out[0]) else None
-    if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (train.inputs.shape[1:], train.inputs.dtype):
-        raise DataError(f"{source}: samples for testing look different from those for training")
-    return train, test
 
 
 def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:

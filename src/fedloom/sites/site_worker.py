@@ -79,6 +79,8 @@ def _answer(kind: str, message: Message, context: Context) -> RecordDict:
     match kind:
         case "hello":
             return site.hello(words)
+        case "statistics":
+            return site.statistics(words)
         case "exchange":
             return site.exchange(words, tensors, parcel_of(message))
         case "train":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Sequence
@@ -15,8 +16,12 @@ import tomli_w
 from fedloom import __version__
 from fedloom.algorithms.building import build
 from fedloom.algorithms.secure_recombination import Secure
-from fedloom.errors import InvalidValue
+from fedloom.data.columns import TableInputs
+from fedloom.data.preprocessing import PictureInputs, TextInputs
+from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
+from fedloom.sites.site_data import table_roles
+from fedloom.task import make_dataset
 
 _LONGEST = 32  # of an app's name, to Flower
 
@@ -25,9 +30,9 @@ _TEMPLATE = files("fedloom.sites") / "app"
 EXAMPLE = (_TEMPLATE / "example.toml").read_text(encoding="utf-8")
 """The configuration of an app that is made without one: three sites share scikit-learn's handwritten digits."""
 
-_PATHS = {  # where each file of the template goes
-    "project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore", "data.py": "federation/data.py",
-}  # fmt: skip
+_PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore"}  # where each file goes
+
+_DATA = "federation/data.py"
 
 _PEERS = """
 `identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
@@ -106,8 +111,43 @@ def _contents(app: App, configuration_text: str) -> dict[str, str]:
         "peers": _PEERS if secure else "",
         "configuration": f"configuration = {_literal(configuration_text.strip())}",
     }
-    texts = {path: (_TEMPLATE / name).read_text(encoding="utf-8") for name, path in _PATHS.items()}
+    kind, path, values = _data_blanks(app.configuration)
+    blanks |= {"path": path, **values}
+    texts = {
+        path: (_TEMPLATE / name).read_text(encoding="utf-8") for name, path in {**_PATHS, f"{kind}.txt": _DATA}.items()
+    }
     return {"federation/__init__.py": "", **{path: Template(text).substitute(blanks) for path, text in texts.items()}}
+
+
+def _data_blanks(plan: Configuration) -> tuple[str, str, dict[str, str]]:
+    """Return the template of a site's data that fits a configuration, the path of data that needs no function, and the blanks."""
+    roles = table_roles(plan)
+    try:
+        dataset = make_dataset(plan.data.name)
+    except (DataError, InvalidValue):  # the data are elsewhere
+        return (
+            _table_blanks(roles.inputs, roles.target)
+            if roles
+            else ("arrays", "/srv/data.npz", {"shape": "(1,)", "dtype": "float32"})
+        )
+    match dataset.preprocessing.inputs:
+        case TableInputs(columns=columns):
+            return _table_blanks([column.name for column in columns], dataset.target)
+        case TextInputs(column=column):
+            return _table_blanks([column or "text"], dataset.target or "label")
+        case PictureInputs(shape=(channels, height, width)):
+            sizes = {"mode": "L" if channels == 1 else "RGB", "width": str(width), "height": str(height)}
+            return "pictures", "/srv/pictures", {"classes": _texts(dataset.preprocessing.outputs.classes), **sizes}
+    dtype = str(dataset.train.inputs.dtype).removeprefix("torch.")
+    return "arrays", "/srv/data.npz", {"shape": repr(dataset.spec.shape), "dtype": dtype}
+
+
+def _table_blanks(columns: Sequence[str], target: str) -> tuple[str, str, dict[str, str]]:
+    return "table", "/srv/data.csv", {"columns": _texts(columns), "target": _texts([target])}
+
+
+def _texts(names: Sequence[str]) -> str:
+    return ", ".join(map(json.dumps, names))
 
 
 def _literal(text: str) -> str:

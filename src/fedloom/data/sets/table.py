@@ -19,7 +19,7 @@ from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import tokens, vocabulary
-from fedloom.data.preprocessing import TextInputs
+from fedloom.data.preprocessing import Preprocessing, TextInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.picture_set import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
@@ -89,7 +89,10 @@ def table(
         InvalidValue: For a column that the table does not have, or that does not fit its role.
     """
     if not path:
-        raise InvalidValue("table needs path: a CSV file, a parquet file or a folder, and target: the column to learn")
+        raise InvalidValue(
+            "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (over real sites each "
+            "has rows of its own, and path may be left out)"
+        )
     train, test = read_any(Path(path))
     if test_path:
         test = read_any(Path(test_path))[0]
@@ -98,10 +101,16 @@ def table(
 
 
 def table_dataset(
-    name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0
-) -> Dataset:
-    """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is held out."""
+    name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0,
+    agreed: Preprocessing | None = None,
+) -> Dataset:  # fmt: skip
+    """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is held out.
+
+    With the preprocessing on which a federation has `agreed`, columns, categories and classes are those of all its sites.
+    """
     tables = [checked(table, source) for table in ([train] if test is None else [train, test])]
+    if agreed is not None and isinstance(agreed.inputs, TableInputs):
+        columns = replace(columns, inputs=[column.name for column in agreed.inputs.columns])
     columns = _resolved(tables[0], columns, source)
     tables = [_complete(table, columns, source) for table in tables]
     if not len(tables[0]):
@@ -114,6 +123,9 @@ def table_dataset(
     training = splits[0].inputs.numpy()
     objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
     class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None
+    if agreed is not None and agreed.outputs.classes and objective.classes:
+        class_names = agreed.outputs.classes
+        splits = _named(splits[0]), _named(splits[1])
     classes = len(class_names or ())
     cells = table.column(columns.inputs[0])
     if len(columns.inputs) == 1 and is_pictures(cells.type):
@@ -121,25 +133,35 @@ def table_dataset(
         pictures = [replace(split, inputs=pixels[split.inputs]) for split in splits]
         dataset = image_dataset(name, (pictures[0], pictures[1]), classes, "standard", None, class_names)
         return replace(dataset, target=columns.target)
-    encoding: TextInputs | TableInputs
+    encoding = None if agreed is None else agreed.inputs
     if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and is_text(cells.type):
         texts = [text or "" for text in cells.to_pylist()]
-        words = vocabulary((tokens(texts[row]) for row in training.tolist()), _VOCABULARY)
-        encoding = TextInputs(tuple(words), _LENGTH, column=columns.inputs[0])
+        if not isinstance(encoding, TextInputs):
+            words = vocabulary((tokens(texts[row]) for row in training.tolist()), _VOCABULARY)
+            encoding = TextInputs(tuple(words), _LENGTH, column=columns.inputs[0])
         inputs = encoding.encode(texts)
     else:
         with reading(source, "unreadable table"):
-            encoding = TableInputs.of(
-                table, columns.inputs, source, categorical=columns.categorical, missing=columns.missing,
-                standardise=columns.standardise, rows=training,
-            )  # fmt: skip
+            if not isinstance(encoding, TableInputs):
+                encoding = TableInputs.of(
+                    table, columns.inputs, source, categorical=columns.categorical, missing=columns.missing,
+                    standardise=columns.standardise, rows=training,
+                )  # fmt: skip
             inputs = encoding.encode(table, source)[0]
     train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
     return Dataset(
-        name, train, test, classes, vocabulary=len(words) + 2 if isinstance(encoding, TextInputs) else None,
+        name, train, test, classes, vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
         class_names=class_names, objective=objective, encoding=encoding, standardise=columns.standardise,
         target=columns.target,
     )  # fmt: skip
+
+
+def _named(samples: Samples) -> Samples:
+    """Return samples whose classes have texts as names, numbers too."""
+    if samples.label_names is not None:
+        return samples
+    present, ranks = samples.labels.unique(return_inverse=True)
+    return replace(samples, labels=ranks, label_names=tuple(map(str, present.tolist())))
 
 
 def _resolved(table: Any, columns: Columns, source: str) -> Columns:

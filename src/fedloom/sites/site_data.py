@@ -1,0 +1,227 @@
+"""Data of sites that bring their own: the preprocessing on which all agree, and how a site reads its samples.
+
+A federation of tables agrees before round 1 by statistics of all sites: on columns, mean and deviation of numbers, categories and
+classes. So no file has to be shared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedloom.config.plugins import found_at
+from fedloom.data.columns import Moments, TableColumn, TableInputs
+from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.formats.arrow import read_any
+from fedloom.data.formats.numpy_files import read_arrays
+from fedloom.data.preprocessing import ModelOutputs, PictureInputs, Preprocessing, TensorInputs, TextInputs, as_arrow
+from fedloom.data.sets.own import function_data, own_samples, read_image_folder, split_arrays
+from fedloom.data.sets.table import Columns, table_dataset
+from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
+from fedloom.experiment.column_statistics import Statistics
+from fedloom.experiment.configuration import Configuration
+from fedloom.objectives import Objective, objectives
+from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.objectives.custom import build_objective, expression_of
+from fedloom.objectives.regression import Regression, Standardised
+from fedloom.task import make_dataset
+
+_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
+
+
+@dataclass(frozen=True)
+class DataAgreement:
+    """Properties of the samples of every site: the name of the data set, the way to a model's inputs and from its outputs, the
+    objective as an expression, the number of classes, and of token data the number of tokens."""
+
+    name: str
+    preprocessing: Preprocessing
+    objective: str
+    classes: int
+    vocabulary: int | None
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> DataAgreement:
+        """Return what the sites of a data set agree on."""
+        objective = dataset.objective
+        if isinstance(objective, Standardised):
+            objective = Regression(objective.kind, objective.delta)
+        expression = expression_of(objective) or ""
+        return cls(dataset.name, dataset.preprocessing, expression, dataset.classes, dataset.vocabulary)
+
+    @classmethod
+    def read(cls, words: Any) -> DataAgreement:
+        """Read what `words` returned. Raises `RefusedReply` for anything else."""
+        try:
+            preprocessing = Preprocessing.from_json(json.dumps(words["preprocessing"]))
+            vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
+            return cls(str(words["name"]), preprocessing, str(words["objective"]), int(words["classes"]), vocabulary)
+        except (DataError, KeyError, TypeError, ValueError):
+            raise RefusedReply("the server does not say what the data look like") from None
+
+    def words(self) -> dict[str, Any]:
+        """Return plain values for a message."""
+        return {**vars(self), "preprocessing": json.loads(self.preprocessing.to_json())}
+
+    def dataset(self, source: str, configuration: Configuration) -> Dataset:
+        """Return a site's own samples, to train on and perhaps to test on.
+
+        Raises `DataError` for samples that are missing or do not fit together, `InvalidValue` for those that do not fit the
+        agreement; both name the source and, of a table, the column.
+        """
+        inputs, outputs, learned = self.preprocessing.inputs, self.preprocessing.outputs, configuration.objective
+        try:  # the objective by its name alone: a server may not have sites import modules
+            objective = objectives.build(self.objective) if learned is None else build_objective(learned)
+            table = own_table(source) if isinstance(inputs, TableInputs | TextInputs) else None
+            if table is not None:
+                columns = [inputs.column] if isinstance(inputs, TextInputs) else []
+                roles = table_roles(configuration) or Columns(outputs.name, inputs=columns)
+                rows = table_dataset("table", *table, roles, source, agreed=self.preprocessing)
+                return standardised_target(rows, self.preprocessing, objective)
+            scale = (
+                (inputs.mean or None, inputs.deviation or None) if isinstance(inputs, PictureInputs) else (None, None)
+            )
+            train, test = own_data(source, self.preprocessing)
+            dataset = Dataset(
+                self.name, train, train[:0] if test is None else test, self.classes, *scale, self.vocabulary,
+                outputs.classes or None, objective, standardise=False,
+            )  # fmt: skip
+        except InvalidValue as error:
+            raise InvalidValue(f"{source}: {str(error).removeprefix(f'{source}: ')}") from None
+        tokens = TensorInputs((inputs.length,), "int64") if isinstance(inputs, TextInputs) else inputs
+        if differences := replace(dataset.preprocessing, outputs=ModelOutputs()).differences(Preprocessing(tokens)):
+            raise InvalidValue(f"{source}: here and in the federation {differences[0]}")
+        highest = int(train.inputs.max()) if self.vocabulary is not None else 0
+        if self.vocabulary is not None and highest >= self.vocabulary:
+            raise InvalidValue(f"{source}: tokens must be 0 to {self.vocabulary - 1}, and {highest} is among them")
+        return dataset
+
+
+def own_table(source: str) -> tuple[Any, Any] | None:
+    """Return the Arrow tables of a site's own rows, to train on and, perhaps without rows, to test on; None for other data."""
+    path, test = Path(source), None
+    if ":" in source and not path.exists():
+        function = found_at(source, "source", "'module:function'")
+        try:
+            table = as_arrow(function())
+        except Exception as error:
+            raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
+    elif path.suffix in _TABLES or (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        table, test = read_any(path)
+    else:
+        return None
+    return None if table is None else (table, table.slice(0, 0) if test is None else test)
+
+
+def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples, Samples | None]:
+    """Return a site's samples for training, and those for testing, None where it sets none aside.
+
+    The source is `module:function`, called without arguments, or the path of a folder of npy files, of an npz file with the
+    arrays inputs and labels, and perhaps test_inputs and test_labels, or of a folder with pictures in a folder for each class. A
+    function returns (inputs, labels), NumPy or torch, or two such pairs, or `Samples`, two of them, or a `Dataset`. Raises
+    `DataError` for samples that are missing or do not fit together.
+    """
+    path, encoding = Path(source), None if agreed is None else agreed.inputs
+    if ":" in source and not path.exists():
+        data = function_data(source)
+        splits = [data.train, data.test] if isinstance(data, Dataset) else data
+        train, *held_out = (replace(samples, groups=None) for samples in splits)
+    elif agreed and isinstance(encoding, PictureInputs) and path.is_dir() and not any(path.glob("*.npy")):
+        channels, height, width = encoding.shape
+        folders = [path / name for name in ("train", "test") if (path / name).is_dir()] or [path]
+        train, *held_out = (
+            read_image_folder(folder, agreed.outputs.classes, channels, (height, width)) for folder in folders
+        )
+    else:
+        arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(path), source)]
+        train, *held_out = own_samples(arrays, "channels_first", source)
+    if not len(train):
+        raise DataError(f"{source}: no samples to train on")
+    test = held_out[0] if held_out and len(held_out[0]) else None
+    if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (train.inputs.shape[1:], train.inputs.dtype):
+        raise DataError(f"{source}: samples for testing look different from those for training")
+    return train, test
+
+
+# --- tables ---
+
+
+def table_roles(configuration: Configuration) -> Columns | None:
+    """Return the roles of columns in a configuration whose data set is a table; None for another data set."""
+    entry, options = datasets.read(configuration.data.name)
+    names = {field.name for field in fields(Columns)}
+    return Columns(**{n: value for n, value in options.items() if n in names}) if entry.name == "table" else None
+
+
+def of_columns(configuration: Configuration) -> bool:
+    """Return True unless a table's file at the server shows that it is one of texts or of pictures."""
+    _, options = datasets.read(configuration.data.name)
+    return not options.get("path") or isinstance(make_dataset(configuration.data.name).encoding, TableInputs)
+
+
+def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any) -> Dataset:
+    """Return the data set with this objective, and a target of numbers as the federation standardises it."""
+    if not agreed.outputs.mean or not isinstance(objective, Regression):
+        return replace(dataset, objective=objective, standardise=False)
+    scaled = Standardised(objective.kind, objective.delta, agreed.outputs.mean, agreed.outputs.deviation)
+    train, test = (replace(s, labels=scaled.standardised(s.labels)) for s in (dataset.train, dataset.test))
+    return replace(dataset, train=train, test=test, objective=scaled)
+
+
+def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
+    """Return the preprocessing of tables with these statistics, whose last column is the target.
+
+    Raises `InvalidValue` for a column that no site has enough rows of.
+    """
+    columns = []
+    for name, column in statistics.columns.items():
+        if not column.count or (column.kind == "categories" and not column.categories):
+            least = f"no site has {statistics.survey.smallest} rows with one value of it (smallest)"
+            raise InvalidValue(f"column {quoted(name)}: {least}")
+        count, mean, square = (torch.tensor([x]).double() for x in (column.count, column.mean, column.deviation**2))
+        deviation = Moments(count, mean, square * count).deviation
+        categories = None if column.kind == "numbers" else tuple(sorted(column.categories, key=_numbers_first))
+        figures = ((column.mean,), (float(deviation),)) if categories is None else ((), ())
+        columns.append(TableColumn(name, categories, *figures))
+    *inputs, target = columns
+    if target.categories is not None:
+        outputs = ModelOutputs("class", target.name, target.categories)
+    elif roles.standardise:
+        outputs = ModelOutputs("number", target.name, mean=target.mean, deviation=target.deviation)
+    else:
+        outputs = ModelOutputs("number", target.name)
+    return Preprocessing(TableInputs(tuple(inputs), roles.missing, roles.standardise), outputs)
+
+
+def _numbers_first(text: str) -> tuple[bool, int, str]:
+    """Return the place of a class among others: whole numbers by size, then text."""
+    number = text.removeprefix("-").isdigit()
+    return not number, int(text) if number else 0, text
+
+
+def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset:
+    """Return the data set of a federation of tables as the server has it: no row to train on, and those of `path` or `test_path`,
+    where the configuration names one, to test on."""
+    _, options = datasets.read(configuration.data.name)
+    roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)
+    objective: Objective = CLASSIFICATION if agreed.outputs.classes else Regression()
+    if configuration.objective is not None:
+        objective = build_objective(configuration.objective)
+    if path := options.get("test_path") or options.get("path"):
+        held_out = {name: options[name] for name in ("test_fraction", "seed") if name in options}
+        train, test = read_any(Path(path))
+        if options.get("test_path"):
+            train, test = train.slice(0, 1), train
+        dataset = table_dataset("table", train, test, roles, path, agreed=agreed, **held_out)
+    else:
+        label = torch.zeros(0, dtype=torch.int64 if agreed.outputs.classes else torch.float32)
+        assert isinstance(agreed.inputs, TableInputs), "`agreed_table` makes it"
+        nothing = Samples(torch.zeros(0, agreed.inputs.features, dtype=torch.float64), label)
+        names = agreed.outputs.classes
+        dataset = Dataset("table", nothing, nothing, len(names), class_names=names or None, objective=objective,
+                          encoding=agreed.inputs, target=agreed.outputs.name)  # fmt: skip
+    return standardised_target(dataset, agreed, objective)
