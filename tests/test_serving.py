@@ -189,6 +189,22 @@ def test_predictions_at_a_terminal(
         assert line in error.splitlines()[-1]
 
 
+def test_the_model_card_describes_the_data_without_them(tmp_path: Path) -> None:
+    result = trained(tmp_path, patients().drop(columns=["cost"]), "outcome", algorithm="ditto")
+    card = (tmp_path / "model-card.md").read_text()
+    for line in (
+        "# `logistic` trained by `ditto`", "- input `age`: numbers", "- input `ward`: `east`, `north`",
+        "- output `outcome`: `ill`, `well`", "- no differential privacy was asked for",
+        f"- accuracy: {result.accuracy:.4g}",
+    ):  # fmt: skip
+        assert f"{line}\n" in card
+    assert "- personal accuracy, client by client: " in card
+    assert "(3 clients)" in card
+    (tmp_path / "model-card.md").write_text("perfect")
+    with pytest.raises(CheckpointError, match=r"model-card\.md is not as it was written"):
+        trained(tmp_path, patients().drop(columns=["cost"]), "outcome", algorithm="ditto")
+
+
 def test_a_folder_of_an_experiment_with_one_run_is_that_run(tmp_path: Path) -> None:
     frame = patients().drop(columns=["cost"])
     for seed in (0, 1):

@@ -14,6 +14,7 @@ checkpoint-*           the state to go on from, with pool/ where a pool of model
 model.safetensors      the final model, by the names of the module's `state_dict`
 preprocessing.json     what makes a person's data its inputs, and its outputs answers (`fl.load` reads both)
 personal.safetensors   of personalised methods, the model that each client would use
+model-card.md          what the model was trained on, how, and how good it is
 result.json            the figures at the end; written last, so that its presence says that the run is finished
 landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
 report.html            figures and tables to look at
@@ -60,7 +61,7 @@ SITES = "sites.json"
 _LONGEST = 80  # characters of a folder's name that is made from an expression
 
 # All files that a run writes: starting afresh removes them.
-_MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors")
+_MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors", "model-card.md")
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
     "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", *_MODEL,

@@ -36,6 +36,7 @@ from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
+from fedloom.report.card import model_card
 from fedloom.report.curves import learning_curves
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import sheet
@@ -487,7 +488,9 @@ def _write(result: Result, directory: RunDirectory, model: str) -> None:
     save_model(directory.path / "model.safetensors", result.model, model, task.dataset.spec, about)
     if personal := _personal_models(result.federation):
         write_tensors(directory.path / "personal.safetensors", personal, {})
-    write_text(directory.path / "preprocessing.json", task.dataset.preprocessing.to_json())
+    preprocessing = task.dataset.preprocessing
+    write_text(directory.path / "preprocessing.json", preprocessing.to_json())
+    write_text(directory.path / "model-card.md", model_card(summary, preprocessing, model, _described_data(task)))
     directory.finish(result.ends)
 
 
