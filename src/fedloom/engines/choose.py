@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 from torch import nn
@@ -107,6 +108,7 @@ def require_engine_on(text: str, device: str) -> None:
         raise InvalidValue(f"engine {entry.name!r} takes data on the CPU, not device = {device!r}: {remedy}")
 
 
+@cache
 def settled_by(text: str) -> str:
     """Return the engine without its `PLACEMENT` options: a run may be resumed with more workers or at another address."""
     entry, options = read_engine(text)

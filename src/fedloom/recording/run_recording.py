@@ -36,11 +36,11 @@ class MeasurementLog(RoundLog):
         self.directory = directory
         self.unsynced: list[Path] = []
 
-    def complete(self) -> int:
+    def complete(self, records: list[dict[str, Any]]) -> int:
         """Return how many rounds, from the first on, have all their measurements and models on the disk."""
-        complete = super().complete()
+        complete = super().complete(records)
         if self.directory is not None:
-            for line in self.read()[:complete]:
+            for line in records[:complete]:
                 if line["kept"] and not models_file(self.directory, line["round"]).exists():
                     return int(line["round"]) - 1
         return complete

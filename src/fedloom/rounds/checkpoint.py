@@ -175,9 +175,8 @@ class RoundLog:
         if self.path is not None and self.path.exists():
             flush(self.path)
 
-    def complete(self) -> int:
-        """Return how many rounds, from the first on, have a line each."""
-        records = self.read()
+    def complete(self, records: list[dict[str, Any]]) -> int:
+        """Return how many rounds, from the first on, have a line each, of the `records` that were read."""
         return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))
 
 

@@ -450,7 +450,8 @@ class Federation:
         if self._ledger is not None:
             shown = max([0, *(record["round"] for record in records), *self.checkpoints.rounds()])
             self._ledger.resume(shown)
-        recorded = min(log.complete() for log in [self._logs[0], *(observer.log for observer in self.observers)])
+        logs = [(self._logs[0], records), *((observer.log, observer.log.read()) for observer in self.observers)]
+        recorded = min(log.complete(lines) for log, lines in logs)
         checkpoint = self.checkpoints.latest(recorded, self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
