@@ -191,7 +191,13 @@ def test_functions_take_few_parameters() -> None:
 )
 def test_no_text_sends_its_reader_where_there_is_nothing(pattern: str) -> None:
     files = [path for path in (SOURCE / "fedloom").rglob("*") if path.suffix in {".py", ".md", ".toml", ".html"}]
-    texts = [*files, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").iterdir()]
+    texts = [
+        *files,
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "examples").rglob("*.py"),
+        *(ROOT / "examples").glob("*.toml"),
+    ]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in texts

@@ -292,7 +292,7 @@ def test_the_report_shows_it(folder: Path) -> None:
         (
             "objetive",
             "unknown recorder 'objetive': did you mean 'objective'? (there are: aggregate, ala, landscape, "
-            "memorisation, objective, similarity, trajectory)",
+            "memorisation, objective, similarity, steps, trajectory)",
         ),
         ("ala(clent=3)", "ala has no parameter 'clent': did you mean 'client'? (it has: client)"),
         ("objective(every=0)", "objective: every must be at least 1, not 0"),

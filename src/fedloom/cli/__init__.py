@@ -41,6 +41,7 @@ commands: tuple[Callable[..., Any], ...] = (
     tuning.tune,
     surveying.statistics,
     checking.check,
+    checking.referee,
     reproducing.reproduce,
     showing.watch,
     showing.report,

@@ -1,4 +1,4 @@
-"""`fedloom check`."""
+"""`fedloom check` and `fedloom referee`."""
 
 from __future__ import annotations
 
@@ -45,3 +45,29 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
             print(f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}")
     if any(result.findings for result in results):
         raise typer.Exit(1)
+
+
+def referee(
+    a: Annotated[Path, typer.Argument(metavar="A", hidden=True)],
+    b: Annotated[Path, typer.Argument(metavar="B", hidden=True)],
+    tolerance: Annotated[
+        float, typer.Option(help="Share of a tensor's way that may differ.", show_default=False)
+    ] = 1e-3,
+) -> None:
+    """Say where another implementation of a method parts from fedloom's.
+
+    A and B hold traces: a run with record=["steps"], and what the other program wrote. The first round, client, step and
+    tensor that differ are named, and what that often means. The exit code is 1 where there are any.
+    """
+    from fedloom.evidence.referee import compare
+    from fedloom.evidence.trace import Trace
+
+    traces = Trace(a), Trace(b)
+    if single := sorted(
+        {f"{k.stage}/{k.role}" for k in traces[0].keys() ^ traces[1].keys() if not k.stage.isdecimal()}
+    ):
+        print(f"not compared, since only one has it: {', '.join(single)}")
+    if difference := compare(*traces, tolerance):
+        print(f"they part in {difference[0]}\n  {difference[1]}\nwhat that often means:", *difference[2:], sep="\n  ")
+        raise typer.Exit(1)
+    print(f"the same: {len(traces[0].keys() & traces[1].keys()):,} tensors")

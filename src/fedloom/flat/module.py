@@ -132,7 +132,12 @@ class FlatModule:
         shortcuts: Faster ways that may be taken.
         autocast: Type of the forward pass and the loss, in operations that tolerate it; None for the weights' type.
         objective: What is learned.
+
+    Attributes:
+        watch: Takes each local step of SGD, the rows that it moves and its group of clients to the step to take instead.
     """
+
+    watch: Callable[[Callable[[Batch], Tensor], Tensor, Any], Callable[[Batch], Tensor]] | None = None
 
     def __init__(
         self,

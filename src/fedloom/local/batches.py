@@ -29,11 +29,12 @@ Epochs = Iterable[tuple[Tensor, list[int]]]
 
 @dataclass(frozen=True)
 class LockStep:
-    """Batches that some of a cohort's `count` clients (None: all) take together."""
+    """Batches that some of a cohort's `count` clients (None: all) take together; `orders` their samples in order."""
 
     clients: Rows | None
     batches: Iterator[Batch]
     count: int
+    orders: Sequence[Tensor]
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return these clients' rows of tensors `[k, ...]`: views of consecutive rows, else copies to be `put` back."""
@@ -157,7 +158,7 @@ def lock_steps(
             sources = [(plans[k], plans[k].starts[done[k]]) for k in members]
             clients, size = _rows(members, len(plans)), plans[members[0]].sizes[done[members[0]]]
             batches = _batches(sources, clients, size, min(done[k] for k in members), steps)
-            yield LockStep(clients, batches, len(plans))
+            yield LockStep(clients, batches, len(plans), [plan.index[start:] for plan, start in sources])
             for k in members:
                 done[k] += steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,14 +85,22 @@ class LocalOptimizer:
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
         """Take the steps of a group, whose rows of the state move, and return the loss of each step, `[g]`."""
         rows, velocity = state["weights"], state.get("velocity")
+        step: Callable[[Batch], Tensor]
         if self.folded is not None:
-            return [self.folded(rows, velocity, batch) for batch in group.batches]
-        moved, members = self._moved(rows), group.members()
-        if self.optimizers is not None:
-            update: Update = self.optimizers.of(members, moved, self.rates.alike(members))
+            step = partial(self.folded, rows, velocity)
         else:
-            update = SGD(self.settings, moved, [] if velocity is None else self._moved(velocity))
-        return [self.step(rows, batch, context, update, self.rates.step(members)) for batch in group.batches]
+            moved, members = self._moved(rows), group.members()
+            if self.optimizers is not None:
+                update: Update = self.optimizers.of(members, moved, self.rates.alike(members))
+            else:
+                update = SGD(self.settings, moved, [] if velocity is None else self._moved(velocity))
+
+            def step(batch: Batch) -> Tensor:
+                return self.step(rows, batch, context, update, self.rates.step(members))
+
+        if self.flat_module.watch is not None:
+            step = self.flat_module.watch(step, rows, group)
+        return [step(batch) for batch in group.batches]
 
     def step(self, rows: Tensor, batch: Batch, context: Context, update: Update, rate: float | list[float]) -> Tensor:
         """Take one step of clients with models `rows [g, P]` and return their loss before it, `[g]`."""

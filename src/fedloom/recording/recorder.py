@@ -114,7 +114,7 @@ class Recorder:
         """Raise `InvalidValue` when this run has no such client or round."""
 
     def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
-        """Hook into the method's own code, if need be; the function returned gives a round's value."""
+        """Hook into the method's own code, if need be; the function returned gives a round's value, or its `Measurement`."""
         return None
 
     def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:

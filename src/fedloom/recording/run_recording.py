@@ -114,7 +114,9 @@ class Recording:
         for recorder in self.recorders:
             reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
             measurement = recorder.measure(round.number, exchanges, self._context)
-            if measurement := measurement if reported is None else Measurement(reported):
+            if reported is not None:
+                measurement = reported if isinstance(reported, Measurement) else Measurement(reported)
+            if measurement is not None:
                 self._pending[recorder.name] = measurement
 
     def commit(self, number: int) -> None:

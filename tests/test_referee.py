@@ -1,0 +1,247 @@
+"""The referee names the mistakes that are planted in plain PyTorch loops of three methods, and finds none in right ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import fedloom as fl
+from fedloom.errors import DataError
+from fedloom.evidence.referee import compare
+from fedloom.evidence.trace import Trace
+from fedloom.recording.run_recording import models_file
+from forking_cli import main
+from small_task import KeepsClientMemory, small_task
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "referee"))
+
+loops: Any = __import__("loops")
+trace_files: Any = __import__("trace_files")
+
+# The round, the client, the step and the tensor that a mistake shows in first, and its name in the causes.
+NAMED = {
+    ("fedavg", "order of batches"): (r"round 1, client \d, local step 0: samples", "order of batches"),
+    ("fedavg", "momentum kept"): (r"round 2, client \d, local step 0: after hidden.weight", "momentum is kept"),
+    ("fedavg", "equal weights"): (r"round 1, the server, .*: model", r"weight of the mean: .* 0.333, 0.333, 0.333 in B"),
+    ("fedavg", "statistics left"): (r"round 1, the server, .*: model norm.running_mean", "running statistics of batch norm"),
+    ("fedavg", "rate does not decay"): (r"round 2, client \d, local step 0: after", "step is 1.25 times A's: the learning rate"),
+    ("scaffold", "sign"): (r"round 2, client \d, local step 0: after", "variate .*another sign"),
+    ("scaffold", "divided by participants"): (r"round 1, the server, .*: variate", "2 times as far .*clients of the round"),
+    ("scaffold", "steps of all"): (r"round 1, client \d, what it sends: variate", "a number of steps"),
+    ("scaffold", "variate forgotten"): (r"round 2, client \d, local step 0: after", "client's own variate: left out, forgotten"),
+    ("scaffold", "server rate"): (r"round 1, the server, .*: model", "0.5 times as far in B: a rate of the server"),
+    ("fedala", "no blend"): (r"round 2, client \d, local step 0: before out", "0: a local initialisation is left out"),
+    ("fedala", "all layers"): (r"round 2, client \d, .*: before hidden", "A leaves hidden.bias, hidden.weight as they were"),
+    ("fedala", "begins anew"): (r"round 3, client \d, local step 0: before out", "blend: begun anew or kept"),
+    ("fedala", "not clipped"): (r"round 2, client \d, local step 0: before out", "blend: .*not clipped"),
+    ("fedala", "rate of the weights"): (r"round 2, client \d, .*: before out", "blend: .*learned with another rate"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[fl.Task, Path]]:
+    """fedloom's task and trace of each method."""
+    runs = {}
+    for method, expression in loops.METHODS.items():
+        task, folder = loops.task_for(method), tmp_path_factory.mktemp(method) / "run"
+        fl.run(expression, task, rounds=5, participation=0.5, record=["steps"], directory=folder)
+        runs[method] = task, folder
+    return runs
+
+
+@pytest.mark.parametrize("method", loops.METHODS)
+def test_a_right_loop_is_the_same(method: str, traces: dict[str, tuple[fl.Task, Path]], tmp_path: Path) -> None:
+    task, folder = traces[method]
+    loops.LOOPS[method](task, folder, tmp_path / "loop")
+    ours, theirs = Trace(tmp_path / "loop"), Trace(folder)
+    assert compare(theirs, ours) == []
+    assert ours.keys() == theirs.keys()
+    assert main(["referee", str(folder), str(tmp_path / "loop")]) == 0
+
+
+def test_five_mistakes_of_each_method_are_planted() -> None:
+    assert NAMED.keys() == {(method, mistake) for method, mistakes in loops.MISTAKES.items() for mistake in mistakes}
+    assert all(len(mistakes) == 5 for mistakes in loops.MISTAKES.values())
+
+
+@pytest.mark.parametrize(("method", "mistake"), NAMED)
+def test_a_planted_mistake_is_named(
+    method: str,
+    mistake: str,
+    traces: dict[str, tuple[fl.Task, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task, folder = traces[method]
+    loops.LOOPS[method](task, folder, tmp_path / "loop", mistake)
+    location, cause = NAMED[method, mistake]
+    assert main(["referee", str(folder), str(tmp_path / "loop")]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(f"they part in {location}", printed), printed
+    assert re.search(cause, printed.partition("often means")[2]), printed
+
+
+@pytest.mark.parametrize("engine", ["rows", "stacked"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedmr", "scaffold", "umf(fedavg)", "ditto", "ala(fedprox)", "feddecorr(fedavg)"]
+)
+def test_a_run_is_the_same_with_its_steps_recorded(method: str, engine: str, tmp_path: Path) -> None:
+    task = small_task()
+    plain, recorded = (
+        fl.run(
+            method,
+            task,
+            rounds=3,
+            participation=0.5,
+            engine=engine,
+            record=record,
+            directory=tmp_path / str(len(record)),
+        )
+        for record in ([], ["steps(begin=2, end=2)"])
+    )
+    assert plain.history == recorded.history
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tensor, recorded.model.state_dict()[name])
+    trace = Trace(tmp_path / "1")
+    assert list(trace.clients) == [2]
+    for key in trace:
+        if key.role == "after" and (following := key._replace(stage=str(int(key.stage) + 1), role="before")) in trace:
+            sent = trace.get(key._replace(stage="in", role="model"))  # a second training begins where it likes
+            assert np.array_equal(trace[key], trace[following]) or method == "ditto", (key, sent)
+
+
+def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Every recorded step is the gradient of the recorded loss at the recorded weights, on the recorded samples."""
+    task = loops.task_for("scaffold")
+    fl.run("fedavg", task, rounds=2, participation=0.5, record=["steps"], directory=tmp_path)
+    trace, net = Trace(tmp_path), loops.Network(norm=False)
+    checked = 0
+    for key in [key for key in trace if key.role == "samples"]:
+        weights = {k.tensor: torch.from_numpy(trace[k]).float() for k in trace if k[:4] == (*key[:3], "before")}
+        net.load_state_dict(weights)
+        index = torch.from_numpy(trace[key])
+        assert set(index.tolist()) <= set(task.partition[int(key.client)].tolist())
+        loss = torch.nn.functional.cross_entropy(
+            net(task.dataset.prepare(task.train.inputs[index])), task.train.labels[index]
+        )
+        assert trace[key._replace(role="loss")] == pytest.approx(float(loss.detach()), rel=1e-5)
+        for name, gradient in zip(
+            weights, torch.autograd.grad(loss, [net.get_parameter(n) for n in weights]), strict=True
+        ):
+            moved = trace[key._replace(role="after", tensor=name)] - trace[key._replace(role="before", tensor=name)]
+            rate = loops.RATE * loops.DECAY ** (key.round - 1)
+            np.testing.assert_allclose(moved, -rate * gradient.numpy(), rtol=1e-3, atol=1e-6)
+        checked += 1
+    assert checked > 20
+
+
+def test_a_method_that_trains_while_it_is_evaluated_records_its_training_alone(tmp_path: Path) -> None:
+    fl.run(
+        KeepsClientMemory(),
+        small_task(),
+        rounds=2,
+        participation=0.5,
+        personal_every=1,
+        record=["steps"],
+        directory=tmp_path,
+    )
+    trace = Trace(tmp_path)
+    for number, clients in trace.clients.items():
+        assert {key.client for key in trace if key.round == number} == {*clients, "server"}
+        assert len(clients) == 3
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A small trace of another program."""
+    writer = trace_files.TraceWriter(tmp_path / "trace")
+    for number in (1, 2):
+        for client in (0, 1):
+            writer.add(client, "in", "model", {"w": np.zeros(3, np.float32)})
+            writer.add(client, 0, "samples", np.arange(4) + client)
+            writer.add(client, 0, "before", {"w": np.zeros(3, np.float32)})
+            writer.add(client, 0, "after", {"w": np.ones(3, np.float32)})
+        writer.end(number, [0, 1], [4, 4])
+    return tmp_path / "trace"
+
+
+def test_the_copied_file_reads_what_it_writes(written: Path) -> None:
+    rounds = list(trace_files.read_trace(written))
+    assert [(number, clients, sizes) for number, clients, sizes, _ in rounds] == [
+        (1, [0, 1], [4, 4]),
+        (2, [0, 1], [4, 4]),
+    ]
+    assert trace_files.tensors_of(rounds[0][3], 1, 0, "after")["w"].tolist() == [1, 1, 1]
+    assert len((ROOT / "examples/referee/trace_files.py").read_text().splitlines()) < 70
+
+
+def change(folder: Path, number: int, **arrays: Any) -> Path:
+    """Return a copy of a trace with other arrays in a round; None removes one."""
+    copied = folder.with_name("changed")
+    shutil.copytree(folder, copied)
+    path = models_file(copied, number)
+    tensors = load_file(path) | {name.replace("__", "/"): array for name, array in arrays.items()}
+    save_file({name: array for name, array in tensors.items() if array is not None}, path)
+    return copied
+
+
+def test_other_numbers_of_steps_and_other_clients_are_told(written: Path) -> None:
+    more = change(written, 2, steps__1__1__loss=np.zeros(()))
+    difference = compare(Trace(written), Trace(more))
+    assert difference[:2] == ["round 2, client 1", "A takes 1 local steps, B 2"]
+    lines = [json.loads(line) for line in (more / "recorded.jsonl").read_text().splitlines()]
+    lines[0]["values"]["steps"]["clients"] = [0, 5]
+    (more / "recorded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    difference = compare(Trace(written), Trace(more))
+    assert difference[:2] == ["round 1", "A trains clients 0, 1, B 0, 5"]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"steps__0__0__after__w": np.ones(4, np.float32)},
+        {"steps__0__0__after__w": np.full(3, np.nan, np.float32)},
+        {"steps__0__0__samples": np.arange(9)},
+        {"steps__0__in__model__w": np.ones(3, np.float32)},
+    ],
+)
+def test_odd_tensors_are_differences(arrays: dict[str, Any], written: Path) -> None:
+    difference = compare(Trace(written), Trace(change(written, 1, **arrays)))
+    assert difference[0].startswith("round 1, client 0")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 100, (1 << 40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"]
+)
+def test_a_damaged_trace_is_told_in_one_line(content: bytes, written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models_file(written, 2).write_bytes(content)
+    if content[:1] != b"\x02":  # which is an empty file of tensors
+        with pytest.raises(DataError, match="is no file of a trace"):
+            Trace(written)
+        assert main(["referee", str(written), str(written)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    (written / "recorded.jsonl").write_text('{"round": 1, "values": {"steps": {"clients": "ab"}}}\n')
+    with pytest.raises(DataError, match="is no file of a trace"):
+        Trace(written)
+    (written / "recorded.jsonl").write_text("")
+    with pytest.raises(DataError, match="holds no trace"):
+        Trace(written)
+
+
+def test_traces_without_a_common_name_are_told(written: Path) -> None:
+    other = written.with_name("other")
+    writer = trace_files.TraceWriter(other)
+    writer.add(0, "in", "model", {"module.w": np.zeros(3, np.float32)})
+    writer.end(1, [0], [4])
+    with pytest.raises(DataError, match=r"no tensor in common, such as .*after/w and 1/0/in/model/module.w"):
+        compare(Trace(written), Trace(other))
