@@ -24,6 +24,7 @@ from fedloom.cli import (
     federation_files,
     listing,
     predicting,
+    proving,
     reproducing,
     running,
     showing,
@@ -43,6 +44,8 @@ commands: tuple[Callable[..., Any], ...] = (
     checking.check,
     checking.referee,
     reproducing.reproduce,
+    proving.bundle,
+    proving.replay,
     showing.watch,
     showing.report,
     predicting.predict,
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)
         if code == 130:  # a KeyboardInterrupt
-            resumes = words[0] in ("run", "compare", "tune", "reproduce")
+            resumes = words[0] in ("run", "compare", "tune", "reproduce", "replay")
             _print_error(f"stopped; to go on: {resuming_command(words)}" if resumes else "stopped")
         return code if isinstance(code, int) else 0
     except click.ClickException as error:

@@ -68,7 +68,7 @@ def reproduce(
     if which is None:
         if hour:
             raise InvalidValue("--hour needs a paper, such as fedmr")
-        _list(_folders(data))
+        _list(folders_of(data))
         return
     if workers is not None:
         require_at_least("--workers", workers, 1)
@@ -77,7 +77,7 @@ def reproduce(
     chosen = {**protocol, **{name: value for name, value in limits.items() if value not in (None, [])}}
     options = ReproduceOptions(
         **{name: chosen[name] for name in limits if name in chosen},
-        folders=_folders(data),
+        folders=folders_of(data),
         changes=changes or (),
         directory=directory,
     )
@@ -192,7 +192,7 @@ def _numbers(text: str | None) -> list[int] | None:
         raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {quoted(text)}") from None
 
 
-def _folders(texts: Texts) -> dict[str, str]:
+def folders_of(texts: Texts) -> dict[str, str]:
     """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
     folders = {}
     for text in texts or ():

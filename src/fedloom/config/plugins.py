@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -51,7 +52,23 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
     return make  # type: ignore[no-any-return]
 
 
+@contextmanager
+def refused_code() -> Iterator[None]:
+    """Refuse to import modules of the user's own in this block: whatever names one raises `InvalidValue`."""
+    global _refuses
+    _refuses = True
+    try:
+        yield
+    finally:
+        _refuses = False
+
+
+_refuses = False
+
+
 def _imported(name: str, key: str) -> ModuleType:
+    if _refuses:
+        raise InvalidValue(f"{key}: {quoted(name)} is code that is not part of fedloom, which is not trusted here")
     if "/" in name or name.endswith(".py"):
         module = name.removesuffix(".py").replace("/", ".").strip(".")
         raise InvalidValue(f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}")

@@ -220,6 +220,7 @@ class Configuration(Schedule):
             "record": [expression(recorder) for recorder in self._recorders],
             "engine": settled_by(self.engine),
             "device": self.device,
+            **({"plugins": self.plugins} if self.plugins else {}),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -35,18 +35,32 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock:
 def task_digest(task: Task) -> str:
     """Return a digest of the samples, the split and the initial model."""
     content = Digest()
+    for _, chunk in _contents(task):
+        content.update(chunk)
+    return content.hexdigest()
+
+
+def task_digests(task: Task) -> dict[str, str]:
+    """Return digests of a task's `data`, of its `split` over clients and of the initial model (`start`)."""
+    digests = {"data": Digest(), "split": Digest(), "start": Digest()}
+    for name, chunk in _contents(task):
+        digests[name].update(chunk)
+    return {name: content.hexdigest() for name, content in digests.items()}
+
+
+def _contents(task: Task) -> Iterator[tuple[str, bytes]]:
+    """Yield the bytes by which tasks are told apart, each with the digest that it belongs to."""
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
         inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
         for tensor in (samples.labels, inputs):
-            content.update(tensor.contiguous().cpu().numpy().tobytes())
+            yield "data", tensor.contiguous().cpu().numpy().tobytes()
     for split in (task.partition, task.local_test):
         if split is not None:
-            content.update(split.indices.tobytes() + split.offsets.tobytes())
+            yield "split", split.indices.tobytes() + split.offsets.tobytes()
     for row in (task.initial, task.initial_integers):
-        content.update(row.cpu().numpy().tobytes())
-    content.update(task.frozen_digest.encode())
-    return content.hexdigest()
+        yield "start", row.cpu().numpy().tobytes()
+    yield "start", task.frozen_digest.encode()
 
 
 def environment() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fedloom.experiment.configuration import Configuration, schedule_values
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.frames import data_frame, html_table, plain_records, result_lines
-from fedloom.experiment.identity import environment, identity
+from fedloom.experiment.identity import environment, identity, task_digests
 from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import described_task
 from fedloom.experiment.settings import require_key
@@ -451,7 +451,7 @@ class _RunPlan:
         if task.true_labels is not None:
             labels = {"given": task.train.labels, "true": task.true_labels}
             write_tensors(directory.path / "labels.safetensors", labels, {})
-        write_json(directory.path / "task.json", _described_data(task))
+        write_json(directory.path / "task.json", {**_described_data(task), "digests": task_digests(task)})
         return federation
 
     def _run_rounds(self, result: Result, tracking: Tracking) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedloom.config.expression import parse
 from fedloom.errors import DataError, InvalidValue
+from fedloom.experiment.directory import write_json
 from fedloom.experiment.events import RunName
 from fedloom.experiment.identity import environment
 from fedloom.experiment.jobs import Job, Tasks, require_possible
@@ -102,7 +103,10 @@ def notes(plan: ReproducePlan) -> list[str]:
 def write(
     plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
 ) -> list[Path]:
-    """Write `cells.csv`, `.md` and `.tex`, the record `cells.json` and, where there are runs, `report.html`; return the paths."""
+    """Write `cells.csv`, `.md` and `.tex`, the record `cells.json` and, where there are runs, `report.html`; return the paths.
+
+    `comparison.json` lists the runs, for other commands that take a folder.
+    """
     plan.folder.mkdir(parents=True, exist_ok=True)
     runs = _labelled(plan, summaries)
     computed_with = runs[0].environment if runs else environment()
@@ -114,6 +118,11 @@ def write(
     }
     for name, text in texts.items():
         write_text(plan.folder / name, text)
+    jobs = [job for job in plan.jobs if job.name in summaries]
+    listed = [
+        {**job.name._asdict(), "setting": {"column": job.name.setting}, "directory": str(job.path)} for job in jobs
+    ]
+    write_json(plan.folder / "comparison.json", {"runs": listed})
     paths = [plan.folder / name for name in texts]
     if runs:
         paths.append(plan.folder / "report.html")

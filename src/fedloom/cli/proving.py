@@ -1,0 +1,113 @@
+"""`fedloom bundle` and `fedloom replay`: results that somebody else can check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.cli.options import Folder, Quiet, RunsFailed, shown
+from fedloom.cli.reproducing import folders_of
+from fedloom.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from fedloom.evidence.replay import Replay
+
+BundleFile = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST."),
+]
+Trust = Annotated[bool, typer.Option("--trust-code", help="Run the bundle's own code, which is shown without it.")]
+
+
+def bundle(
+    folder: Folder,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The file, by default named like DIR.", show_default=False)
+    ] = None,
+) -> None:
+    """Put runs into one file, which fedloom replay runs again and compares.
+
+    DIR holds a run, a comparison or a reproduced table, such as runs/digits or runs/reproduce/fedumf.table-a2. The file has
+    configurations, figures, final models and modules of your own; of data only digests.
+    """
+    from fedloom.evidence.bundle import write_bundle
+    from fedloom.report.units import byte_text
+
+    path = to or Path(f"{folder.resolve().name}.zip")
+    bundled = write_bundle(folder, path)
+    print(f"{path}: {len(bundled.runs)} run{'s' * (len(bundled.runs) > 1)}, {byte_text(path.stat().st_size)}")
+    if bundled.code:
+        print(f"your own code in it: {', '.join(bundled.code)}")
+    print(f"to check it: fedloom replay {path}")
+
+
+def replay(
+    file: BundleFile,
+    data: Data = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="Where runs go: runs/replay/NAME by default.", show_default=False)
+    ] = None,
+    trust_code: Trust = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it would do and how long, and stop.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a bundle again, and say cell by cell whether it gives the same.
+
+    FILE is what fedloom bundle wrote. Data come from your folders (--data, or FEDLOOM_DATA); nothing is downloaded. The exit
+    code is 1 where a cell differs. The same command goes on after an interruption.
+    """
+    import os
+    import sys
+    from contextlib import nullcontext
+
+    from fedloom.config.plugins import refused_code
+    from fedloom.evidence.bundle import unpack
+    from fedloom.evidence.replay import Replay
+    from fedloom.experiment.directory import readable
+
+    folder = directory or Path("runs/replay") / file.stem
+    bundled = unpack(file, folder / "bundle")
+    if bundled.code and not trust_code:
+        for name in bundled.code:
+            lines = (folder / "bundle" / name).read_text(encoding="utf-8", errors="replace").splitlines()
+            print(f"--- {name}", *("".join(filter(str.isprintable, line.expandtabs())) for line in lines), sep="\n")
+        raise InvalidValue(f"{file} runs code of its own ({', '.join(bundled.code)}): read it, then add --trust-code")
+    if trust_code:
+        sys.path[:0] = [str((folder / "bundle" / "code").resolve()), os.getcwd()]
+    with nullcontext() if trust_code else refused_code(), readable(file):
+        replayed = Replay(bundled, folder, folders_of(data))
+        print(*replayed.described(), sep="\n", flush=True)
+        if not estimate:
+            _run_again(replayed, quiet)
+
+
+def _run_again(replayed: Replay, quiet: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from fedloom.evidence.replay import ANSWERS
+    from fedloom.experiment.jobs import Tasks, attempt
+
+    tasks, rounds = Tasks(), {job.name: job.configuration.rounds for job in replayed.jobs}
+    with shown(len(replayed.jobs), rounds, quiet) as (watch, stopped):
+        for number, job in enumerate(replayed.jobs):
+            if differing := replayed.differing(number, tasks.of(job.configuration, job.name.seed)):
+                watch.line(f"{job.name}: another {' and '.join(differing)} than the bundle's")
+            if reason := attempt(job, watch, False, tasks):
+                raise RunsFailed(f"{job.name}: {reason}")
+            if stopped():
+                raise KeyboardInterrupt
+    table = Table("Setting", "Method", "Seeds", "Bundle", "Here", "Answer", box=None, padding=(0, 2, 0, 0))
+    cells = replayed.cells()
+    for cell in cells:
+        figures = (f"{cell.bundled:.4f}", f"{cell.here:.4f}", cell.answer)
+        table.add_row(*map(Text, (cell.setting, cell.algorithm, str(cell.seeds), *figures)))
+    Console(highlight=False).print(table)
+    for cell in (cell for cell in cells if cell.detail):
+        print(f"{', '.join(filter(None, (cell.algorithm, cell.setting)))}: {cell.detail}")
+    if any(cell.answer == ANSWERS[-1] for cell in cells):
+        raise typer.Exit(1)

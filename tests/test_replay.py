@@ -1,0 +1,580 @@
+"""Bundles: what is in them, that they are run again to the same bytes, what a replay answers otherwise, and hostile files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import stat
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom
+from fedloom.config.expression import parse
+from fedloom.data.dataset import datasets
+from fedloom.data.partition import partitions
+from fedloom.errors import DataError, InvalidValue
+from fedloom.evidence.bundle import _LOCATIONS, MOST_FILES, relocated, unpack, write_bundle
+from fedloom.evidence.replay import Replay, _offline
+from fedloom.experiment.directory import to_json
+from fedloom.models import models
+from fedloom.state.digest import digest
+from fedloom.state.tensors import read_tensors, write_tensors
+from forking_cli import main
+from hostile_files import idx_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+JOB = """
+algorithm = "fedavg"
+algorithms = ["fedavg", "fedmr(unit=tensor)"]
+seeds = [0, 1]
+rounds = 3
+participation = 0.5
+evaluate_every = 1
+model = "logistic"
+threads = 1
+workers = 1
+[data]
+clients = 4
+partition = "dirichlet(0.5)"
+[training]
+learning_rate = 0.3
+"""
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """`fed("bundle", "runs/job")` is (exit code, stdout, stderr) of the command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def say(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return say
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a comparison."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "job.toml").write_text(JOB)
+    assert main(["compare", str(folder / "job.toml"), f"directory={folder / 'job'}", "-q"]) == 0
+    assert main(["bundle", str(folder / "job"), "--to", str(folder / "job.zip")]) == 0
+    return folder / "job.zip"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(path: Path, files: dict[str, bytes], **about: Any) -> Path:
+    """Write a bundle with these files, whose digests are right."""
+    listed = json.loads(files["bundle.json"]) | about
+    others = {name: content for name, content in files.items() if name != "bundle.json"}
+    listed["files"] = {name: digest(content) for name, content in others.items()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {"bundle.json": json.dumps(listed).encode(), **others}.items():
+            archive.writestr(name, content)
+    return path
+
+
+def edited(path: Path, source: Path, name: str, edit: Callable[[Any], Any]) -> Path:
+    """Write a bundle in which the JSON of every run's file `name` is edited."""
+    files = contents(source)
+    for full in files:
+        if full.endswith(f"/{name}"):
+            if name.endswith(".jsonl"):
+                lines = [edit(json.loads(line)) for line in files[full].splitlines()]
+                files[full] = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            else:
+                value = {key: item for key, item in json.loads(files[full]).items() if key != "digest"}
+                files[full] = to_json(edit(value)).encode()
+    return packed(path, files)
+
+
+def test_a_bundle_holds_figures_models_and_digests_but_no_data(compared: Path) -> None:
+    files = contents(compared)
+    names = {name.split("/", 2)[2] for name in files if name.startswith("runs/")}
+    assert names == {
+        "configuration.json", "environment.json", "task.json", "result.json", "engine.json", "metrics.jsonl", "model.safetensors",
+    }  # fmt: skip
+    assert compared.stat().st_size < 200_000
+    assert set(json.loads(files["runs/0/task.json"])["digests"]) == {"data", "split", "start"}
+    about = json.loads(files["bundle.json"])
+    assert [(run["algorithm"], run["seed"]) for run in about["runs"]] == [
+        ("fedavg", 0), ("fedmr(unit=tensor)", 0), ("fedavg", 1), ("fedmr(unit=tensor)", 1),
+    ]  # fmt: skip
+
+
+def test_the_same_runs_give_the_same_bundle(compared: Path, tmp_path: Path) -> None:
+    write_bundle(compared.parent / "job", tmp_path / "again.zip")
+    assert contents(tmp_path / "again.zip") == contents(compared)
+
+
+def test_a_replay_gives_the_same_bytes_and_says_so(compared: Path, fed: Say) -> None:
+    code, out, _ = fed("replay", str(compared), "--estimate")
+    assert code == 0
+    assert "job: 2 cells, 4 runs, 12 rounds, on digits" in out
+    assert "the same versions and processor" in out
+    assert not Path("runs/replay/job/0").exists()
+    code, out, err = fed("replay", str(compared), "-q")
+    assert (code, err) == (0, "")
+    assert out.count("the same bytes") == 2
+    code, out, _ = fed("replay", str(compared), "-q")  # what is finished is read
+    assert (code, out.count("the same bytes")) == (0, 2)
+
+
+def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
+    Path("job.toml").write_text(JOB)
+    assert fed("run", "job.toml", 'record=["steps", "similarity"]', "rounds=2", "-q")[0] == 0
+    code, out, _ = fed("bundle", "runs/job/fedavg/seed-0")
+    assert (code, out.splitlines()[0][:18]) == (0, "seed-0.zip: 1 run,")
+    assert "runs/0/recorded/round-0000002.safetensors" in contents(Path("seed-0.zip"))
+    code, out, _ = fed("replay", "seed-0.zip", "-q")
+    assert (code, out.count("the same bytes")) == (0, 1)
+
+    def other(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {"loss": 2 * line["loss"]} if line["round"] == 2 else line
+
+    wrong = edited(Path("wrong.zip"), Path("seed-0.zip"), "metrics.jsonl", other)
+    files = contents(wrong)
+    name = "runs/0/recorded/round-0000002.safetensors"
+    Path("round.safetensors").write_bytes(files[name])
+    tensors, metadata = read_tensors(Path("round.safetensors"))
+    key = next(key for key in sorted(tensors) if "/after/" in key)
+    write_tensors(Path("round.safetensors"), tensors | {key: tensors[key] + 0.1}, metadata)
+    packed(wrong, files | {name: Path("round.safetensors").read_bytes()})
+    code, out, _ = fed("replay", "wrong.zip", "-q")
+    assert code == 1
+    assert "different" in out
+    assert "from round 2 on: loss" in out
+    assert (
+        f"first in round 2, client {key.split('/')[1]}, local step {key.split('/')[2]}: after {key.split('/')[4]}"
+        in out
+    )
+
+
+def test_small_differences_are_float_tolerance(compared: Path, fed: Say) -> None:
+    files = contents(
+        edited(Path("near.zip"), compared, "metrics.jsonl", lambda line: line | {"loss": line["loss"] + 1e-7})
+    )
+    packed(Path("near.zip"), files)
+    code, out, _ = fed("replay", "near.zip", "-q")
+    assert (code, out.count("the same to float tolerance")) == (0, 2)
+
+
+def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(compared: Path, fed: Say) -> None:
+    def seeds_apart(files: dict[str, bytes], by: float, apart: float) -> dict[str, bytes]:
+        changed = dict(files)
+        for number in range(4):
+            name = f"runs/{number}/metrics.jsonl"
+            lines = [json.loads(line) for line in files[name].splitlines()]
+            for line in lines[1:]:
+                line["accuracy"] += by + (apart if number > 1 else 0)
+            changed[name] = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        return changed
+
+    packed(Path("within.zip"), seeds_apart(contents(compared), 0.02, 0.5))
+    code, out, _ = fed("replay", "within.zip", "-q")
+    assert (code, out.count("within the seeds' spread")) == (0, 2)
+    packed(Path("beyond.zip"), seeds_apart(contents(compared), 0.9, 0.001))
+    code, out, _ = fed("replay", "beyond.zip", "-q")
+    assert (code, out.count("different")) == (1, 2)
+    assert "from round 2 on: accuracy" in out
+
+
+def test_another_final_model_is_named_by_its_tensor(compared: Path, fed: Say) -> None:
+    files = contents(compared)
+    for number in range(4):
+        Path("model.safetensors").write_bytes(files[f"runs/{number}/model.safetensors"])
+        tensors, metadata = read_tensors(Path("model.safetensors"))
+        name = max(tensors)
+        write_tensors(Path("model.safetensors"), tensors | {name: tensors[name] * 1.5}, metadata)
+        files[f"runs/{number}/model.safetensors"] = Path("model.safetensors").read_bytes()
+    packed(Path("model.zip"), files)
+    code, out, _ = fed("replay", "model.zip", "-q")
+    assert (code, out.count("different")) == (1, 2)
+    assert f"the final model differs most in {name}, by 0.3 of it" in out
+
+
+def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) -> None:
+    edited(Path("old.zip"), compared, "environment.json", lambda about: about | {"torch": "1.0", "processor": "abacus"})
+    code, out, _ = fed("replay", "old.zip", "--estimate")
+    assert code == 0
+    assert f"made with torch 1.0 (now {torch.__version__}), abacus (now " in out
+    edited(Path("keys.zip"), compared, "configuration.json", lambda stored: stored | {"algorithm": "fedavgg"})
+    code, _, err = fed("replay", "keys.zip", "--estimate")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "did you mean 'fedavg'? (there are: " in err
+    packed(Path("format.zip"), contents(compared), format=2, fedloom="9.9")
+    code, _, err = fed("replay", "format.zip")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"is of format 2, written by fedloom '9.9': fedloom {fedloom.__version__} reads format 1" in err
+
+
+def test_keys_that_act_on_the_machine_are_not_taken_over(compared: Path, fed: Say, tmp_path: Path) -> None:
+    stranger = {
+        "directory": "/tmp/elsewhere", "trackers": ["mlflow"], "pool": "ray://evil:1", "engine": "ray(address='evil')",
+        "device": "cuda:7", "workers": 64, "pool_budget": 1, "seeds": [1], "variants": {},
+    }  # fmt: skip
+    edited(Path("keys.zip"), compared, "configuration.json", lambda stored: stored | stranger)
+    replay = Replay(unpack(Path("keys.zip"), tmp_path / "r" / "bundle"), tmp_path / "r", {})
+    configuration = replay.jobs[0].configuration
+    assert configuration.directory == str(tmp_path / "r")
+    assert (configuration.trackers, configuration.pool, configuration.engine) == ([], "processes", "stacked")
+    assert (configuration.device, configuration.workers) == ("cpu", "auto")
+
+
+METHOD = """
+from pathlib import Path
+from dataclasses import dataclass
+import helper
+from fedloom import FedAvg
+
+Path("code-has-run").touch()
+
+@dataclass
+class Half(FedAvg):
+    "FedAvg that says something. \\x1b[31m"
+    factor: float = helper.FACTOR
+"""
+
+
+def run_apart(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """The command in a process of its own, so that it has imported no module of another folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fedloom", *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', 'algorithm = "my_methods:Half(factor=0.5)"'))
+    (here / "my_methods.py").write_text(METHOD)
+    (here / "helper.py").write_text("FACTOR = 1.0\n")
+    assert run_apart(here, "run", "job.toml", "-q")[0] == 0
+    (run,) = (here / "runs/job").glob("*/seed-0")
+    code, out, err = run_apart(here, "bundle", str(run), "--to", str(there / "own.zip"))
+    assert code == 0, err
+    assert "code/my_methods.py" in out
+    assert {"code/my_methods.py", "code/helper.py"} <= contents(there / "own.zip").keys()
+    code, out, err = run_apart(there, "replay", "own.zip")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "read it, then add --trust-code" in err
+    assert "class Half(FedAvg):" in out
+    assert "FACTOR = 1.0" in out
+    assert "\x1b" not in out
+    assert not (there / "code-has-run").exists()
+    code, out, err = run_apart(there, "replay", "own.zip", "--trust-code", "-q")
+    assert (code, out.count("the same bytes")) == (0, 1), err
+    assert (there / "code-has-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", "os:getcwd"),
+        ("algorithm", "subprocess:Popen(args='true')"),
+        ("objective", "os:system"),
+        ("metrics", ["os:system"]),
+        ("plugins", ["antigravity"]),
+        ("training", {"optimizer": "os:_Environ"}),
+        ("training", {"schedule": "os:getpid"}),
+        ("data", {"name": "python(source='os:listdir')", "clients": 4, "partition": "iid"}),
+    ],
+)
+def test_a_configuration_names_no_code_that_is_not_trusted(key: str, value: Any, compared: Path, fed: Say) -> None:
+    def edit(stored: dict[str, Any]) -> dict[str, Any]:
+        return stored | {key: {**stored[key], **value} if isinstance(value, dict) else value}
+
+    edited(Path("code.zip"), compared, "configuration.json", edit)
+    code, _, err = fed("replay", "code.zip", "-q")
+    assert code in (1, 2)
+    assert err.count("\n") == 1
+    assert "which is not trusted here" in err
+    assert "antigravity" not in sys.modules
+
+
+def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
+    fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "\n".join(f"{k % 7},{k % 5},{k % 2}" for k in range(60))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.csv").write_text(f"a,b,label\n{rows}\n")
+    Path("job.toml").write_text(JOB)
+    data = f"data.name=table(path='{tmp_path}/mine/rows.csv', test_fraction=0.3)"
+    assert fed("run", "job.toml", data, "data.partition=iid", "-q")[0] == 0
+    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "own.zip")[0] == 0
+    assert str(tmp_path).encode() not in b"".join(
+        content for name, content in contents(Path("own.zip")).items() if name.endswith("configuration.json")
+    )
+    code, _, err = fed("replay", "own.zip", "-q")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "table reads 'rows.csv', which no bundle holds: give --data table=FOLDER" in err
+    code, out, _ = fed("replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine")
+    assert (code, out.count("the same bytes")) == (0, 1)
+    (tmp_path / "mine" / "rows.csv").write_text(f"a,b,label\n{rows.replace('6,', '9,')}\n")
+    code, _, err = fed("replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine/rows.csv", "--directory", "again")
+    assert code == 2
+    assert "the data here are not those of the bundle" in err
+
+
+def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "MNIST"
+    folder.mkdir()
+    for part, count in (("train", 60), ("t10k", 20)):
+        images, labels = np.arange(count * 784).reshape(count, 28, 28) % 251, np.arange(count) % 10
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+    Path("job.toml").write_text(JOB)
+    assert fed("run", "job.toml", f"data.name=mnist(folder='{folder}')", "data.partition=iid", "-q")[0] == 0
+    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
+    monkeypatch.setattr("fedloom.data.sets.origin.hub_installed", lambda: pytest.fail("asks for the hub"))
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    code, _, err = fed("replay", "mnist.zip", "-q")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "mnist" in err
+    code, out, _ = fed("replay", "mnist.zip", "-q", "--data", f"mnist={tmp_path}")
+    assert (code, out.count("the same bytes")) == (0, 1)
+
+
+def test_the_locations_in_an_expression_are_all_known() -> None:
+    """A parameter that names a file or a folder is left out of bundles; a new one must be in the list."""
+    named = {
+        name
+        for registry in (datasets, partitions, models)
+        for entry in registry
+        for name in entry.parameters
+        if any(word in name for word in ("path", "folder", "file", "directory"))
+    }
+    assert named == set(_LOCATIONS)
+
+
+def test_locations_are_replaced_wherever_they_stand() -> None:
+    table = {
+        "data": {"name": "part(of=mnist(folder='/a/b', normalise=none), samples=9)"},
+        "clock": {"trace": "/c/d.csv"},
+    }
+    shown = relocated(table, lambda name, parameter, location: f"{name} {parameter} {Path(location).name}")
+    assert parse(shown["data"]["name"]).named["of"].named["folder"] == "mnist folder b"
+    assert shown["clock"] == {"trace": "clock trace d.csv"}
+    assert relocated(table, lambda *_: None)["data"]["name"] == "part(of=mnist(normalise=none), samples=9)"
+    assert str(_offline(parse("part(of=mnist(hub=true), samples=9)"))) == "part(of=mnist(hub=false), samples=9)"
+
+
+def test_runs_that_cannot_be_made_again_are_refused(fed: Say, tmp_path: Path) -> None:
+    fedloom.run(
+        "fedavg", fedloom.make_task("digits", clients=4, model="logistic"), rounds=1, directory=tmp_path / "python"
+    )
+    code, _, err = fed("bundle", "python")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "made in Python" in err
+    Path("job.toml").write_text(JOB)
+    fed("run", "job.toml", "-q")
+    Path("runs/job/fedavg/seed-0/result.json").unlink()
+    code, _, err = fed("bundle", "runs/job/fedavg/seed-0")
+    assert code == 2
+    assert "is not finished" in err
+    code, _, err = fed("bundle", "nowhere")
+    assert code == 2
+    assert "nowhere is not there" in err
+
+
+def test_a_reproduced_table_is_bundled(fed: Say) -> None:
+    options = ("--rounds", "2", "--seeds", "0,1", "--rows", "FedAvg", "--columns", "15%", "--workers", "1", "-q")
+    code, _, err = fed("reproduce", "fedumf.figure-a5", *options)
+    assert code == 0, err
+    assert fed("bundle", "runs/reproduce/fedumf.figure-a5", "--to", "table.zip")[0] == 0
+    code, out, _ = fed("replay", "table.zip", "-q")
+    assert code == 0
+    assert out.count("the same bytes") == 3
+
+
+# --- hostile files ---
+
+
+def archive_of(*entries: tuple[str | zipfile.ZipInfo, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        for name, content in entries:
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def link(name: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+def lying_size(content: bytes, size: int = 1) -> bytes:
+    """A file whose headers declare another size."""
+    packed = bytearray(archive_of(("runs/0/metrics.jsonl", content)))
+    for signature, offset in ((b"PK\3\4", 22), (b"PK\1\2", 24)):
+        at = packed.index(signature)
+        packed[at + offset : at + offset + 4] = struct.pack("<I", size)
+    return bytes(packed)
+
+
+def many() -> bytes:
+    return archive_of(*((f"code/m{k}.py", b"") for k in range(MOST_FILES + 5)), kind=zipfile.ZIP_STORED)
+
+
+def lying_count() -> bytes:
+    packed = bytearray(many())
+    packed[-14:-10] = struct.pack("<HH", 1, 1)
+    return bytes(packed)
+
+
+GOOD = b'{"title": "t", "runs": [], "files": {}}'
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "nothing": lambda: b"",
+    "no archive": lambda: b"PK" * 100,
+    "no list": lambda: archive_of(("runs/0/metrics.jsonl", b"")),
+    "traversal": lambda: archive_of(("bundle.json", GOOD), ("runs/0/../../../evil.py", b"x")),
+    "above": lambda: archive_of(("bundle.json", GOOD), ("../evil.py", b"x")),
+    "absolute": lambda: archive_of(("bundle.json", GOOD), ("/tmp/evil.py", b"x")),
+    "a drive": lambda: archive_of(("bundle.json", GOOD), ("C:\\evil.py", b"x")),
+    "backslashes": lambda: archive_of(("bundle.json", GOOD), ("code\\..\\..\\evil.py", b"x")),
+    "a NUL": lambda: archive_of(("bundle.json", GOOD), ("code/evil.py", b"x")).replace(
+        b"code/evil.py", b"code/e\0il.py"
+    ),
+    "a line": lambda: archive_of(("bundle.json", GOOD), ("code/evil.py\n", b"x")),
+    "another kind": lambda: archive_of(("bundle.json", GOOD), ("runs/0/model.pkl", b"x")),
+    "a folder": lambda: archive_of(("bundle.json", GOOD), ("runs/0/", b"")),
+    "a link": lambda: archive_of(("bundle.json", GOOD), (link("code/evil.py"), b"/etc/passwd")),
+    "two of a name": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x"), ("code/b.py", b"y")).replace(
+        b"b.py", b"a.py"
+    ),
+    "another packing": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x"), kind=zipfile.ZIP_LZMA),
+    "a file beside the list": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x")),
+    "a file that is missing": lambda: archive_of(
+        ("bundle.json", GOOD.replace(b'"files": {}', b'"files": {"code/a.py": "0"}'))
+    ),
+    "a wrong digest": lambda: archive_of(
+        ("bundle.json", GOOD.replace(b"{}", b'{"code/a.py": "00"}')), ("code/a.py", b"x")
+    ),
+    "deep JSON": lambda: archive_of(("bundle.json", b"[" * 200_000)),
+    "deep JSON inside": lambda: archive_of(("bundle.json", b'{"title": ' + b"[" * 200_000)),
+    "a list that is none": lambda: archive_of(("bundle.json", b'{"title": 1, "runs": {}, "files": []}')),
+    "no UTF-8": lambda: archive_of(("bundle.json", b'{"title": "\xff"}')),
+    "a bomb": lambda: lying_size(bytes(8), 1 << 30),
+    "a bomb that lies": lambda: lying_size(bytes(80 << 20)),
+    "many files": many,
+    "many files, said to be one": lying_count,
+    "a comment": lambda: archive_of(("bundle.json", GOOD))[:-2] + b"\x04\x00evil",
+    "64 bits": lambda: (lambda good: good[:-22] + b"PK\6\7" + bytes(16) + good[-22:])(
+        archive_of(("bundle.json", GOOD))
+    ),
+}
+
+
+def refused(path: Path, folder: Path) -> None:
+    """Require one line, and that nothing is written."""
+    with pytest.raises(DataError) as caught:
+        unpack(path, folder / "bundle")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "evil.zip"
+    path.write_bytes(HOSTILE[name]())
+    refused(path, tmp_path / "folder")
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_list_and_no_file_are_a_bundle(tmp_path: Path) -> None:
+    """So that the archives above are refused for what is said of them."""
+    (tmp_path / "good.zip").write_bytes(archive_of(("bundle.json", GOOD)))
+    assert unpack(tmp_path / "good.zip", tmp_path / "folder").runs == []
+
+
+def test_damaged_bundles_are_refused_or_written_within_their_folder(compared: Path, tmp_path: Path) -> None:
+    content, draw = compared.read_bytes(), random.Random(0)
+    path = tmp_path / "damaged.zip"
+    for number in range(200):
+        damaged = bytearray(content)
+        for _ in range(draw.choice((1, 1, 3))):
+            damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged[: draw.randrange(len(damaged))] if number % 4 == 0 else damaged)
+        with suppress(DataError):
+            unpack(path, tmp_path / "folder" / str(number))
+    inside = {name for root, _, files in os.walk(tmp_path / "folder") for name in files}
+    assert inside <= {Path(name).name for name in contents(compared)}
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"damaged.zip", "folder"}
+
+
+HEADER = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER),
+        ("model.safetensors", (1 << 60).to_bytes(8, "little") + b"{}"),
+        ("model.safetensors", b"\x80\x04\x95pickle"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n"),
+        ("metrics.jsonl", b'{"round": "1"}\n{"round": 1e400}\n'),
+        ("metrics.jsonl", b""),
+        ("result.json", b"{" * 100_000),
+        ("result.json", b'{"files": 3, "seconds": "long"}'),
+        ("task.json", b'{"metric": {"name": ["x"]}, "test_samples": "many", "digests": 4}'),
+        ("configuration.json", b'{"data": 4, "seed": []}'),
+        ("configuration.json", b'{"data": {"name": "digits(folder=\'a\')"}}'),
+        ("environment.json", b'{"threads": "all"}'),
+    ],
+)
+def test_files_of_a_bundle_that_no_run_wrote_end_in_one_line(
+    name: str, content: bytes, compared: Path, fed: Say, tmp_path: Path
+) -> None:
+    files = contents(compared)
+    packed(tmp_path / "odd.zip", files | {f"runs/{k}/{name}": content for k in range(4)})
+    code, _, err = fed("replay", "odd.zip", "-q")
+    assert code in (1, 2)
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert "FEDLOOM_TRACEBACK" not in err, err
+
+
+RECORDS = sorted((ROOT / "benchmarks/records/bundles").glob("*.zip"))
+
+
+def test_three_short_bundles_lie_with_the_records_and_are_replayed_before_a_change_lands(tmp_path: Path) -> None:
+    assert len(RECORDS) == 3
+    for path in RECORDS:
+        replay = Replay(unpack(path, tmp_path / path.stem / "bundle"), tmp_path / path.stem, {})
+        assert replay.described()
+        assert path.stat().st_size < 1 << 20
+    assert "fedloom replay" in (ROOT / ".ci/run").read_text()
+    size = sum(path.stat().st_size for path in (ROOT / "benchmarks/records").rglob("*") if path.is_file())
+    assert size < 20 << 20
+
+
+def test_a_bundle_of_no_run_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="holds no run"):
+        write_bundle(tmp_path, tmp_path / "x.zip")
