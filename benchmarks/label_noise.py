@@ -26,7 +26,7 @@ import torch
 
 import fedloom as fl
 from fedloom.data import Dataset
-from fedloom.recording.memorisation import CURVES
+from fedloom.recording.round_models import CURVES
 from fedloom.task import make_dataset
 
 ROUNDS, SEEDS = 400, 5

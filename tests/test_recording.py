@@ -31,9 +31,9 @@ from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import RunName
 from fedloom.local.cohort import Cohort
-from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import build_recorders, expression, recorders
 from fedloom.recording.run_recording import Recording
+from fedloom.recording.trajectory import principal_plane
 from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation

@@ -15,10 +15,9 @@ import torch
 from fedloom.errors import CheckpointError
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import read_json, write_json
-from fedloom.recording.plane import principal_plane
 from fedloom.recording.recorder import RunContext
 from fedloom.recording.run_recording import RESULT, recorded_tensors
-from fedloom.recording.trajectory import Trajectory, surroundings
+from fedloom.recording.trajectory import Trajectory, principal_plane, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator

@@ -18,7 +18,7 @@ from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, re
 @recorders.register("ala")
 @dataclass(frozen=True)
 class AlaLearning(Recorder):
-    """The loss of each epoch in which one client learns its blending weights, in every round in which it does.
+    """The loss of each epoch in which the client `client` learns its blending weights, in every round in which it does.
 
     The loss of an epoch is ALA's own criterion (`epoch_loss`). Source: Zhang et al. 2023 (FedALA), figure 3.
     """

@@ -1,0 +1,159 @@
+"""Recorders of a round's models: their accuracies, similarity and objectives, and the labels that the global model learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.config.fields import Count
+from fedloom.errors import InvalidValue
+from fedloom.flat.population import mean_cosine_similarity
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+
+CURVES = ("right", "memorised", "corrected")
+"""Curves of the recorder `memorisation`."""
+
+
+@recorders.register("aggregate")
+@dataclass(frozen=True)
+class Aggregate(Recorder):
+    """Test accuracy and loss of the models that the clients upload, and of the global model aggregated from them.
+
+    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training, for
+    the others the k-th selected client's. The first `models` slots are recorded, all by default, in every round whose number
+    `every` divides. Costs a pass over the test set for each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD
+    2024 version), which shows four models.
+    """
+
+    every: Count = 10
+    models: Count | None = None
+
+    def require(self, context: RunContext) -> None:
+        context.require_test_samples()
+
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        scored = [exchange for exchange in exchanges if self.models is None or exchange.slot < self.models]
+        if number % self.every or not scored:
+            return None
+        scores = [context.test_score(exchange.uploaded, exchange.uploaded_integers) for exchange in scored]
+        values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
+        return Measurement({"slots": [exchange.slot for exchange in scored], **values})
+
+    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+        score = context.test_score(method.model(), integers)
+        return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
+
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return `models[measure][slot]` with a value for each recorded round, None where no client replied in that slot."""
+        slots = sorted({slot for _, value in series for slot in value["slots"]})
+        models = {
+            measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
+            for measure in _measures(context)
+        }  # fmt: skip
+        rounds, values = zip(*series, strict=True)
+        aggregated = {measure: [value["global"][measure] for value in values] for measure in _measures(context)}
+        return {"rounds": list(rounds), "slots": slots, "models": models, "global": aggregated}
+
+
+def _measures(context: RunContext) -> tuple[str, ...]:
+    """Return the metric that models are judged by, and the loss."""
+    return tuple(dict.fromkeys((context.task.objective.metric.name, "loss")))
+
+
+@recorders.register("similarity")
+@dataclass(frozen=True)
+class Similarity(Recorder):
+    """Mean cosine similarity of the models that the clients upload and, where the method keeps a pool, of the pool.
+
+    The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the models `uploaded` in the
+    round and, for methods with a pool of models (FedMR, Indep), of the `pool` after the round. Recorded in every round whose
+    number `every` divides and in which two models or more were uploaded. Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in
+    the KDD 2024 version); the authors' code averages over blocks of tensors instead of comparing whole models.
+    """
+
+    every: Count = 1
+
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        if number % self.every or len(exchanges) < 2:
+            return None
+        rows = torch.stack([exchange.uploaded[: context.task.layout.trainable] for exchange in exchanges])
+        return Measurement({"uploaded": float(mean_cosine_similarity(rows))})
+
+    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+        return {**value, "pool": method.diagnose().get("pool_cosine")}
+
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return the values by name; `pool` is None for rounds without a pool, and left out where there never was one."""
+        curves = super().result(series, tensors, context)
+        return {name: values for name, values in curves.items() if name != "pool" or any(v is not None for v in values)}
+
+
+@recorders.register("objective")
+@dataclass(frozen=True)
+class TrainingObjective(Recorder):
+    """The training objective over a round's clients, of the models they receive and of the models they upload.
+
+    F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each and f_i the mean cross
+    entropy on them in evaluation mode; w_i is the model received (`before`) or the model uploaded (`after`). Under `ala` local
+    training starts from a blend, not from the model received, so the step from before to after includes the blending. Recorded
+    in every round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
+    """
+
+    every: Count = 10
+
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        if number % self.every or not exchanges:
+            return None
+        received, uploaded, total = 0.0, 0.0, 0
+        for exchange in exchanges:
+            loss, samples = context.training_loss(exchange.received, exchange.client, exchange.received_integers)
+            received, total = received + loss, total + samples
+            uploaded += context.training_loss(exchange.uploaded, exchange.client, exchange.uploaded_integers)[0]
+        return Measurement({"before": received / total, "after": uploaded / total})
+
+
+@recorders.register("memorisation")
+@dataclass(frozen=True)
+class Memorisation(Recorder):
+    """Accuracy of the global model on training samples whose labels are right, and on those whose labels are wrong.
+
+    Over the training samples of all clients that train: `right`, where the given label is the true one; where it is wrong,
+    the share that the model classifies as given (`memorised`) and the share that it classifies by the true label
+    (`corrected`). The last two need `label_noise`. Recorded in every round whose number `every` divides. Costs a pass over the
+    training set.
+    """
+
+    every: Count = 10
+
+    def require(self, context: RunContext) -> None:
+        if not context.task.objective.classes:
+            raise InvalidValue(f"the targets of {context.task.dataset.name!r} are no classes")
+
+    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+        return None if number % self.every else Measurement({})
+
+    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+        task = context.task
+        trained = np.sort(task.partition.indices[: task.partition.offsets[context.trainers]])
+        index = torch.from_numpy(trained).to(task.train.labels.device)
+        samples = task.train[index]
+        true = samples.labels if task.true_labels is None else task.true_labels[index]
+        wrong = samples.labels != true
+        groups = (samples[~wrong], samples[wrong], replace(samples, labels=true)[wrong])
+        model, score = method.model(), context.evaluator.score
+        scores = [score(model, group, integers)["accuracy"] if len(group) else None for group in groups]
+        return {"samples": [len(groups[0]), len(groups[1])], **dict(zip(CURVES, scores, strict=True))}
+
+    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
+        """Return the numbers of `samples` with right and with wrong labels, and the curves that have samples."""
+        entry, curves = series[0][1], super().result(series, tensors, context)
+        return {
+            **{name: values for name, values in curves.items() if entry.get(name, 0) is not None},
+            "samples": entry["samples"],
+        }
