@@ -214,3 +214,14 @@ def test_folders_tell_methods_apart() -> None:
     assert names[3] == "stages-fedavg_20-fedmr"
     assert len(set(names)) == len(names)
     assert len(folder_name("stages(" + ", ".join(f"fedavg:{k}" for k in range(1, 90)) + ")")) < 120
+
+
+def test_personal_figures_judge_where_they_are_taken_unless_another_is_named() -> None:
+    own = {"personal_every": 5, "data": {"local_test": 0.25}}
+    assert configuration({}).measure == "last"
+    assert configuration({"personal_every": 5}).measure == "last"  # nothing to take them on
+    assert configuration({"data": {"local_test": 0.25}}).measure == "last"
+    assert configuration(own).measure == "personal"
+    assert configuration({**own, "measure": "best"}).measure == "best"
+    (varied,) = configuration({**own, "settings": {"rounds": [7]}}).settings.values()
+    assert varied.measure == "personal"

@@ -449,3 +449,32 @@ def test_an_absent_client_keeps_its_place_in_the_mixtures() -> None:
 def test_methods_are_known_by_name() -> None:
     for expression in ALL:
         assert isinstance(build(expression), Algorithm)
+
+
+@pytest.mark.parametrize(
+    ("expression", "kept"),
+    [
+        ("fedrep", True),
+        ("umf(fedper)", True),
+        ("lg_fedavg", True),
+        ("fedavg", False),
+        ("ditto", False),
+        ("fedmr", False),
+    ],
+)
+def test_a_global_model_whose_layers_never_leave_the_clients_is_named(expression: str, kept: bool) -> None:
+    task = World().task()
+    federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0))
+    named = [text for text in federation.notices if "as drawn at first" in text]
+    assert len(named) == kept
+    if kept:
+        federation.step()
+        layout, start = task.layout, task.initial
+        untouched = {
+            tensor.layer
+            for tensor in layout.slices
+            if torch.equal(federation.algorithm.model()[tensor.slice], start[tensor.slice])
+        }
+        assert untouched
+        assert all(layer in named[0] for layer in untouched)
+        assert federation.timings[0]["notices"][0] == named[0]

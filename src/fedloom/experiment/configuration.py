@@ -86,7 +86,7 @@ class Configuration(Schedule):
     targets: list[Positive | str] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
-    measure: Literal["final", "best", "last", "personal", "rounds", "bytes", "seconds"] = "last"
+    measure: Literal["default", "final", "best", "last", "personal", "rounds", "bytes", "seconds"] = "default"
     record: list[str] = field(default_factory=list)
     directory: str | None = None
     engine: str = DEFAULT
@@ -105,6 +105,9 @@ class Configuration(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.measure == "default":
+            personal = self.personal_every and self.data.local_test is not None
+            object.__setattr__(self, "measure", "personal" if personal else "last")
         if not re.fullmatch(r"\w[\w. +=-]{,199}", self.name):
             raise InvalidValue(
                 f"name {quoted(self.name)} must begin with a letter, figure or _ and can name a folder: no slashes, "

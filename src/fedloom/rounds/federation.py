@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.algorithm import (
     NOTHING,
     Algorithm,
+    AnyClient,
     Exchange,
     Message,
     Plan,
@@ -126,6 +127,7 @@ class Federation:
             )
         )  # fmt: skip
         _checked_model(algorithm, "setup", task.initial)
+        self._untrained = _untrained(algorithm)
         engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         self._ledger: ReleaseLedger | None = None
@@ -160,7 +162,7 @@ class Federation:
         of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
         spent = [f"the privacy budget is spent: the run ends after round {self._spent}"] if self._spent else []
         ends = [*spent, *self.evaluation.patience.notices]
-        return [*of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *ends]
+        return [*self._untrained, *of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *ends]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
@@ -300,6 +302,7 @@ class Federation:
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
+            "ended": time.time(),
             "seconds": ended - began,
             "train_seconds": trained - began,
             "server_seconds": received - observed,
@@ -497,6 +500,23 @@ def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> No
             f"clock.over_selection takes the first replies of a round, so that one client less lets another in, which the "
             f"epsilon of {algorithm} does not count: leave it out"
         )
+
+
+def _untrained(algorithm: Algorithm) -> list[str]:
+    """Return a notice that names the layers of the global model that no client sends, where there are any."""
+    layout, plan = algorithm.layout, algorithm.plan
+    unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
+    kept = [
+        tensor.layer
+        for tensor in layout.slices
+        if tensor.stop <= layout.trainable and not any(s.start <= tensor.start and tensor.stop <= s.stop for s in unit)
+    ]
+    if not kept:
+        return []
+    return [
+        f"the global model of {algorithm} has {', '.join(dict.fromkeys(kept))} as drawn at first, since they never leave the "
+        "clients: judge it by the clients' own models (personal_every, measure = personal)"
+    ]
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
