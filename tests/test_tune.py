@@ -133,7 +133,6 @@ def test_whatever_is_wrong_is_told_before_the_first_run(tmp_path: Path, texts: t
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"settings": {"rounds": [1]}}, "leave out settings"),
         ({"algorithm": "none", "algorithms": ["fedavg", "fedmr"]}, "no method to tune"),
         ({"measure": "personal"}, "data.local_test"),
         (
@@ -284,3 +283,27 @@ def test_the_command_prints_trials_and_what_to_run_next(
     assert re.fullmatch(r"test:   \d+\.\d\d %, mean accuracy[^\n]*\n", tested.removeprefix(out))
     assert main(["tune", "job.toml", "--search", "algorithm.mo=[1]"]) == 2
     assert "did you mean 'algorithm.mu'?" in capsys.readouterr().err
+
+
+def test_each_setting_is_searched_by_itself_and_no_key_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    settings = {"data": {"partition": ["iid", "dirichlet(0.1)"]}}
+    Path("job.toml").write_text(tomli_w.dumps({**content, "workers": 1, "settings": settings}))
+    command = ["tune", "job.toml", "rounds=1", "algorithm=fedprox", "--quiet", "--search", "algorithm.mu=[0.01, 1]"]
+    assert main(command) == 0
+    out, _ = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("data.partition=")] == [
+        "data.partition=iid",
+        "data.partition=dirichlet(0.1)",
+    ]
+    bests = [line for line in out.splitlines() if line.startswith("best:")]
+    for line, partition in zip(bests, ("data.partition=iid", "'data.partition=dirichlet(0.1)'"), strict=True):
+        assert re.fullmatch(
+            rf"best:   fedloom run job.toml rounds=1 '?algorithm=fedprox(?:\(mu=1\)')? {re.escape(partition)} name=job-best",
+            line,
+        )
+    for folder in ("data.partition=iid", "data.partition=dirichlet-0.1"):
+        assert len(Path(f"runs/job/{folder}/tune/trials.csv").read_text().splitlines()) == 3

@@ -14,6 +14,7 @@ from fedloom.cli.options import File, Overrides, Quiet, shown
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
+    from fedloom.experiment.settings import Changes
     from fedloom.experiment.tune import Search, Trial
 
 Searched = Annotated[
@@ -47,21 +48,31 @@ def tune(
     training samples (data.validation) is held out to judge by. The same command goes on after an interruption.
     """
     from fedloom.experiment.configuration import put, read_table
-    from fedloom.experiment.cores import runs_side_by_side
-    from fedloom.experiment.jobs import Tasks
-    from fedloom.experiment.parameters import PREFIX
-    from fedloom.experiment.pools import make_pool
-    from fedloom.experiment.settings import plain_text
-    from fedloom.experiment.suggest import TRIALS, search_optuna
-    from fedloom.experiment.tune import Runner, Search, best_of, score_on_test, search_grid, write_trials
-    from fedloom.report.sheet import measure_name
+    from fedloom.experiment.settings import label
+    from fedloom.experiment.tune import searches
 
     if trials is not None and trials < 1:
         raise InvalidValue(f"--trials must be at least 1, not {trials}")
     searched: dict[str, Any] = {}
     for text in search or []:
         put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")
-    space = Search(read_table(file, overrides or []), searched, steps_needed=not optuna)
+    for changes, space in searches(read_table(file, overrides or []), searched, steps_needed=not optuna):
+        if changes:
+            print(f"\n{label(changes)}")
+        _tune(space, [str(file), *(overrides or [])], changes, trials, optuna, test, quiet)
+
+
+def _tune(
+    space: Search, words: Sequence[str], setting: Changes, trials: int | None, optuna: bool, test: bool, quiet: bool
+) -> None:
+    """Search in one setting; `words` are the file and the overrides of the command."""
+    from fedloom.experiment.cores import runs_side_by_side
+    from fedloom.experiment.jobs import Tasks
+    from fedloom.experiment.pools import make_pool
+    from fedloom.experiment.suggest import TRIALS, search_optuna
+    from fedloom.experiment.tune import Runner, best_of, score_on_test, search_grid, write_trials
+    from fedloom.report.sheet import measure_name
+
     plan = space.configuration
     count = (trials or TRIALS) if optuna else len(space.grid(trials))
     runs = count * len(plan.seeds or [plan.seed])
@@ -76,10 +87,8 @@ def tune(
         best = best_of(completed)
         path = write_trials(space, completed)
         _print(space, completed, best)
-        keys = [f"{key}={plain_text(value)}" for key, value in best.changes.items() if not key.startswith(PREFIX)]
-        settings = [f"algorithm={best.algorithm}", *keys, f"name={plan.name}-best"]
         print(f"trials: {space.folder / 'trials.csv'}")
-        print(f"best:   {shlex.join(['fedloom', 'run', str(file), *(overrides or []), *settings])}")
+        print(f"best:   {_best_command(words, setting, best, f'{plan.name}-best')}")
         print(f"or:     fedloom run {shlex.quote(str(path))}")
         if test:
             with shown(len(best.seeds), plan.rounds, quiet) as (watch, stopped):
@@ -87,6 +96,18 @@ def tune(
             seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
             measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
             print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")
+
+
+def _best_command(words: Sequence[str], setting: Changes, best: Trial, name: str) -> str:
+    """Return the command that trains the best choice: the words of this one, each key once with its last value."""
+    from fedloom.experiment.parameters import PREFIX
+    from fedloom.experiment.settings import plain_text
+
+    file, *overrides = words
+    values = dict(text.split("=", 1) for text in overrides if not text.startswith("settings."))
+    changes = setting | {key: value for key, value in best.changes.items() if not key.startswith(PREFIX)}
+    values |= {"algorithm": best.algorithm, **{key: plain_text(value) for key, value in changes.items()}, "name": name}
+    return shlex.join(["fedloom", "run", file, *(f"{key.strip()}={value}" for key, value in values.items())])
 
 
 def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:

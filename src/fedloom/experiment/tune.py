@@ -18,7 +18,7 @@ import tomli_w
 
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
-from fedloom.experiment.directory import finished_runs, read_json, write_json
+from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
@@ -26,6 +26,7 @@ from fedloom.experiment.pools import RunPool
 from fedloom.experiment.settings import (
     Changes,
     Range,
+    combinations,
     label,
     plain_text,
     read_axes,
@@ -89,8 +90,6 @@ class Search:
     """The space of a search: a configuration's table and the values of some keys, such as `algorithm.mu`."""
 
     def __init__(self, table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True) -> None:
-        if "settings" in table:
-            raise InvalidValue("fedloom tune searches in one setting: leave out settings, or search their keys")
         self.table = {key: value for key, value in table.items() if key != "algorithms"}
         self.configuration = base = configuration(table)
         self.algorithm = str(base.method(base.only_method("tune")))
@@ -151,6 +150,20 @@ class Search:
         ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
         for k in range(max(map(len, ends))):
             yield {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)}
+
+
+def searches(
+    table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
+) -> list[tuple[Changes, Search]]:
+    """Return what each setting of a table changes, and a search in the setting's folder; one search without settings."""
+    base = {key: value for key, value in table.items() if key != "settings"}
+    if "settings" not in table:
+        return [({}, Search(base, searched, steps_needed=steps_needed))]
+    folder, pairs = configuration(base).folder, []
+    for changes in combinations(table["settings"], VARYING):
+        inside = with_changes(base, {**changes, "directory": str(setting_folder(folder, label(changes)))})
+        pairs.append((changes, Search(inside, searched, steps_needed=steps_needed)))
+    return pairs
 
 
 class Runner:
