@@ -101,7 +101,7 @@ def test_nothing_is_loaded_from_anywhere() -> None:
 def test_runs_that_stopped_early_are_named() -> None:
     short = replace(made_up_run("fedmr", 3, rounds=4), configuration={"rounds": 30})
     page = page_of(made_up_run("fedavg", 0), short)
-    assert "Not all runs have 30 rounds: fedmr (seed 3: 4)." in page
+    assert "Not all runs have all their rounds: fedmr (seed 3: 4 of 30)." in page
     assert "Not all runs" not in page_of(made_up_run("fedavg", 0))
 
 

@@ -193,7 +193,9 @@ def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> No
 
 
 def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert options_of(folder / "report.html") == ReportOptions("small", (0.3,), "fedloom compare small.toml")
+    assert options_of(folder / "report.html") == ReportOptions(
+        "small", (0.3,), "fedloom compare small.toml", measure="personal"
+    )
     text = (folder / "report.html").read_text()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == text

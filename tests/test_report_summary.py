@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fedloom.errors import InvalidValue
 from fedloom.report.cells import comparison, score_cell
 from fedloom.report.export import to_csv, to_markdown
-from fedloom.report.sheet import difference_cells, overall, sheet, spread_of
+from fedloom.report.sheet import difference_cells, explained, overall, sheet, spread_of
 from fedloom.report.summary import (
     RunSummary,
     Spread,
@@ -24,6 +24,7 @@ from fedloom.report.summary import (
     bytes_down,
     bytes_to,
     bytes_up,
+    elapsed_seconds,
     faults,
     final,
     mean_of_last,
@@ -53,6 +54,25 @@ def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
     assert best(run) == 0.8
     assert mean_of_last(run, 2) == pytest.approx(0.65)
     assert mean_of_last(run, 10) == pytest.approx(0.5)
+    long = run_of([k / 100 for k in range(40)])
+    assert mean_of_last(long, 39) == pytest.approx(0.20)
+    assert mean_of_last(long, 40) == mean_of_last(long, 100) == pytest.approx(0.375)  # the last tenth of them
+
+
+def test_a_mean_over_every_evaluation_is_warned_of_and_never_taken() -> None:
+    runs = [run_of([0.1, 0.2, 0.3], name) for name in ("a", "b")]
+    (warning,) = (text for text in explained([sheet(runs, last=3)]) if text.startswith("Warning"))
+    assert "last = 3 covers every evaluation" in warning
+    assert not any(text.startswith("Warning") for text in explained([sheet(runs, last=2)]))
+
+
+def test_time_on_the_wall_counts_runs_side_by_side_once() -> None:
+    def timed(*spans: tuple[float, float]) -> RunSummary:
+        return RunSummary("a", 0, [], [{"round": 1, "ended": end, "seconds": end - start} for start, end in spans])
+
+    assert elapsed_seconds([timed((0, 5), (5, 9)), timed((2, 6)), timed((20, 21))]) == pytest.approx(10)
+    assert elapsed_seconds([timed((0, 10)), timed((1, 2), (3, 12))]) == pytest.approx(12)
+    assert elapsed_seconds([run_of([0.5])]) is None
 
 
 def test_a_run_without_evaluations_has_no_accuracy() -> None:
@@ -127,7 +147,7 @@ def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
     assert rows[0].final.mean == pytest.approx(0.8)
     assert rows[0].final.std == pytest.approx(statistics.stdev([0.9, 0.7]))
     assert rows[0].last is not None
-    assert rows[0].last.mean == pytest.approx((0.55 + 0.8) / 2)
+    assert rows[0].last.mean == pytest.approx((0.9 + 0.7) / 2)  # two would be all: the last tenth, at least one
     reach = rows[0].reaches[0]
     assert reach.rounds == Spread(1.5, pytest.approx(0.5**0.5), 2)
     assert (reach.reached, reach.seeds) == (2, 2)

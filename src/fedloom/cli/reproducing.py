@@ -109,8 +109,8 @@ def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: 
     summaries = {job.name: job.summary() for job in plan.jobs if job.finished}
     table = execute.lines(plan, summaries, failed)
     Console().print(to_table(execute.title(plan), table, execute.notes(plan)))
-    for path in execute.write(plan, table, summaries, command):
-        print(path)
+    *others, first = execute.write(plan, table, summaries, command)
+    print(*others, f"look first at {first}", sep="\n")
     require_finished(failed, len(plan.jobs))
 
 

@@ -56,6 +56,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load
     from fedloom.experiment.cores import threads_each
+    from fedloom.report.conclusions import conclusions
 
     comparison = Comparison.of(load(file, overrides or []), this_command()).side_by_side
     configuration, runs = comparison.configuration, len(comparison.names)
@@ -64,10 +65,11 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
             threads = threads_each(configuration, runs)
             watch.line(f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)")
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
-    print_tables(comparison.result(failed).sheets)
+    sheets = comparison.result(failed).sheets
+    print_tables(sheets)
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
-    print(f"report:  {folder / 'report.html'}")
+    print(*conclusions(sheets), f"look first at {folder / 'report.html'}", sep="\n")
     require_finished(failed, runs)
 
 
@@ -77,19 +79,21 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
     from rich.text import Text
 
     from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
-    from fedloom.report.sheet import reading
+    from fedloom.report.sheet import explained, faults_in, reading
 
     console = Console(highlight=False)
     for sheet in sheets:
         if sheet.setting:
             console.print(Text(f"\n{sheet.setting}", "bold"), soft_wrap=True)
-        for table in comparison_tables(sheet, console.width, explained=sheet is sheets[-1]):
+        for table in comparison_tables(sheet, console.width):
             console.print(table)
+        if text := faults_in(sheet):
+            console.print(text)
     if len(sheets) > 1:
         console.print(Text("\nall settings", "bold"))
         for table in overall_tables(sheets, console.width):
             console.print(table)
     elif sheets and sheets[0].tests[sheets[0].measure]:
         console.print(difference_table(sheets[0]))
-    for text in reading(sheets):
+    for text in (*explained(sheets), *reading(sheets)):
         console.print(Text(text))

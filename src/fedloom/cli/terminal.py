@@ -9,15 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.report.cells import NEVER, SOME, Cell, Column, halves, target_text
 from fedloom.report.cells import Table as Plain
-from fedloom.report.sheet import DIFFERENCE_HEADS, Sheet, caption, faults_in, overall
+from fedloom.report.cells import halves
+from fedloom.report.sheet import DIFFERENCE_HEADS, Sheet, caption, overall
 
 if TYPE_CHECKING:
     from fedloom.experiment.column_statistics import Statistics
-
-WIDE = 150
-"""Columns of a terminal from which on the comparison's cells are shown with all that they say."""
 
 _METHOD = 24
 """Columns of a terminal that a method's name may take, at most, beside its accuracies in all settings."""
@@ -26,60 +23,32 @@ _SHORTEST = 8
 """Columns of a terminal that a method's name takes at least."""
 
 
-def comparison_tables(sheet: Sheet, width: int, *, explained: bool = True) -> list[Table]:
-    """Return the comparison of one setting, in tables that fit the width, `explained` in the caption."""
-    rows = sheet.rows
-    seeds, rounds = max(row.seeds for row in rows), max(row.rounds for row in rows)
-    notes = [(f"mean ± std over {seeds} seeds, " if seeds > 1 else "") + f"{rounds} rounds"] if explained else []
-    notes += [text for text in [faults_in(sheet)] if text]
-    if width >= WIDE:
-        return [_shown(sheet.table, "; ".join(notes))]
-    accuracy, cost = halves(sheet.table)
-    if len(rows[0].reaches) > 2:
-        cost = cost.select([k for k, column in enumerate(cost.columns) if not column.title.startswith("Bytes to")])
-    if explained and rows[0].reaches:
-        targets = ", ".join(target_text(sheet.metric, reach.target) for reach in rows[0].reaches)
-        scores = all(isinstance(reach.target, float) for reach in rows[0].reaches)
-        noun = f" {sheet.metric.noun}" if scores else ""
-        notes.append(
-            f"{targets}: rounds to that{noun} ({NEVER} never, {SOME} not with every seed; 2×: in half as many as the "
-            "first method), B: bytes until then" + (", s: seconds" if any(row.timed for row in rows) else "")
-        )
+def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
+    """Return the comparison of one setting, in tables that fit the width."""
     room = width - _SHORTEST - 2
-    return [*_fitting(accuracy, room), *_fitting(cost, room, "; ".join(notes))]
+    return [table for half in halves(sheet.table) for table in _fitting(half, room)]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """Return one measure of every method in every setting, as many settings side by side as the terminal has room for."""
-    full, brief = overall(sheets), width < WIDE
-    names = min(_sizes(full, brief)[0], _METHOD)
-    return _fitting(full, width - names, caption(sheets), brief=brief, wrap=True)
+    table = overall(sheets)
+    return _fitting(table, width - min(_sizes(table)[0], _METHOD), caption(sheets))
 
 
-def _fitting(table: Plain, room: int, caption: str = "", *, brief: bool = True, wrap: bool = False) -> list[Table]:
+def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:
     """Divide the table by the `room` beside the methods' names, with the caption below the bottom table."""
-    tables = [table.select([0, *block]) for block in _blocks(_sizes(table, brief), room)]
-    captions = [*("" for _ in tables[1:]), caption]
-    return [_shown(t, text, brief=brief, wrap=wrap) for t, text in zip(tables, captions, strict=True)]
-
-
-def _sizes(table: Plain, brief: bool) -> list[int]:
-    """Return the columns of a terminal that each column takes."""
-    texts = [
-        [*_text(column, brief).splitlines(), *(_text(line[k], brief) for line in table.lines)]
-        for k, column in enumerate(table.columns)
-    ]
-    return [max(map(len, column), default=0) + 2 for column in texts]
-
-
-def _blocks(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Divide the columns of these sizes, without the first, into blocks that fit the room."""
-    blocks: list[list[int]] = [[]]
+    sizes, blocks = _sizes(table), [[0]]
     for k, size in enumerate(sizes[1:], start=1):
-        if blocks[-1] and sum(sizes[j] for j in blocks[-1]) + size > room:
-            blocks.append([])
+        if len(blocks[-1]) > 1 and sum(sizes[j] for j in blocks[-1][1:]) + size > room:
+            blocks.append([0])
         blocks[-1].append(k)
-    return blocks
+    return [_shown(table.select(block), caption if block is blocks[-1] else "") for block in blocks]
+
+
+def _sizes(table: Plain) -> list[int]:
+    """Return the columns of a terminal that each column takes, its title on several lines."""
+    texts = [[*column.title.split(), *(line[k].text for line in table.lines)] for k, column in enumerate(table.columns)]
+    return [max(map(len, column)) + 2 for column in texts]
 
 
 def difference_table(sheet: Sheet) -> Table:
@@ -122,17 +91,12 @@ def _frame(title: str, caption: str) -> Table:
     return table
 
 
-def _shown(table: Plain, caption: str, *, brief: bool = False, wrap: bool = False) -> Table:
-    """Return a table of the report for the terminal, with `brief` titles and cells; titles may `wrap`."""
+def _shown(table: Plain, caption: str) -> Table:
+    """Return a table of the report for the terminal; its titles may wrap, its cells may not."""
     shown = _frame(table.columns[0].title, caption)
-    for column in table.columns[1:]:
-        shown.add_column(Text(_text(column, brief)), justify="right", no_wrap=not wrap, overflow="fold")
+    for column, size in zip(table.columns[1:], _sizes(table)[1:], strict=True):
+        shown.add_column(Text(column.title), justify="right", width=size - 2)
     best = table.best_lines
     for number, line in enumerate(table.lines):
-        shown.add_row(*(Text(_text(cell, brief), "bold" if number in best[k] else "") for k, cell in enumerate(line)))
+        shown.add_row(*(Text(cell.text, "bold" if number in best[k] else "") for k, cell in enumerate(line)))
     return shown
-
-
-def _text(entry: Column | Cell, brief: bool) -> str:
-    text = entry.title if isinstance(entry, Column) else entry.text
-    return entry.brief if brief and entry.brief else text

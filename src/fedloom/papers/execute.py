@@ -103,18 +103,19 @@ def notes(plan: ReproducePlan) -> list[str]:
 def write(
     plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
 ) -> list[Path]:
-    """Write `cells.csv`, `.md` and `.tex`, the record `cells.json` and, where there are runs, `report.html`; return the paths.
+    """Write `cells.csv`, the record `cells.json`, `cells.tex`, `cells.md` and, where there are runs, `report.html`.
 
-    `comparison.json` lists the runs, for other commands that take a folder.
+    `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last that of the page that a
+    reader opens first.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     runs = _labelled(plan, summaries)
     computed_with = runs[0].environment if runs else environment()
     texts = {
         "cells.csv": to_csv(plan.exhibit.id, table),
-        "cells.md": to_markdown(title(plan), table, notes(plan)),
         "cells.json": ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json(),
         "cells.tex": to_latex(plan.exhibit.id, title(plan), table, notes(plan)),
+        "cells.md": to_markdown(title(plan), table, notes(plan)),
     }
     for name, text in texts.items():
         write_text(plan.folder / name, text)

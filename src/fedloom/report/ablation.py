@@ -12,11 +12,12 @@ import plotly.graph_objects as go
 from fedloom.algorithm import algorithms
 from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
-from fedloom.report.figures import COLOURS, SHARES, Style, framed, wrapped
+from fedloom.report.figures import DASHES, SHARES, Style, framed, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted
 
 LINES = 8  # of one figure at most
+GREY = "#7f7f7f"  # of lines that join several methods
 NAME = 34  # letters of a line's name on one line, so that a legend fits the screen of a phone
 
 METHOD = "method"  # the feature that names a run's method without its parameters
@@ -28,11 +29,17 @@ _IGNORED = ("algorithm", "seed", "command", "targets", "record", "engine", "name
 
 @dataclass(frozen=True)
 class AblationLine:
-    """Spreads over seeds by value, in the order of the values; `method` is the method of all these runs, if it is one."""
+    """Spreads over seeds by value, in the order of the values, and the method of the runs with that value, if it is one."""
 
     label: str
-    method: str | None
+    methods: Mapping[Any, str | None]
     spreads: Mapping[Any, Spread]
+
+    @property
+    def method(self) -> str | None:
+        """The method of all these runs, if it is one."""
+        names = set(self.methods.values())
+        return names.pop() if len(names) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -84,17 +91,16 @@ def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
 def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure:
     """Draw accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
 
-    Where each line is a different method, it has the method's style in `looks`.
+    Every point has the colour of its method in `looks`; a line that joins several methods is grey.
     """
     methods = [line.method for line in ablation.lines]
     by_method = None not in methods and len(set(methods)) == len(methods)
     form = ".2%" if ablation.share else ".4~g"
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(ablation.lines[:LINES]):
-        method = line.method if by_method else None
-        style = looks[method] if method else Style(COLOURS[k % len(COLOURS)], "solid")
-        trace = _trace(line.spreads, style, ablation.numeric, form)
-        traces.append(trace.update(name=wrapped(method or line.label, NAME), legendgroup=method))
+        trace = _trace(line, looks, methods[:k].count(line.method), ablation.numeric, form)
+        name = line.method if by_method and line.method else line.label
+        traces.append(trace.update(name=wrapped(name, NAME), legendgroup=line.method))
     values = sorted(ablation.values) if ablation.numeric else []
     wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
     kind = "category" if not values else "log" if wide else "linear"
@@ -118,8 +124,12 @@ def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure
     )
 
 
-def _trace(by_value: Mapping[Any, Spread], style: Style, numeric: bool, form: str) -> go.Scatter | go.Bar:
-    spreads = list(by_value.values())
+def _trace(
+    line: AblationLine, looks: Mapping[str, Style], earlier: int, numeric: bool, form: str
+) -> go.Scatter | go.Bar:
+    """Return a line's points; `earlier` lines of the same method have other dashes, or a deeper colour."""
+    spreads = list(line.spreads.values())
+    colours = [looks[method].colour if method else GREY for method in line.methods.values()]
     error = {"array": [spread.std for spread in spreads], "visible": any(spread.count > 1 for spread in spreads)}
     common: dict[str, Any] = {
         "y": [spread.mean for spread in spreads],
@@ -128,9 +138,11 @@ def _trace(by_value: Mapping[Any, Spread], style: Style, numeric: bool, form: st
         "hovertemplate": f"%{{x}}: %{{y:{form}}}, %{{customdata}} seeds<extra>%{{fullData.name}}</extra>",
     }
     if not numeric:
-        return go.Bar(x=[wrapped(_text(value)) for value in by_value], marker={"color": style.colour}, **common)
-    stroke = {"color": style.colour, "width": 2, "dash": style.dash}
-    return go.Scatter(x=list(by_value), mode="lines+markers", line=stroke, marker={"size": 8}, **common)
+        shade = {"color": colours, "opacity": 1 / (1 + 0.6 * earlier)}
+        return go.Bar(x=[wrapped(_text(value)) for value in line.spreads], marker=shade, **common)
+    stroke = {"color": colours[0] if line.method else GREY, "width": 2, "dash": DASHES[earlier % len(DASHES)]}
+    marker = {"size": 9, "color": colours}
+    return go.Scatter(x=list(line.spreads), mode="lines+markers", line=stroke, marker=marker, **common)
 
 
 def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
@@ -151,8 +163,9 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
         label = [value if feature == METHOD else f"{feature}={value}" for feature, value in differing]
         values = sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
         spreads = {value: spread for value in values if (spread := Spread.of([run.accuracy for run in line[value]]))}
-        methods = {run.run.algorithm for members in line.values() for run in members}
-        lines.append(AblationLine(", ".join(label), methods.pop() if len(methods) == 1 else None, spreads))
+        names = {value: {run.run.algorithm for run in line[value]} for value in spreads}
+        methods = {value: next(iter(group)) if len(group) == 1 else None for value, group in names.items()}
+        lines.append(AblationLine(", ".join(label), methods, spreads))
     return lines
 
 

@@ -11,28 +11,26 @@ from fedloom.report.summary import LAST, Reach, Row, Spread, Target, TargetValue
 from fedloom.report.units import byte_text, percent, time_text
 
 NEVER = "*"  # stands where a target was never reached
-SOME = "†"  # follows, in brief, the mean of the seeds that reached a target where others did not
+SOME = "†"  # follows the mean of the seeds that reached a target where others did not
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The text to show (in `brief` on a narrow terminal) and the value to sort by (None: last); `partial` without some seeds."""
+    """The text to show and the value to sort by (None: last); `partial` without some seeds."""
 
     text: str
     value: float | str | None
     partial: bool = False
-    brief: str = ""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title, its best value (the `largest`, the `smallest` or none, `""`), how a page sorts by it at first
-    (`ascending`, `descending` or never, `""`), and a `brief` title where there is one."""
+    """A column's title, its best value (the `largest`, the `smallest` or none, `""`), and how a page sorts by it at first
+    (`ascending`, `descending` or never, `""`)."""
 
     title: str
     best: str = ""
     order: str = "descending"
-    brief: str = ""
     score: bool = False  # its values are of the metric that methods are judged by
 
 
@@ -86,57 +84,50 @@ def comparison(
     how many seeds did where not all. `marks` go behind the accuracies, by measure and method.
     """
     metric, reaches = (rows[0].metric, rows[0].reaches) if rows else (ACCURACY, ())
-    unit, in_percent = metric.unit, ", %" if metric.share else ""
+    in_percent = ", %" if metric.share else ""
     smallest = ("smallest", "ascending")
     best = ("largest", "descending") if metric.higher_is_better else smallest
 
-    def score(title: str, measure: str, brief: str, order: tuple[str, str] = best) -> Filled:
+    def score(title: str, measure: str, order: tuple[str, str] = best) -> Filled:
         marked = (marks or {}).get(measure, {})
         cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
-        return Column(f"{title}{in_percent}", *order, brief, score=True), cells
+        return Column(f"{title}{in_percent}", *order, score=True), cells
 
-    def to_targets(unit: str, brief: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
+    def to_targets(unit: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
         for k, reach in enumerate(reaches):
-            target = target_text(metric, reach.target)
-            column = Column(f"{unit} to {target}", *smallest, f"{brief}{target}")
+            column = Column(f"{unit} to {target_text(metric, reach.target)}", *smallest)
             yield column, [cell(row.reaches[k], reach) for row in rows]
 
-    def means(
-        column: Column, name: str, text: Callable[[float], str], brief: Callable[[float], str] | None = None
-    ) -> Filled:
+    def means(title: str, name: str, text: Callable[[float], str], order: str = "descending") -> Filled:
         spreads: list[Spread | None] = [getattr(row, name) for row in rows]
-        return column, [
-            Cell(text(spread.mean), spread.mean, brief=brief(spread.mean) if brief else "")
-            if spread
-            else Cell("–", None)
-            for spread in spreads
-        ]
+        cells = [Cell(text(spread.mean), spread.mean) if spread else Cell("–", None) for spread in spreads]
+        return Column(title, order=order), cells
 
     filled: list[Filled] = [
         (Column("Method", order="ascending"), [Cell(row.algorithm, row.algorithm) for row in rows]),
         (Column("Seeds"), [Cell(str(row.seeds), row.seeds) for row in rows]),
         (Column("Rounds"), [Cell(str(row.rounds), row.rounds) for row in rows]),
-        score(f"Final {metric.noun}", "final", f"Final{unit}"),
-        score(f"Best {metric.noun}", "best", f"Best{unit}"),
-        score("Mean of last", "last", f"Last {evaluations}{in_percent}"),
+        score(f"Final {metric.noun}", "final"),
+        score(f"Best {metric.noun}", "best"),
+        score(f"Mean of last {evaluations}", "last"),
     ]
     if any(row.personal is not None for row in rows):
         filled += [
-            score("Clients' own", "personal", f"Clients{unit}"),
-            score("Std over clients", "client_std", "Spread", smallest),
-            score("Worst tenth", "client_worst", f"Worst{unit}"),
+            score("Clients' own", "personal"),
+            score("Std over clients", "client_std", smallest),
+            score("Worst tenth", "client_worst"),
         ]
-    filled += [*to_targets("Rounds", "", _rounds_to), *to_targets("Bytes", "B ", _bytes_to)]
+    filled += [*to_targets("Rounds", _rounds_to), *to_targets("Bytes", _bytes_to)]
     if any(row.timed for row in rows):
-        filled += to_targets("Seconds", "s ", _seconds_to)
+        filled += to_targets("Seconds", _seconds_to)
     if any(row.epsilon is not None for row in rows):
-        filled.append(means(Column("Epsilon", order="ascending"), "epsilon", "{:.3g}".format))
+        filled.append(means("Epsilon", "epsilon", "{:.3g}".format, "ascending"))
     if any(row.simulated is not None for row in rows):
-        filled.append(means(Column("Simulated time", brief="Sim. time"), "simulated", time_text, _clock))
+        filled.append(means("Simulated time", "simulated", time_text))
     filled += [
-        means(Column("Bytes down", brief="Down"), "bytes_down", byte_text),
-        means(Column("Bytes up", brief="Up"), "bytes_up", byte_text),
-        means(Column("Time"), "seconds", time_text, _clock),
+        means("Bytes down", "bytes_down", byte_text),
+        means("Bytes up", "bytes_up", byte_text),
+        means("Time", "seconds", time_text),
         (Column("Faults"), [Cell(str(row.faults), row.faults) for row in rows]),
     ]
     return Table.of(filled)
@@ -152,20 +143,18 @@ def halves(table: Table) -> tuple[Table, Table]:
 
 
 def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
-    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, in brief `87.2±0.5`, and a mark behind it."""
+    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, and a mark behind it."""
     if spread is None:
         return Cell("–", None)
     several, mean, std = spread.count > 1, spread.mean, spread.std
     if metric.name == "bytes":
         return Cell(byte_text(mean) + (f" ± {byte_text(std)}" if several else "") + mark, mean)
     if metric.share:
-        mean, std, decimals = 100 * mean, 100 * std, (2, 1)
-    else:  # in brief about three digits of the mean, else two of the deviation too
+        mean, std, digits = 100 * mean, 100 * std, 2
+    else:  # four digits of the mean, else two of the deviation
         size = math.floor(math.log10(abs(mean))) if mean else 0
-        few = max(0, 2 - size) if size >= 0 else 1 - size
-        decimals = (max(few, 1 - math.floor(math.log10(std))) if several and std > 0 else few + 1, few)
-    text, brief = (f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if several else "") for digits in decimals)
-    return Cell(f"{text}{mark}", spread.mean, brief=f"{brief.replace(' ± ', '±')}{mark}")
+        digits = max(0, 3 - size, 1 - math.floor(math.log10(std)) if several and std > 0 else 0)
+    return Cell(f"{mean:.{digits}f}{f' ± {std:.{digits}f}' if several else ''}{mark}", spread.mean)
 
 
 def target_text(metric: Metric, target: TargetValue) -> str:
@@ -179,21 +168,20 @@ def target_text(metric: Metric, target: TargetValue) -> str:
 def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.rounds is None:
         return _unreached(reach)
-    mean, brief = reach.rounds.mean, f"{reach.rounds.mean:.0f}"
-    text = brief if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
+    mean = reach.rounds.mean
+    text = f"{mean:.0f}" if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
     if reach.reached < reach.seeds:
-        return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True, brief=brief + SOME)
+        return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True)
     if reach is not baseline and baseline.rounds is not None and baseline.reached == baseline.seeds:
-        faster = f"{baseline.rounds.mean / mean:.1f}×"
-        return Cell(f"{text} ({faster})", mean, brief=f"{brief} {faster}")
-    return Cell(text, mean, brief=brief)
+        text += f" ({baseline.rounds.mean / mean:.1f}×)"
+    return Cell(text, mean)
 
 
 def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
     if reach.bytes is None:
         return _unreached(reach)
-    partial, text = reach.reached < reach.seeds, byte_text(reach.bytes.mean)
-    return Cell(text, reach.bytes.mean, partial, text + SOME if partial else "")
+    partial = reach.reached < reach.seeds
+    return Cell(byte_text(reach.bytes.mean) + (SOME if partial else ""), reach.bytes.mean, partial)
 
 
 def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
@@ -201,14 +189,8 @@ def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
         return _unreached(reach)
     partial, mean = reach.reached < reach.seeds, f"{reach.seconds.mean:.3g}"
     text = mean if reach.seconds.count == 1 else f"{mean} ± {reach.seconds.std:.2g}"
-    mark = SOME if partial else ""
-    return Cell(text + mark, reach.seconds.mean, partial, mean + mark)
+    return Cell(text + (SOME if partial else ""), reach.seconds.mean, partial)
 
 
 def _unreached(reach: Reach) -> Cell:
     return Cell(NEVER if reach.measured else "–", None)
-
-
-def _clock(seconds: float) -> str:
-    minutes, remainder = divmod(round(seconds), 60)
-    return f"{minutes}:{remainder:02d}"

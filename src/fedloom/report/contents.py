@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
@@ -51,17 +54,27 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
 def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[ReportFigure]:
     """Draw accuracy by round in each of the first settings, by its label; then the share of wrong labels that was learned."""
     shown = list(by_setting.items())[: LIMIT["settings"]]
-    curves = [(label, figure) for label, runs in shown for figure in _curves(runs)[:1]]
-    curves += [
-        (label, figure)
-        for label, runs in shown
-        if any(run.wrong_labels for run in runs)
-        for figure in memorisation_figures(runs)
-    ]
+    noisy = [(label, runs) for label, runs in shown if any(run.wrong_labels for run in runs)]
+    panels = (
+        [(label, figure) for label, runs in shown for figure in _curves(runs)[:1]],
+        [(label, figure) for label, runs in noisy for figure in memorisation_figures(runs)],
+    )
+    for curves in panels:
+        _share_axes([figure for _, figure in curves])
     return [
         replace(figure, name=slug(f"{label}-{figure.name}"), title=f"{label}: {figure.title}")
-        for label, figure in curves
+        for label, figure in itertools.chain(*panels)
     ]
+
+
+def _share_axes(panels: Sequence[ReportFigure]) -> None:
+    """Give the panels one range of values, with a margin."""
+    for choice in {choice for panel in panels for choice in panel.variants}:
+        drawn = [panel.variants[choice] for panel in panels if choice in panel.variants]
+        values = np.concatenate([trace.y for figure in drawn for trace in figure.data])
+        margin = 0.03 * float(np.ptp(values))
+        for figure in drawn:
+            figure.layout.yaxis.range = [float(values.min()) - margin, float(values.max()) + margin]
 
 
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:

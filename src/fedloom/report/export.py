@@ -10,7 +10,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from fedloom.report.cells import Table, halves
-from fedloom.report.sheet import DIFFERENCE_HEADS, NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, caption, keys, overall, reading
+from fedloom.report.sheet import (
+    DIFFERENCE_HEADS,
+    NOT_SIGNIFICANT,
+    T_TEST_ONLY,
+    Sheet,
+    caption,
+    explained,
+    keys,
+    overall,
+    reading,
+)
 from fedloom.report.summary import TO_TARGET, Row, target_key
 
 _ESCAPED = {
@@ -30,9 +40,6 @@ _ESCAPED = {
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
 }
 """Characters that LaTeX would take for its own, and signs that older LaTeX does not know."""
-
-# Tables before a page break: LaTeX gives up where it has to hold back some more than twice as many for pages to come.
-_HELD_BACK = 8
 
 # Before a box: smaller where it is wider than a line.
 _AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
@@ -69,7 +76,7 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         if lines := [[*map(escape_markdown, line[:2]), *line[2:]] for line in sheet.difference_lines]:
             differences = markdown_table(("Method", "minus", *DIFFERENCE_HEADS), lines, texts=(0, 1, 6))
             blocks.append(f"{sheet.difference_title}:\n\n{differences}")
-    blocks += [f"{text}\n" for text in (_explained(sheets), *reading(sheets)) if text]
+    blocks += [f"{text}\n" for text in (*explained(sheets), *reading(sheets))]
     return "\n".join(blocks)
 
 
@@ -78,7 +85,7 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
     They need the packages booktabs and graphicx, which makes a table that is wider than a line smaller.
     """
-    note = " ".join([_explained(sheets), *reading(sheets)]).strip()
+    note = " ".join([*explained(sheets), *reading(sheets)])
     tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, sheet in enumerate(sheets, start=1):
         name = f"{title}, {sheet.setting}" if sheet.setting else title
@@ -106,8 +113,7 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], texts: 
 
 def latex_file(tables: Sequence[str]) -> str:
     """Return LaTeX tables as a file."""
-    pages = ["\n".join(tables[k : k + _HELD_BACK]) for k in range(0, len(tables), _HELD_BACK)]
-    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n\\clearpage\n\n".join(pages)
+    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
 
 
 def latex_table(
@@ -165,16 +171,6 @@ def _plain(row: Row) -> dict[str, Any]:
     for name, spread in spreads.items():
         line |= {name: spread and spread.mean, f"{name}_std": spread and spread.std}
     return {**line, "faults": row.faults}
-
-
-def _explained(sheets: Sequence[Sheet]) -> str:
-    """Return what the figures are."""
-    seeds = max((row.seeds for sheet in sheets for row in sheet.rows), default=0)
-    if not seeds:
-        return ""
-    spread = f"Mean ± standard deviation over {seeds} seeds. " if seeds > 1 else ""
-    evaluations = sheets[0].last
-    return f"{spread}Mean of last: of the last {evaluations} evaluations. Best: of any evaluation, chosen on the test data."
 
 
 def _markdown(table: Table) -> str:

@@ -137,7 +137,7 @@ def _heading(figure: ReportFigure, width: int) -> tuple[str, int]:
 
 def _show_methods(figure: go.Figure) -> None:
     """Show a legend of the methods unless names along an axis or a bar of colours do."""
-    coloured = any(trace.type == "contour" or (trace.marker and trace.marker.showscale) for trace in figure.data)
+    coloured = any(trace.type == "contour" for trace in figure.data)
     if coloured or figure.layout.yaxis.type == "category":
         figure.update_layout(showlegend=False)
         return

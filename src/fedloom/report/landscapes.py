@@ -49,8 +49,8 @@ def landscapes(entries: Mapping[str, Entry], scale: Sequence[Entry] | None = Non
             position = {"x": sum(across) / 2, "y": up[1], "xref": "paper", "yref": "paper", "yanchor": "bottom"}
             title = {"text": html.escape(name), **position, "showarrow": False, "font": {"size": 14}}
             layout["annotations"].append(title)
-    ticks = _log_ticks(low, high)
-    bar = {**_BAR, "tickvals": [math.log10(tick) for tick in ticks], "ticktext": [f"{tick:g}" for tick in ticks]}
+    ticks = np.linspace(low, high, 5)
+    bar = {**_BAR, "tickvals": ticks, "ticktext": [f"{10**tick:.2g}" for tick in ticks]}
     colours = {"colorscale": SEQUENCE, "reversescale": True, "cmin": low, "cmax": high, "colorbar": bar}
     return framed(traces, 440, hovermode="closest", showlegend=False, coloraxis=colours, **layout)
 
@@ -143,22 +143,12 @@ def _interval(k: int, count: int, gap: float) -> list[float]:
     return [k * (width + gap), min(1.0, k * (width + gap) + width)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return losses for a logarithmic colour bar: at least four with few digits, or else five evenly spaced ones."""
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
-        ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-        if len(ticks) >= 4:
-            return ticks
-    return [float(f"{10**power:.3g}") for power in np.linspace(low, high, 5)]
-
-
 def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatter]:
     """Draw a path with its points, from a circle to a star, on a white outline so that it is visible on any background."""
     x, y = zip(*recorded["points"], strict=True)
     common: dict[str, Any] = {"legendgroup": method, "showlegend": False}
     outline = go.Scatter(x=x, y=y, mode="lines", line={"color": "#ffffff", "width": 5}, hoverinfo="skip", **common)
+    middle = len(x) - 2
     path = go.Scatter(
         x=x,
         y=y,
@@ -166,16 +156,11 @@ def _path(method: str, recorded: Entry, line: str, marker: str) -> list[go.Scatt
         mode="lines+markers",
         name=html.escape(method),
         line={"color": line, "width": 1.5},
-        marker={"size": 7, "color": marker, "line": {"width": 1, "color": "#ffffff"}},
+        marker={
+            "size": [13, *[7] * middle, 13], "symbol": ["circle", *["circle"] * middle, "star"], "color": marker,
+            "line": {"width": 1.5, "color": "#ffffff"},
+        },
         hovertemplate="round %{customdata[0]}, loss %{customdata[1]:.4~g}<extra>%{fullData.name}</extra>",
         **common,
-    )
-    ends = go.Scatter(
-        x=[x[0], x[-1]],
-        y=[y[0], y[-1]],
-        mode="markers",
-        marker={"size": 13, "symbol": ["circle", "star"], "color": marker, "line": {"width": 1.5, "color": "#ffffff"}},
-        hoverinfo="skip",
-        **common,
-    )
-    return [outline, path, ends]
+    )  # fmt: skip
+    return [outline, path]

@@ -22,15 +22,15 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric
-from fedloom.report.cells import Table, score_cell, target_text
+from fedloom.report.cells import halves, score_cell, target_text
 from fedloom.report.clients import client_table
+from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
-from fedloom.report.sheet import DIFFERENCE_HEADS, Criterion, Sheet, caption, faults_in, overall, reading, spread_of
+from fedloom.report.sheet import DIFFERENCE_HEADS, Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.summary import LAST, TO_TARGET, Row, RunSummary, TargetValue, dotted, faults
+from fedloom.report.summary import LAST, Row, RunSummary, TargetValue, dotted, elapsed_seconds, faults
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
@@ -62,7 +62,7 @@ class ReportOptions:
     def of(cls, title: str, sheet: Sheet, command: str) -> ReportOptions:
         """Return the options of a page about this setting, or about several that begin with it."""
         targets = tuple(reach.target for reach in sheet.rows[0].reaches)
-        return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
+        return cls(title, targets, command, sheet.requested, sheet.against, sheet.measure)
 
 
 def options_of(path: Path) -> ReportOptions | None:
@@ -110,7 +110,8 @@ def render(
         raise InvalidValue("a report needs at least one run")
     settings = runs[0].configuration
     if sheet is None:
-        sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets))
+        measure = "personal" if settings.get("personal_every") and any(run.clients for run in runs) else "last"
+        sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure)
     sections = report_figures(runs, by or sheet.criterion)
     thinned = (
         f"Long curves are drawn with about {POINTS} of their points: the lowest and the highest of each of equal stretches. "
@@ -125,8 +126,9 @@ def render(
         tiles=_result_tiles(runs, sheet),
         opening=opening,
         several=len(sheet.rows) > 1,
-        table=_worth_showing(sheet.table),
-        captions=[*_explained(sheet), *reading([sheet])],
+        conclusions=conclusions([sheet]),
+        tables=halves(sheet.table),
+        captions=[*explained([sheet]), _sentence(faults_in(sheet)), *reading([sheet])],
         differences=sheet.difference_lines,
         difference_title=sheet.difference_title,
         difference_heads=DIFFERENCE_HEADS,
@@ -161,9 +163,10 @@ def render_overview(
         runs,
         [*curves, *drawn],
         curves=curves,
-        tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(len(runs), rows)],
+        conclusions=conclusions(sheets),
+        tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(runs, rows)],
         table=overall(sheets),
-        captions=[f"{_spread(rows)}{caption(sheets)}", *reading(sheets)],
+        captions=[caption(sheets), *explained(sheets)[:1], *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
         figures=drawn,
     )
@@ -228,87 +231,41 @@ def _with_signs(text: str) -> str:
 
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
-    """Return the best accuracies and the fewest rounds to each target of one setting, and the costs of the runs."""
-    rows, several = sheet.rows, len(sheet.rows) > 1
-    names = {"final": f"final {sheet.metric.noun}", "best": f"best {sheet.metric.noun}"}
-    if several and sheet.measure != "rounds":  # which stand below
-        names.setdefault(sheet.measure, sheet.criterion.name)
-    tiles = []
-    for measure, name in names.items():
-        metric = sheet.criterion.metric if measure == sheet.measure else sheet.metric
-        spreads = [(spread, row) for row in rows if (spread := spread_of(row, measure)) is not None]
-        if spreads:
-            sign = 1 if metric.higher_is_better else -1
-            spread, row = max(spreads, key=lambda pair: sign * pair[0].mean)
-            extreme = "Highest" if metric.higher_is_better else "Fewest" if measure in TO_TARGET else "Lowest"
-            title = f"{extreme} {name}" if several else name[0].upper() + name[1:]
-            level = _level(sheet, measure, row.algorithm, metric) if several else ""
-            score = f"{score_cell(spread, metric).brief.replace('±', ' ± ')}{metric.unit}"
-            tiles.append((title, score.replace(" ", NO_BREAK), level))
+    """Return the accuracies of a method alone, the fewest rounds to each target, and the costs of the runs."""
+    rows, tiles, metric = sheet.rows, [], sheet.metric
+    for title, spread in (("Final", rows[0].final), ("Best", rows[0].best)) if len(rows) == 1 else ():
+        if spread is not None:
+            score = f"{score_cell(spread, metric).text}{metric.unit}"
+            tiles.append((f"{title} {metric.noun}", score.replace(" ", NO_BREAK), ""))
     for k, target in enumerate(reach.target for reach in rows[0].reaches):
         costs = {row.algorithm: row.reaches[k].rounds for row in rows if row.reaches[k].reached == row.seeds}
         if rounds := {method: spread for method, spread in costs.items() if spread}:
             fewest = min(rounds.values(), key=lambda spread: spread.mean)
             methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
             number = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
-            title = _with_signs(f"Fewest rounds to {target_text(sheet.metric, target)}")
-            tiles.append((title, number, _listed(methods, 2) if several else ""))
-    return tiles + _cost_tiles(len(runs), rows)
+            title = _with_signs(f"Fewest rounds to {target_text(metric, target)}")
+            tiles.append((title, number, _listed(methods, 2) if len(rows) > 1 else ""))
+    return tiles + _cost_tiles(runs, rows)
 
 
-def _level(sheet: Sheet, measure: str, highest: str, metric: Metric) -> str:
-    """Return the method with the best mean, and those that are not shown to differ from it."""
-    word = "higher" if metric.higher_is_better else "lower"
-    texts = [highest]
-    for verdict, text in (("equal", "equal"), ("not significant", f"not significantly {word} than")):
-        methods = [test.method for test in sheet.tests[measure] if (test.other, test.verdict) == (highest, verdict)]
-        texts += [f"{text}: {_listed(methods, 2)}"] if methods else []
-    return "; ".join(texts)
-
-
-def _cost_tiles(runs: int, rows: Sequence[Row]) -> list[Tile]:
-    """Return the bytes and the time of all runs."""
+def _cost_tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[Tile]:
+    """Return the bytes of all runs and their time: by the clock on the wall, and summed over them."""
     sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
     tiles = [("Sent in all", byte_text(sent), "down and up")]
     if any(row.seconds for row in rows):
-        total = sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds)
-        tiles.append(("Time in all", time_text(total), f"{runs} runs" if runs > 1 else ""))
+        total = time_text(sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds))
+        elapsed = elapsed_seconds(runs)
+        more = (
+            f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
+            if len(runs) > 1
+            else ""
+        )
+        tiles.append(("Time", total if elapsed is None else time_text(elapsed), more))
     return tiles
 
 
-def _worth_showing(table: Table) -> Table:
-    """Return the table without uninformative columns: seeds and rounds that all methods share, faults of none."""
-    texts = [{line[k].text for line in table.lines} for k in range(len(table.columns))]
-    uninformative = {"Seeds": len(texts[1]) == 1, "Rounds": len(texts[2]) == 1, "Faults": texts[-1] == {"0"}}
-    return table.select([k for k, column in enumerate(table.columns) if not uninformative.get(column.title)])
-
-
-def _spread(rows: Sequence[Row]) -> str:
-    counts = sorted({choose(row.seeds for row in rows) for choose in (min, max)})
-    return "" if counts == [1] else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
-
-
-def _explained(sheet: Sheet) -> list[str]:
-    """Return captions that explain the figures of the comparison."""
-    rows = sheet.rows
-    captions = [
-        f"{_spread(rows)}{sheet.metric.title} on the test set: final after the last round, best of any "
-        f"evaluation (selected on the test data), mean of the last {sheet.last} evaluations."
-    ]
-    if any(row.personal is not None for row in rows):
-        captions.append(
-            f"Clients' own: {sheet.metric.noun} of each client's own model on its own test data, over all samples (where these "
-            "models were not evaluated, of the global model); std over clients: standard deviation of the clients' figures, "
-            "unweighted; worst tenth: mean over the tenth of the clients with the worst."
-        )
-    if rows[0].reaches:
-        faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
-        captions.append(
-            f"Rounds, and bytes down and up, until the first evaluation that is as good as the target; * never reached{faster}."
-        )
-    if sentence := faults_in(sheet):
-        captions.append(f"{sentence[0].upper()}{sentence[1:]}.")
-    return captions
+def _sentence(text: str) -> str:
+    return text and f"{text[0].upper()}{text[1:]}."
 
 
 def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -329,20 +286,15 @@ def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _unfinished(runs: Sequence[RunSummary]) -> str:
     """Return a warning that names the runs with fewer rounds than they should have; empty without any."""
-    configured = [number for run in runs if isinstance(number := run.configuration.get("rounds"), int)]
-    most = max([*configured, *(len(run.records) for run in runs)])
-    alike = len(set(configured)) < 2
+    most = max(len(run.records) for run in runs)
+    asked = [(run, number if isinstance(number := run.configuration.get("rounds"), int) else most) for run in runs]
     short = [
-        f"{run.algorithm} (seed {run.seed}: {len(run.records)})"
-        for run in runs
-        if len(run.records) < (most if alike else run.configuration.get("rounds", most))
+        f"{run.algorithm} (seed {run.seed}: {len(run.records)} of {number})"
+        for run, number in asked
+        if len(run.records) < number
     ]
-    if not short:
-        return ""
-    return (
-        f"Not all runs have {f'{most} rounds' if alike else 'all their rounds'}: {_listed(short, 8)}. "
-        "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
-    )
+    warning = "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
+    return f"Not all runs have all their rounds: {_listed(short, 8)}. {warning}" if short else ""
 
 
 def _notices(runs: Sequence[RunSummary]) -> list[str]:

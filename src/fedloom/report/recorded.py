@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
@@ -28,12 +27,12 @@ Recorded = tuple[RunSummary, Entry]
 
 def recorded_figures(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     """Return the figures of all recorders, for each method of the first seed that recorded anything, up to `LIMIT` figures;
-    similarity and memorisation are over all seeds."""
+    objectives, similarity and memorisation are over all seeds."""
     groups = by_algorithm(runs).values()
     chosen = [run for group in groups for run in [run for run in group if run.recorded][:1]]
     looks = styles(runs)
     figures = [
-        *_objectives(chosen, looks),
+        *_objectives(runs),
         *_similarity(runs),
         *memorisation_figures(runs),
         *_local_models(chosen, looks),
@@ -95,36 +94,6 @@ def _draw_local_models(
     return framed(traces, 340, xaxis={"title": "Round", "rangemode": "tozero"}, yaxis=yaxis, hovermode="closest")
 
 
-def _objective_steps(method: str, recorded: Entry, style: Style) -> list[go.Scatter]:
-    """Return traces of the objective before (circles) and after (dots) local training, and the steps between, round by round."""
-    rounds, received, uploaded = recorded["rounds"], recorded["before"], recorded["after"]
-    common: dict[str, Any] = {"legendgroup": method, "name": html.escape(method), "showlegend": False}
-    steps = go.Scatter(
-        x=[x for number in rounds for x in (number, number, None)],
-        y=[value for pair in zip(received, uploaded, strict=True) for value in (*pair, None)],
-        mode="lines",
-        line={"color": pale(style.colour, 0.4), "width": 1.5},
-        hoverinfo="skip",
-        **common,
-    )
-    ends = [
-        go.Scatter(
-            x=rounds,
-            y=values,
-            mode="lines+markers",
-            line={"color": pale(style.colour, 0.55), "width": 1, "dash": dash},
-            marker={"symbol": symbol, "size": 8, "color": style.colour, "line": {"width": 2, "color": style.colour}},
-            hovertemplate=f"round %{{x}}, {moment} local training: %{{y:.4~g}}<extra>%{{fullData.name}}</extra>",
-            **common,
-        )
-        for values, moment, symbol, dash in (
-            (received, "before", "circle-open", "dot"),
-            (uploaded, "after", "circle", "solid"),
-        )
-    ]
-    return [steps, *ends]
-
-
 def _ala_losses(method: str, recorded: Entry, source: str) -> ReportFigure:
     """Draw the loss of each epoch of ALA's learning, a line a round from early to late; up to `ROUNDS` rounds."""
     rounds, losses = recorded["rounds"], recorded["losses"]
@@ -145,13 +114,7 @@ def _ala_losses(method: str, recorded: Entry, source: str) -> ReportFigure:
         for k, colour in zip(shown, sample_colorscale(SEQUENCE, shares), strict=True)
     ]
     xaxis = {"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None}
-    colours = sample_colorscale(SEQUENCE, np.linspace(EARLY, LATE, 9).tolist())
-    bar = {"title": {"text": "Round"}, "thickness": 12, "outlinewidth": 0}
-    marker = {"color": [low], "cmin": low, "cmax": high, "colorscale": colours, "colorbar": bar, "showscale": True}
-    hidden: dict[str, Any] = {"hoverinfo": "skip", "showlegend": False, "legendgroup": method}
-    if low != high:  # a trace without points, whose colour bar gives the rounds by colour
-        lines.append(go.Scatter(x=[None], y=[None], mode="markers", marker=marker, **hidden))
-    figure = framed(lines, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest")
+    figure = framed(lines, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest", showlegend=True)
     caption = f"of client {recorded['client']} over the epochs, a line a round.{source}"
     return ReportFigure.of(f"ala-{recorded['client']}-{method}", "Loss while learning ALA's weights", caption, figure)
 
@@ -175,21 +138,15 @@ def _curves(
     return framed(traces, 380, xaxis={"title": "Round", "rangemode": "tozero"}, yaxis=yaxis, hovermode="closest")
 
 
-def _objectives(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
-    traces = [
-        trace
-        for run, entry in of_kind(chosen, "objective")
-        for trace in _objective_steps(run.algorithm, entry, looks[run.algorithm])
-    ]
-    if traces:
+def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
+    if of_kind(runs, "objective"):
         caption = (
-            "over the round's clients, weighted by samples: circles, of the models received, before local training; "
-            f"dots, of the models uploaded. {_seeds(chosen)}"
+            "over the round's clients, weighted by samples: of the models received, before local training (dotted), and of the "
+            f"models uploaded (solid).{_band(runs)}"
         )
-        axes = {"xaxis": {"title": "Round"}, "yaxis": {"title": "Training objective"}}
-        yield ReportFigure.of(
-            "objective", "Training objective", caption, framed(traces, 380, **axes, hovermode="closest")
-        )
+        lines = {"before": (", before", "dot"), "after": (", after", "solid")}
+        figure = _curves(runs, "objective", lines, "training_loss", {"title": "Training objective"})
+        yield ReportFigure.of("objective", "Training objective", caption, figure)
 
 
 def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:

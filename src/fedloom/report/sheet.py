@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.cells import Cell, Column, Filled, Table, comparison, score_cell, target_text
+from fedloom.report.cells import NEVER, SOME, Cell, Column, Filled, Table, comparison, score_cell, target_text
 from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
 from fedloom.report.summary import (
     LAST,
@@ -18,6 +18,8 @@ from fedloom.report.summary import (
     RunSummary,
     Spread,
     TargetValue,
+    accuracies,
+    averaged,
     by_algorithm,
     measured,
     summarise,
@@ -49,7 +51,8 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The methods of one setting. `tests` holds, by measure, the differences from the reference (`against`)."""
+    """The methods of one setting. `tests` holds, by measure, the differences from the reference (`against`); `last` is the number
+    of evaluations that are averaged, `requested` the number that was asked for."""
 
     rows: tuple[Row, ...]
     tests: Mapping[str, Sequence[Difference]]
@@ -58,6 +61,7 @@ class Sheet:
     measure: str = "last"  # the one that a single table shows
     setting: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
+    requested: int = LAST
 
     @property
     def marks(self) -> dict[str, dict[str, str]]:
@@ -111,6 +115,7 @@ def sheet(
     `TO_TARGET`. Raises `InvalidValue` as `summarise` does.
     """
     rows = summarise(runs, targets, last)
+    requested, last = last, max((averaged(run, last) for run in runs if accuracies(run)), default=last)
     metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
     tests: dict[str, Sequence[Difference]] = {}
     for name in dict.fromkeys((*MEASURES, measure)):
@@ -121,7 +126,7 @@ def sheet(
             if name not in TO_TARGET or all(judge.of(run) is not None for run in group)
         }
         tests[name] = [test for test in differences(values, against, judge.metric.higher_is_better) if test.seeds > 1]
-    return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}))
+    return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}), requested)
 
 
 def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> str:
@@ -131,7 +136,11 @@ def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> s
         "best": f"best {metric.noun} of any evaluation",
         "personal": f"{metric.noun} of the clients' own models",
     }
-    return names.get(measure, f"mean {metric.noun} of the last {evaluations} evaluations")
+    return names.get(measure, f"mean {metric.noun} of the {_last(evaluations)}")
+
+
+def _last(evaluations: int) -> str:
+    return f"last {evaluations} evaluations" if evaluations > 1 else "last evaluation"
 
 
 def criterion(
@@ -143,6 +152,37 @@ def criterion(
         return Criterion(name, lambda run: measured(run, measure, evaluations, target), Metric(measure, name))
     name = measure_name(measure, evaluations, metric)
     return Criterion(name, lambda run: measured(run, measure, evaluations), metric)
+
+
+def explained(sheets: Sequence[Sheet]) -> list[str]:
+    """Return the meaning of the figures, in the same words on the page, on the terminal and in the files."""
+    rows = [row for sheet in sheets for row in sheet.rows]
+    if not rows:
+        return []
+    counts = sorted({choose(row.seeds for row in rows) for choose in (min, max)})
+    seeds = "" if counts == [1] else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
+    texts = [
+        f"{seeds}{rows[0].metric.title} on the test set: final after {max(row.rounds for row in rows)} rounds, best of any "
+        f"evaluation (chosen on the test data), mean of the {_last(sheets[0].last)}."
+    ]
+    if sheets[0].last < sheets[0].requested and rows[0].rounds > 1:
+        texts.append(
+            f"Warning: last = {sheets[0].requested} covers every evaluation, the first ones too: the mean is over the last "
+            "tenth of them instead."
+        )
+    if any(row.personal is not None for row in rows):
+        texts.append(
+            f"Clients' own: {rows[0].metric.noun} of each client's own model on its own test data, over all samples (where these "
+            "models were not evaluated, of the global model); std over clients: standard deviation of the clients' figures, "
+            "unweighted; worst tenth: mean over the tenth of the clients with the worst."
+        )
+    if rows[0].reaches:
+        faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
+        texts.append(
+            "Rounds, bytes (down and up) and seconds until the first evaluation that is as good as the target; "
+            f"{NEVER} never reached, {SOME} not with every seed{faster}."
+        )
+    return texts
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
@@ -222,11 +262,13 @@ def difference_cells(test: Difference, metric: Metric) -> list[str]:
             return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
-    def digits(p: float | None) -> str:
-        return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
-
     interval = "–" if test.low is None or test.high is None else f"{signed(test.low)} to {signed(test.high)}"
-    return [signed(test.mean), interval, digits(test.t_test_corrected), digits(test.exact_corrected), test.verdict]
+    return [signed(test.mean), interval, p_text(test.t_test_corrected), p_text(test.exact_corrected), test.verdict]
+
+
+def p_text(p: float | None) -> str:
+    """Return a p-value with two digits; a dash where it is undefined."""
+    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
 
 
 def keys(sheets: Sequence[Sheet]) -> list[str]:

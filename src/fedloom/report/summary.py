@@ -199,9 +199,15 @@ def best(run: RunSummary) -> float | None:
 
 
 def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
-    """Return the mean accuracy of the last `count` evaluations (of all, when there are fewer)."""
-    values = accuracies(run)[-count:]
-    return statistics.fmean(values) if values else None
+    """Return the mean accuracy of the last `count` evaluations; of the last tenth of them where these would be all."""
+    values = accuracies(run)
+    return statistics.fmean(values[-averaged(run, count) :]) if values else None
+
+
+def averaged(run: RunSummary, count: int) -> int:
+    """Return how many evaluations `mean_of_last` averages: the mean of a whole curve would say how it began, too."""
+    evaluations = len(accuracies(run))
+    return count if count < evaluations else max(1, evaluations // 10)
 
 
 def personal(run: RunSummary, statistic: str = "") -> float | None:
@@ -284,6 +290,18 @@ def bytes_up(run: RunSummary) -> int:
 def seconds(run: RunSummary) -> float | None:
     """Return the seconds of the whole run, evaluation included; None when no times were recorded."""
     return _total(run.timings, None, "seconds") if run.timings else None
+
+
+def elapsed_seconds(runs: Sequence[RunSummary]) -> float | None:
+    """Return the time in which any of the runs was under way, those side by side counted once; None where rounds have no date."""
+    lines = [line for run in runs for line in run.timings]
+    if not lines or any("ended" not in line for line in lines):
+        return None
+    total, last = 0.0, -math.inf
+    for began, ended in sorted((line["ended"] - line["seconds"], line["ended"]) for line in lines):
+        total += max(0.0, ended - max(began, last))
+        last = max(last, ended)
+    return total
 
 
 def faults(run: RunSummary) -> list[tuple[int, int, str]]:
