@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,22 +115,22 @@ def test_compare_prints_a_table_and_says_where_the_report_is(fed: Say, tmp_path:
     assert code == 0, err
     for word in (
         "Method",
-        "Final %",
-        "Best %",
+        "Final",
+        "Best",
         "50 %",
         "100 %",
-        "Down",
-        "Up",
+        "down",
+        "up",
         "Time",
-        "mean ± std over 2 seeds, 3 rounds",
+        "over 2 seeds",
     ):
         assert word in out, word
     assert "fedavg" in out
     assert "fedmr(unit=tensor)" in out
-    assert re.search(r"\d\d\.\d±\d\.\d", out)
+    assert re.search(r"\d\d\.\d\d ± \d\.\d\d", out)
     assert " * " in out  # nobody reaches 100 %
     assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[-1] == f"report:  {Path('runs/job/report.html')}"
+    assert out.splitlines()[-1] == f"look first at {Path('runs/job/report.html')}"
     assert "With 2 seeds the exact test cannot reach significance" in " ".join(out.split())
     assert (tmp_path / "runs/job/report.html").exists()
     repeated = fed("compare", "job.toml")
@@ -147,7 +150,8 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     code, apart, err = fed(*command, "directory=apart")
     assert code == 0, err
     assert "at a time" not in err
-    assert together.replace("together", "apart") == apart
+    words, others = (re.sub(r"[\d.]+ s\b", "", text).split() for text in (together.replace("together", "apart"), apart))
+    assert words == others  # but for the times, and the room that they take
     for seed in range(3):
         first, second = (tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart"))
         for name in ("metrics.jsonl", "model.safetensors"):
@@ -415,3 +419,39 @@ def test_on_a_terminal_progress_is_bars() -> None:
         assert "seed 0: fedmr[x]" in text.getvalue()
         shown(Event("ended", two, 4, {"round": 4, "accuracy": 0.75}, 4.0))
     assert "fedmr[x], seed 0: accuracy 75.0 % after 4 rounds" in text.getvalue()
+
+
+def test_the_schema_knows_the_examples_and_marks_mistakes(fed: Say, tmp_path: Path) -> None:
+    validator = pytest.importorskip("jsonschema", reason="needs jsonschema").Draft202012Validator
+    job = tmp_path / "job.toml"
+    before = job.read_text()
+    code, out, _ = fed("schema", "job.toml")
+    assert (code, out) == (0, "fedloom.schema.json: named by the first line of job.toml\n")
+    assert job.read_text() == f"#:schema fedloom.schema.json\n{before}"
+    assert fed("schema", "job.toml")[0] == 0
+    assert job.read_text().count("#:schema") == 1
+    assert fed("run", "job.toml", "algorithm=fedavg", "-q")[0] == 0
+    schema = json.loads((tmp_path / "fedloom.schema.json").read_text())
+    assert json.loads(fed("schema")[1]) == schema
+    check = validator(schema)
+    examples = Path(__file__).parents[1] / "examples"
+    for path in examples.glob("*.toml"):
+        assert list(check.iter_errors(tomllib.loads(path.read_text()))) == [], path
+    for wrong in (
+        {"rouns": 3},
+        {"participation": 2},
+        {"data": {"clients": -1}},
+        {"measure": "worst"},
+        {"seeds": ["a"]},
+    ):
+        assert list(check.iter_errors(wrong)), wrong
+    assert not list(check.iter_errors({"evaluate_every": "none", "data": {"local_test": 0.25}}))
+    assert "fedmr" in schema["$defs"]["Configuration"]["properties"]["algorithm"]["examples"]
+
+
+def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, "_FEDLOOM_COMPLETE": "complete_bash", "COMP_WORDS": "fedloom rep", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fedloom"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["report", "reproduce"] or done.stdout.split() == ["reproduce", "report"]

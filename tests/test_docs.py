@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_type_hints
+from xml.etree import ElementTree
 
 import pytest
 import typer.main
@@ -136,11 +138,11 @@ def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
             assert doc.source, entry.name
 
 
-def test_every_parameter_of_a_method_is_described() -> None:
-    described = {entry.name: entry.arguments for entry in shipped()}
-    assert [
-        (name, parameter) for name, texts in described.items() for parameter, text in texts.items() if not text
-    ] == []
+def test_every_parameter_is_described() -> None:
+    entries = [*shipped(), *(entry for registry in pages.REGISTRIES.values() for entry in registry)]
+    for entry in entries:
+        rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", pages.described(entry), re.M)
+        assert [name for name, text in rows if not text] == [], entry.name
 
 
 def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
@@ -156,24 +158,51 @@ def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
     }  # fmt: skip
 
 
+def readable(markup: str) -> str:
+    """Formulas in [[double brackets]] with `_{}` and `^{}` for indices and exponents."""
+    text = re.sub(r"<msubsup>(<m.>.*?</m.>)(<m.>.*?</m.>)(<m.>.*?</m.>)</msubsup>", r"\1_{\2}^{\3}", markup)
+    for tag, sign in (("msub", "_"), ("msup", "^")):
+        for _ in range(3):  # from the inside out
+            script = rf"((?:(?!<{tag}>).)*)(<(m\w+)>(?:(?!<{tag}>).)*?</\3>)"
+            text = re.sub(rf"<{tag}>{script}</{tag}>", rf"\1{sign}{{\2}}", text)
+    text = text.replace("<mo>&#8290;</mo>", " ").replace("<math>", "[[").replace("</math>", "]]")
+    return html.unescape(re.sub(r"</?m\w+>", "", text))
+
+
 @pytest.mark.parametrize(
     ("plain", "shown"),
     [
-        ("w <- w_t - eta * sum_i g_i^2", "w ← w<sub>t</sub> − η · Σ<sub>i</sub> g<sub>i</sub><sup>2</sup>"),
-        ("`alpha_i <- 1` and alpha_i", "`alpha_i <- 1` and α<sub>i</sub>"),
-        ("||w_i - w_j||^2 >= 0", "‖w<sub>i</sub> − w<sub>j</sub>‖<sup>2</sup> ≥ 0"),
-        ("pool[k, u] * 2", r"pool\[k, u\] · 2"),
-        ("minimise L + <w, h_i>", "minimise L + ⟨w, h<sub>i</sub>⟩"),
-        ("decay^(t - 1), once-only well-known", "decay<sup>t − 1</sup>, once-only well-known"),
-        ("the sum of the two, metadata, a < b", "the sum of the two, metadata, a &lt; b"),
+        ("w <- w_t - eta * sum_i g_i^2", "[[w←w_{t}−η·∑_{i} g_{i}^{2}]]"),
+        ("`alpha_i <- 1` and alpha_i", "`alpha_i <- 1` and [[α_{i}]]"),
+        ("||w_i - w_j||^2 >= 0", "[[‖w_{i}−w_{j}‖^{2}≥0]]"),
+        ("new pool[k, u] * 2", "new [[pool[k,u]·2]]"),
+        ("minimise L + <w, h_i>", "minimise [[L+⟨w,h_{i}⟩]]"),
+        ("decay^(t - 1), once-only well-known", "[[decay^{t−1}]], once-only well-known"),
+        ("the sum of the two, metadata, a < b", "the sum of the two, metadata, [[a<b]]"),
+        ("a client of `power` (`other`), a step", "a client of `power` (`other`), a step"),
+        ("(1 + tau)^-`power` of eta_{t-1}", "[[(1+τ)^{−<code>power</code>}]] of [[η_{t−1}]]"),
+        (
+            "momentum 0 is mu, the mean of w_t, x_1 to x_K",
+            "momentum 0 is μ, the mean of [[w_{t}]], [[x_{1}]] to [[x_{K}]]",
+        ),
+        ("d = grad l(w'; b2), unclosed (w_t", "[[d=∇ l(w';b_{2})]], unclosed ([[w_{t}]]"),
     ],
 )
 def test_formulae_are_set(plain: str, shown: str) -> None:
-    assert pages.typeset(plain) == shown
+    assert readable(pages.typeset(plain)) == shown
+
+
+def test_every_formula_is_well_formed() -> None:
+    for entry in shipped():
+        for formula in re.findall(r"<math>.*?</math>", pages.described(entry)):
+            ElementTree.fromstring(formula)
+            assert "<-" not in html.unescape(formula), formula
 
 
 def test_names_of_parameters_stay_as_they_are() -> None:
-    assert pages.typeset("q - relation_rate q_i", ["relation_rate", "q"]) == "q − `relation_rate` q<sub>i</sub>"
+    assert readable(pages.typeset("q - relation_rate q_i", ["relation_rate", "q"])) == (
+        "[[q−<code>relation_rate</code> q_{i}]]"
+    )
 
 
 def test_types_are_said_in_words() -> None:

@@ -50,11 +50,12 @@ commands: tuple[Callable[..., Any], ...] = (
     showing.report,
     predicting.predict,
     predicting.export,
-    listing.algorithms,
+    listing.command("algorithms", "List the methods by family, or describe the one called NAME, with its parameters."),
     listing.command("models", "List the models, or describe the one called NAME."),
     listing.command("datasets", "List the data sets, or describe the one called NAME."),
     listing.command("partitions", "List the ways to share data out to clients, or describe the one called NAME."),
     listing.command("objectives", "List what models can learn, or describe the objective called NAME."),
+    listing.schema,
 )
 
 STARTING = (50_000, 20, 100)
@@ -64,7 +65,6 @@ _LONGEST_LINE = 2000
 """Characters of an error, at most: what is quoted in it is shorter, but a path may be long."""
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,4 +1,4 @@
-"""`fedloom algorithms`, `models`, `datasets`, `partitions` and `objectives`: list the entries of a registry or describe one.
+"""`fedloom algorithms`, `models` and the like, which list the entries of a registry or describe one, and `fedloom schema`.
 
 The text is taken from the docstrings and kept in `listings.json`, so that the commands need not import PyTorch. After a change
 of a docstring run `python docs/generate/listings.py`.
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+import typer
 
 from fedloom.cli.options import Name
 from fedloom.config.plugins import VARIABLE
@@ -22,6 +24,10 @@ from fedloom.errors import UnknownName
 
 if TYPE_CHECKING:
     from fedloom.config.registry import Entry
+
+Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
+
+SCHEMA = "fedloom.schema.json"
 
 LISTINGS = Path(__file__).with_name("listings.json")
 
@@ -44,30 +50,6 @@ class Listed(TypedDict):
     arguments: dict[str, str]
 
 
-def algorithms(name: Name = None) -> None:
-    """List the methods by family, or describe the one called NAME.
-
-    The description of a method has its parameters.
-    """
-    if name is not None:
-        _list("algorithms", name)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console, entries = Console(), listed("algorithms")
-    for family, methods in groupby(entries.items(), lambda method: method[1]["family"]):
-        title = Text(f"\n{family}", "bold")
-        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
-        table.add_column(style="bold", no_wrap=True, width=max(map(len, entries)))
-        table.add_column()
-        for method, entry in methods:
-            table.add_row(method, Text(entry["text"].partition("\n")[0]))
-        console.print(table)
-    console.print("\nfedloom algorithms NAME shows a method's parameters.")
-
-
 def command(kind: str, purpose: str) -> Callable[..., None]:
     """Return the command that lists the entries of a kind, or describes one."""
 
@@ -76,6 +58,26 @@ def command(kind: str, purpose: str) -> Callable[..., None]:
 
     entries.__name__, entries.__doc__ = kind, purpose
     return entries
+
+
+def schema(file: Schemed = None) -> None:
+    """Print the JSON schema of configuration files, or let FILE.toml name it, for an editor that completes its keys.
+
+    With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first line names it.
+    """
+    from fedloom.experiment.json_schema import json_schema
+    from fedloom.state.files import write_text
+
+    text = json.dumps(json_schema(), indent=1) + "\n"
+    if file is None:
+        print(text, end="")
+        return
+    content = file.read_text(encoding="utf-8")
+    path = file.with_name(SCHEMA)
+    write_text(path, text)
+    if not content.startswith("#:schema "):
+        write_text(file, f"#:schema {SCHEMA}\n{content}")
+    print(f"{path}: named by the first line of {file}")
 
 
 def listed(kind: str) -> dict[str, Listed]:
@@ -134,15 +136,17 @@ def _list(kind: str, name: str | None) -> None:
         for parameter, text in entry["arguments"].items():
             print(fill(f"{parameter}: {text}", 100, initial_indent="    ", subsequent_indent="        "))
         return
-    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("Name", style="bold", no_wrap=True)
-    table.add_column("What it is", ratio=3)
-    table.add_column("Parameters", ratio=2)
-    for title, entry in entries.items():
-        table.add_row(title, Text(entry["text"].partition("\n")[0]), Text(", ".join(entry["parameters"])))
-    Console().print(table)
+    console = Console()
+    for family, group in groupby(entries.items(), lambda item: item[1]["family"]):
+        title = Text(f"\n{family}", "bold") if family else None
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
+        table.add_column(style="bold", no_wrap=True, width=max(map(len, entries)))
+        table.add_column()
+        for entry_name, entry in group:
+            table.add_row(entry_name, Text(entry["text"].partition("\n")[0]))
+        console.print(table)
+    console.print(f"\nfedloom {kind} NAME shows its parameters.")
