@@ -4,13 +4,15 @@ A line `[[methods: personal]]` in a page is replaced by all methods of that fami
 `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
 `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
 table of every method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]`
-by a file of the repository, whose links lead to pages. So a new method is in the documentation without another edit.
+by a file of the repository, whose links lead to pages. So a new method is in the documentation without another edit. Within a
+line, `[[= a^2 + b]]` is set as a formula.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -32,17 +34,16 @@ from fedloom.objectives import objectives
 from fedloom.papers.ledger import ledger, to_markdown
 from fedloom.recording.recorder import recorders
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from formulas import GREEK, with_formulas
+
 ROOT = Path(__file__).resolve().parents[2]
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "datasets": datasets, "partitions": partitions, "label_noises": label_noises, "shifts": shifts,
     "models": models, "recorders": recorders,
     "trackers": trackers, "objectives": objectives,
-}  # fmt: skip
-
-_GREEK = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η", "theta": "θ", "lambda": "λ",
-    "mu": "μ", "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ",
 }  # fmt: skip
 
 _ELSEWHERE = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
@@ -52,6 +53,7 @@ _SIGNS = {"&lt;-": "←", "-&gt;": "→", "&gt;=": "≥", "&lt;=": "≤", "||": 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for each page."""
+    markdown = re.sub(r"\[\[= (.+?)\]\]", lambda formula: with_formulas(formula[1], _prose), markdown)
     return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda found: _filled(found[1], found[2]), markdown, flags=re.M)
 
 
@@ -151,7 +153,9 @@ def _parameters(entry: Entry[Any]) -> str:
             text = f"`{type(default).__name__.lower()}`"
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
-        meaning = typeset(entry.arguments[name], entry.parameters)
+        sentences = re.split(r"(?<=[.;])\s+", entry.text)
+        told = next((" ".join(text.split()) for text in sentences if f"`{name}`" in text), "")
+        meaning = typeset(entry.arguments[name] or told, entry.parameters)
         cells = (f"`{name}`", text, kind(hints.get(name, Any)), meaning)
         lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
@@ -183,28 +187,26 @@ def _bound(bound: Any) -> str:
 
 
 def typeset(text: str, names: Iterable[str] = ()) -> str:
-    """Prose with plain formulae as Markdown that shows them as mathematics; what stands in backticks stays as it is, and so do
-    `names` with an underscore.
+    """Prose with plain formulae as Markdown that shows them as mathematics, in MathML; what stands in backticks stays as it is,
+    and so do `names` with an underscore.
 
-    >>> typeset("`mu`: w <- w_t - eta * sum_i g_i^2")
-    '`mu`: w ← w<sub>t</sub> − η · Σ<sub>i</sub> g<sub>i</sub><sup>2</sup>'
+    >>> typeset("`mu`: eta is w_t")
+    '`mu`: η is <math><msub><mi>w</mi><mi>t</mi></msub></math>'
     """
     for name in filter(lambda name: "_" in name, names):
         text = re.sub(rf"(?<![\w`]){name}(?![\w`=])", f"`{name}`", text)
+    return with_formulas(text, _prose)
+
+
+def _prose(text: str) -> str:
+    """Return text between formulas, its single signs and Greek letters as such."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else _formula(part) for part in parts)
+    return "".join(part if part.startswith("`") else _signs(part) for part in parts)
 
 
-def _formula(text: str) -> str:
-    text = re.sub(r"<([^<>=-]{1,30}, [^<>=]{1,30})>", "⟨\\1⟩", text)
+def _signs(text: str) -> str:
     text = escape(text, quote=False)
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
-    text = re.sub(r"(?:(?<=[\w)\]‖^+])|(?<=^)) - (?=[\w(‖]|$)", " − ", text)
-    text = re.sub(r"\bsum(?=[_ (])(?! of)", "Σ", text)
-    text = re.sub(r"\bgrad\b", "∇", text)
-    text = re.sub(r"\bsqrt\(", "√(", text)
-    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(_GREEK)})(?![a-z])", lambda found: _GREEK[found[1]], text)
-    text = re.sub(r"\^(\{([^}]*)\}|\(([^)]*)\)|[\w+]+)", lambda f: f"<sup>{f[2] or f[3] or f[1]}</sup>", text)
-    text = re.sub(r"(?<=[\w)‖Σ])_(\{([^}]*)\}|\w+)", lambda f: f"<sub>{f[2] or f[1]}</sub>", text)
+    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(GREEK)})(?![a-z])", lambda found: GREEK[found[1]], text)
     return re.sub(r"([*_\[\]\\])", r"\\\1", text)
