@@ -140,7 +140,7 @@ def test_every_method_says_when_to_use_it_and_where_it_comes_from() -> None:
 
 def test_every_parameter_is_described() -> None:
     entries = [*shipped(), *(entry for registry in pages.REGISTRIES.values() for entry in registry)]
-    for entry in entries:
+    for entry in (entry for entry in entries if entry.make.__module__.startswith("fedloom.")):
         rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", pages.described(entry), re.M)
         assert [name for name, text in rows if not text] == [], entry.name
 

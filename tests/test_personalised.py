@@ -455,7 +455,7 @@ def test_methods_are_known_by_name() -> None:
     ("expression", "kept"),
     [
         ("fedrep", True),
-        ("umf(fedper)", True),
+        ("fedper", True),
         ("lg_fedavg", True),
         ("fedavg", False),
         ("ditto", False),

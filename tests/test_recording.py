@@ -280,7 +280,7 @@ def test_the_report_shows_it(folder: Path) -> None:
     names = ("objective", f"ala-3-{method}", f"trajectory-2-{method}")
     drawn = [data[name]["variants"][""]["data"] for name in names]
     one = {entry["kind"]: entry for entry in summary.recorded}
-    assert len(drawn[1]) == len(one["ala"]["rounds"]) + 1  # a line a round, and the scale
+    assert len(drawn[1]) == len(one["ala"]["rounds"])  # a line a round
     assert drawn[2][0]["type"] == "contour"
     assert len(one["trajectory"]["surface"]) == 3
     assert "What was recorded" not in render("Bare", [RunDirectory(folder / "bare").summary()])

@@ -41,14 +41,19 @@ def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
     assert plain.layout.margin.t < whole.layout.margin.t
 
 
-def test_methods_without_a_legend_of_their_own_get_one() -> None:
+def test_a_legend_names_the_lines_where_there_are_several() -> None:
     objective = {"kind": "objective", "rounds": [1, 2], "before": [3.0, 2.0], "after": [1.0, 0.5]}
     recorded = [replace(run, recorded=[objective]) for run in RUNS]
     slots = {slot.name: slot for slot in image_figures(recorded)}
     figure = standalone(slots["objective"])
-    assert [trace.name for trace in figure.data if trace.showlegend] == ["fedavg", "fed&lt;b&gt;mr"]
+    methods = ("fedavg", "fed&lt;b&gt;mr")
+    assert {trace.name for trace in figure.data if trace.name} == {
+        f"{name}, {when}" for name in methods for when in ("before", "after")
+    }
+    assert figure.layout.showlegend
     alone = {slot.name: slot for slot in image_figures(recorded[:1])}
-    assert not standalone(alone["objective"]).layout.showlegend
+    assert standalone(alone["objective"]).layout.showlegend
+    assert not standalone(alone["curve-accuracy"]).layout.showlegend
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

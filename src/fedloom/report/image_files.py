@@ -136,16 +136,9 @@ def _heading(figure: ReportFigure, width: int) -> tuple[str, int]:
 
 
 def _show_methods(figure: go.Figure) -> None:
-    """Show a legend of the methods unless names along an axis or a bar of colours do."""
-    coloured = any(trace.type == "contour" for trace in figure.data)
-    if coloured or figure.layout.yaxis.type == "category":
+    """Show a legend of the lines unless names along an axis or a bar of colours do."""
+    if any(trace.type == "contour" for trace in figure.data) or figure.layout.yaxis.type == "category":
         figure.update_layout(showlegend=False)
-        return
-    shown = {trace.name for trace in figure.data if trace.showlegend is not False and trace.name}
-    groups = {trace.legendgroup: trace for trace in figure.data if trace.legendgroup}
-    if not shown and len(groups) > 1:
-        for name, trace in groups.items():
-            trace.update(showlegend=True, name=html.escape(name))
-        shown = set(groups)
-    if figure.layout.showlegend is None:
-        figure.update_layout(showlegend=len(shown) > 1)
+    elif figure.layout.showlegend is None:
+        named = {trace.name for trace in figure.data if trace.showlegend is not False and trace.name}
+        figure.update_layout(showlegend=len(named) > 1)
