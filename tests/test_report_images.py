@@ -47,7 +47,7 @@ def test_a_legend_names_the_lines_where_there_are_several() -> None:
     slots = {slot.name: slot for slot in image_figures(recorded)}
     figure = standalone(slots["objective"])
     methods = ("fedavg", "fed&lt;b&gt;mr")
-    assert {trace.name for trace in figure.data if trace.name} == {
+    assert {trace.name for trace in figure.data if trace.hoverinfo != "skip"} == {
         f"{name}, {when}" for name in methods for when in ("before", "after")
     }
     assert figure.layout.showlegend

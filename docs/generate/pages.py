@@ -154,7 +154,7 @@ def _parameters(entry: Entry[Any]) -> str:
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
         sentences = re.split(r"(?<=[.;])\s+", entry.text)
-        told = next((" ".join(text.split()) for text in sentences if f"`{name}`" in text), "")
+        told = next((" ".join(text.split()) for text in sentences if re.search(f"`{name}[`=]", text)), "")
         meaning = typeset(entry.arguments[name] or told, entry.parameters)
         cells = (f"`{name}`", text, kind(hints.get(name, Any)), meaning)
         lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
