@@ -52,9 +52,9 @@ def result_lines(run: RunSummary) -> list[str]:
 
 
 def text_table(table: Table) -> str:
-    """Return a table as lines of text, in brief cells."""
-    heads = [" ".join((column.brief or column.title).splitlines()) for column in table.columns]
-    lines = [heads, *([cell.brief or cell.text for cell in line] for line in table.lines)]
+    """Return a table as lines of text."""
+    heads = [" ".join(column.title.splitlines()) for column in table.columns]
+    lines = [heads, *([cell.text for cell in line] for line in table.lines)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "  ".join(f"{{:{'>' if k else '<'}{width}}}" for k, width in enumerate(widths))
     return "\n".join(form.format(*line) for line in lines)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, create_model
 
 from fedloom.algorithm import algorithms
+from fedloom.config.fields import type_hints
 from fedloom.config.registry import Registry
 from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
+from fedloom.experiment.configuration import _KEYS as KEYS
 from fedloom.experiment.configuration import Configuration
 from fedloom.models import models
 from fedloom.objectives import objectives
@@ -25,20 +28,26 @@ _NAMES: dict[str, dict[str, Registry[Any]]] = {
 
 def json_schema() -> dict[str, Any]:
     """Return the schema: every key with its type, range, choices and default."""
-    schema: dict[str, Any] = _without_null(TypeAdapter(Configuration).json_schema())
-    tables = schema["$defs"]
+    hints = type_hints(Configuration)
+    keys: dict[str, Any] = {
+        entry.name: (hints[entry.name], Field(**{name: getattr(entry, name) for name in _defaults(entry)}))
+        for entry in fields(Configuration)
+        if entry.name in KEYS
+    }
+    schema: dict[str, Any] = _without_null(create_model("Configuration", **keys).model_json_schema())
+    tables = {"Configuration": schema, **schema["$defs"]}
     for table, registries in _NAMES.items():
         for key, registry in registries.items():
             tables[table]["properties"][key]["examples"] = [entry.name for entry in registry]
-    for table in tables.values():
-        table["additionalProperties"] = False
-    keys = tables["Configuration"]["properties"]
-    del keys["variants"], keys["changes"]
-    keys["settings"] = {
-        "type": "object",
-        "description": "Keys with several values each, all combinations of which are compared.",
-    }
+    for contents in tables.values():
+        contents["additionalProperties"] = False
+    settings = "Keys with several values each, all combinations of which are compared."
+    schema["properties"]["settings"] = {"type": "object", "description": settings}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _defaults(entry: Any) -> list[str]:
+    return [name for name in ("default", "default_factory") if getattr(entry, name) is not MISSING]
 
 
 def _without_null(value: Any) -> Any:

@@ -20,7 +20,7 @@ FLAT = 1e-6  # a second component whose singular value is below this share of th
 @recorders.register("trajectory")
 @dataclass(frozen=True)
 class Trajectory(Recorder):
-    """One client's trained models in the rounds `first` to `last`, and its local loss in the plane of their main directions.
+    """The trained models of `client` in the rounds `first` to `last`, and its local loss in the plane of their main directions.
 
     After the run: the models' trainable parameters in the plane of their two principal components (`principal_plane`), and the
     client's mean training loss in evaluation mode on `grid` x `grid` points of that plane, which reach 20 % beyond the path on
