@@ -1,7 +1,5 @@
 """The one interface that a method implements: a server half that owns its state, and a client half that never sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -81,7 +79,7 @@ class Plan:
         """Uninitialised models `[count, P]`, in a file where so many are larger than the run's `pool_budget`."""
         return self.pools.empty((count, *self.initial.shape), self.initial.dtype, self.initial.device)
 
-    def starting_from(self, model: Tensor) -> Plan:
+    def starting_from(self, model: Tensor) -> "Plan":
         """The same plan with another initial model."""
         return replace(self, initial=model.clone())
 
@@ -127,14 +125,14 @@ class Exchange:
     round: Round
     selection: Selection
     sent: Message
-    inner: Exchange | None = None
+    inner: "Exchange | None" = None
     awaited: Tensor | None = None
 
-    def awaiting(self, awaited: Tensor) -> Exchange:
+    def awaiting(self, awaited: Tensor) -> "Exchange":
         """Return the exchange with the mask `awaited [K]`, on every level."""
         return replace(self, awaited=awaited, inner=self.inner and self.inner.awaiting(awaited))
 
-    def among(self, clients: tuple[int, ...]) -> Exchange:
+    def among(self, clients: tuple[int, ...]) -> "Exchange":
         """Return an exchange of the same messages with other clients, on every level."""
         inner = self.inner and self.inner.among(clients)
         return Exchange(replace(self.round, selected=clients), Selection(clients), self.sent, inner)
@@ -144,7 +142,7 @@ class Exchange:
         """Return True if everybody was sent the same, on every level."""
         return all(len(rows) == 1 for rows in self.sent.values()) and (self.inner is None or self.inner.shared)
 
-    def within(self) -> Exchange:
+    def within(self) -> "Exchange":
         """Return the exchange of the wrapped method."""
         assert self.inner is not None, "a wrapper's exchange holds that of its method"
         return self.inner
@@ -217,14 +215,14 @@ class Replies:
         weights = self.weights if weights is None else weights
         return weights.new_zeros(size).index_copy_(0, self.index, weights)
 
-    def inward(self, matrices: dict[str, Tensor] | None = None) -> Replies:
+    def inward(self, matrices: dict[str, Tensor] | None = None) -> "Replies":
         """Return the replies as the wrapped method receives them, with other `matrices` where the wrapper changed them."""
         inner = None if self.exchange is None else self.exchange.within()
         return replace(self, exchange=inner, matrices=self.matrices if matrices is None else matrices)
 
     def aggregate(
         self, *, weighted: bool = True, mean: Message | None = None, total: Message | None = None
-    ) -> AggregatedReplies:
+    ) -> "AggregatedReplies":
         """Return means and sums of rows `[r, ...]`.
 
         Args:
@@ -245,7 +243,7 @@ class Replies:
             len(self),
         )
 
-    def blocks(self, slots: int) -> Iterator[Replies]:
+    def blocks(self, slots: int) -> "Iterator[Replies]":
         """Yield the replies from each run of so many slots, without their figures; views."""
         start = 0
         numbers, counts = torch.unique_consecutive(self.slots // slots, return_counts=True)
@@ -273,7 +271,7 @@ class AggregatedReplies:
     count: int
     exchange: Exchange | None = None
 
-    def joined(self, other: AggregatedReplies) -> AggregatedReplies:
+    def joined(self, other: "AggregatedReplies") -> "AggregatedReplies":
         """Return the aggregate of both's replies."""
         if not (self.count and other.count):
             return self if self.count else other
@@ -289,7 +287,7 @@ class AggregatedReplies:
             self.count + other.count,
         )
 
-    def inward(self) -> AggregatedReplies:
+    def inward(self) -> "AggregatedReplies":
         """Return the aggregate as the wrapped method's `update` receives it."""
         return self if self.exchange is None else replace(self, exchange=self.exchange.within())
 
@@ -318,7 +316,7 @@ class Capability:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, method: Algorithm | None, owner: type) -> Any:
+    def __get__(self, method: "Algorithm | None", owner: type) -> Any:
         if method is None:
             return self
         inner = method.inner()
@@ -367,7 +365,7 @@ class Algorithm:
         name = type(self).__name__.lower() if entry is None else entry.name
         return f"{name}({', '.join(texts)})" if texts else name
 
-    def require_inside(self, outer: Algorithm) -> None:
+    def require_inside(self, outer: "Algorithm") -> None:
         """Raise `InvalidValue` in one line where `outer`, which wraps this method, however deep, would break what it does."""
 
     # --- the server half ---
@@ -506,7 +504,7 @@ class Algorithm:
     def layout(self) -> Layout:
         return self.plan.layout
 
-    def inner(self) -> list[Algorithm]:
+    def inner(self) -> "list[Algorithm]":
         """The methods that this one wraps."""
         methods: list[Algorithm] = []
         for name in self.wraps:
@@ -515,13 +513,13 @@ class Algorithm:
             methods += [item[0] if isinstance(item, tuple) else item for item in values]
         return methods
 
-    def nested(self) -> Iterator[Algorithm]:
+    def nested(self) -> "Iterator[Algorithm]":
         """This method and all that it wraps, however deep."""
         yield self
         for method in self.inner():
             yield from method.nested()
 
-    def active(self, number: int) -> Iterator[Algorithm]:
+    def active(self, number: int) -> "Iterator[Algorithm]":
         """This method, and those of the methods in it that take part in round `number`."""
         yield self
         for method in self.inner():

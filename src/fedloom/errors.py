@@ -1,7 +1,5 @@
 """Every error that fedloom raises on purpose."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import linecache

@@ -4,8 +4,6 @@ Streams have names and are not passed around: the same name gives the same numbe
 So a resumed run, a run on several processes and a run over real sites draw alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One round as both halves of a method see it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ class Round:
         """A new generator of the random stream that belongs to (seed, this round, client, purpose)."""
         return stream(self.seed, purpose, round=self.number, client=client)
 
-    def at(self, number: int) -> Round:
+    def at(self, number: int) -> "Round":
         """Another round of the same run, before its selection, for drawing ahead what it will draw. Its learning rate stays."""
         return replace(self, number=number, selected=())
 

@@ -1,7 +1,5 @@
 """A task: the data, how clients share it, the model they train and how they train it. Methods are compared on one task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -130,7 +128,7 @@ class Task:
         self.layout.load(module, row)
         return module
 
-    def to(self, device: torch.device | str) -> Task:
+    def to(self, device: torch.device | str) -> "Task":
         """Return the task with data and model, and so the clients' memory, on a device.
 
         Args:

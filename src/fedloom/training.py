@@ -1,7 +1,5 @@
 """Settings of local SGD, and the order of a client's batches."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Epsilon of differential privacy after a number of releases with Gaussian noise, by Google's dp-accounting."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

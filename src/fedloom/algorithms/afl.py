@@ -1,7 +1,5 @@
 """AFL: agnostic federated learning, for the worst mixture of clients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 """ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA: ALA on FedAvg;
 FedAH: ALA on FedRep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, NamedTuple
 

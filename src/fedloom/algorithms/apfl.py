@@ -1,7 +1,5 @@
 """APFL: each client deploys a mixture of a local model and the global one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """APPLE: each client learns its own mixture of all clients' core models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Asynchronous methods: the server proceeds when some clients have answered, while others still train."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Methods from expressions such as `stages(fedavg:100, fedmr(unit=segment))`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """CFL: split the clients in two wherever their updates contradict each other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

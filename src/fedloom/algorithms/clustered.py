@@ -1,7 +1,5 @@
 """CluSamp: draw clients from clusters of similar ones, so that every round represents the federation."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Compressed traffic: clients code the update of their model in fewer bits, fewer numbers or matrices of low rank."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Ditto: a personal model for each client, kept near the global one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

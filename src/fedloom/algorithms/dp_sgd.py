@@ -1,7 +1,5 @@
 """Differential privacy of single samples: clients that train by DP-SGD (`dp_sgd`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

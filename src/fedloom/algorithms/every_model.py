@@ -1,7 +1,5 @@
 """Base of methods whose server keeps every client's last model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Families of methods, for the lists of the command line and the pages of the documentation."""
 
-from __future__ import annotations
-
 import inspect
 
 from fedloom.algorithm import Algorithm, Wrapper

@@ -1,7 +1,5 @@
 """FedAMP: the server sends each client a mean of the models similar to its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

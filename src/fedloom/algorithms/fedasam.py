@@ -1,7 +1,5 @@
 """FedASAM and FedSAM: local steps towards flat minima, and optionally an average of the server's late models."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

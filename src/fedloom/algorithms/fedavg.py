@@ -1,7 +1,5 @@
 """FedAvg: average the clients' models."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, algorithms

@@ -1,7 +1,5 @@
 """FedBABU: a base that is averaged under a head that nobody trains, until clients tune it for use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """FedCross: each travelling model is pulled a little towards one other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

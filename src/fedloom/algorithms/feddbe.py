@@ -1,7 +1,5 @@
 """FedDBE: a private shift of each client's features, and a pull of their mean to a consensus."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """FedDC: decouple each client's drift from the model and correct it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

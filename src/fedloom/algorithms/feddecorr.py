@@ -1,7 +1,5 @@
 """FedDecorr: keep the dimensions of the features uncorrelated, so that they do not collapse."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """FedDyn: a regulariser with a memory, which aligns the clients' optima with the server's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

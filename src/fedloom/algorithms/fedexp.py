@@ -1,7 +1,5 @@
 """FedExP: extrapolate the mean update as far as the clients' disagreement allows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

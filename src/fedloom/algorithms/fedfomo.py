@@ -1,7 +1,5 @@
 """FedFomo: each client downloads other clients' models and mixes those that do better on its own data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

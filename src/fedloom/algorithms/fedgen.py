@@ -1,7 +1,5 @@
 """FedGen: a generator of features, trained on the server, teaches clients what other clients' classifiers have learned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -1,7 +1,5 @@
 """FedKDMR: recombination whose clients also distil from the mean of the pool."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """FedLC: calibrate the logits of local training by the client's counts of labels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 

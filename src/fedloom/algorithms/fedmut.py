@@ -1,7 +1,5 @@
 """FedMut: send every client a different mutation of the global model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """FedNova: average the clients' mean steps, so that clients with more steps do not bias the objective."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """FedNTD: distil what the server's model says of the classes that are not true."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

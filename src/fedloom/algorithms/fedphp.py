@@ -1,7 +1,5 @@
 """FedPHP: a personal model inherited from round to round teaches the downloaded one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

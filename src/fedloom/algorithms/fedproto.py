@@ -1,7 +1,5 @@
 """FedProto: clients exchange the mean features of their classes, and no weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """FedProx: keep local training near the server's model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

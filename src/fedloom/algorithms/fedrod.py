@@ -1,7 +1,5 @@
 """FedRoD: a global head trained on a balanced loss, and a private head on top of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

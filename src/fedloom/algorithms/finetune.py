@@ -1,7 +1,5 @@
 """FedAvg-C and FedProx-C: the downloaded model is fine-tuned before a client uses it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """IFCA: k models, of which each client trains the one that fits its data best."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

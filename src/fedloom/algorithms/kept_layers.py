@@ -1,7 +1,5 @@
 """SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with each client."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@ private head beside the global one, a shift of the features, nearest prototypes 
 task's architecture, which are evaluated, saved and deployed like any other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +36,7 @@ class LinearHead:
     bias: TensorSlice | None
 
     @classmethod
-    def of(cls, where: Plan | Cohort, method: str, *, bias: bool = True) -> LinearHead:
+    def of(cls, where: Plan | Cohort, method: str, *, bias: bool = True) -> "LinearHead":
         """Return the head of an architecture.
 
         Args:

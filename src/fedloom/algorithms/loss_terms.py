@@ -1,7 +1,5 @@
 """Base of wrappers that change the loss of local training, under any method whose clients take gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

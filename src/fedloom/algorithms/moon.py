@@ -1,7 +1,5 @@
 """MOON: contrast the features in training with those of the received and of the previous local model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

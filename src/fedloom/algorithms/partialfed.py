@@ -1,7 +1,5 @@
 """PartialFed: each client learns which layers to load from the download and which to keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

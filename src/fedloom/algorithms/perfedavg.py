@@ -1,7 +1,5 @@
 """Per-FedAvg: learn a model that is good after one step on a client's own data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

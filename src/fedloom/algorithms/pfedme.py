@@ -1,7 +1,5 @@
 """pFedMe: personal models kept near a local model by a Moreau envelope."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Power-of-choice: train the clients with the highest losses among a few candidates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Differential privacy of whole clients: noise on the server's releases (`private`) or on uploads (`local_private`)."""
 
-from __future__ import annotations
-
 import math
 import secrets
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """q-FedAvg: give more weight to clients whose loss is high."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

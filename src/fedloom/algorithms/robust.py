@@ -1,7 +1,5 @@
 """Robust aggregation: estimates of the clients' mean that a minority of malicious clients cannot move at will."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Secure model recombination around FedMR and similar methods, in a simulation of the exchange among peers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

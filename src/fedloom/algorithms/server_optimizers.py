@@ -1,7 +1,5 @@
 """FedAvgM, FedAdam and FedYogi: the server takes a step of an optimizer along the mean update."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

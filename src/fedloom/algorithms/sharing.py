@@ -1,7 +1,5 @@
 """Base of methods whose clients keep part of the model: only the remaining layers travel and are counted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Stages: one method after another on the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Quantities of a client's local run: its relative size, and the gradients behind its displacement."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

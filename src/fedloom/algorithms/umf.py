@@ -1,7 +1,5 @@
 """FedUmf: clients that were not selected train too, and contribute that work when they are."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

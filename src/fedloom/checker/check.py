@@ -1,7 +1,5 @@
 """Check a method by running tiny instrumented rounds in several ways, which must come to the same models."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import inspect
@@ -296,7 +294,7 @@ class _Reference:
         if not self.stopped and not self.findings:
             self._require_movement()
 
-    def _rounds(self, engine: _ListeningEngine) -> None:
+    def _rounds(self, engine: "_ListeningEngine") -> None:
         method = self.federation.algorithm
         initial, attributes = set(method.full_state()), _attributes(method)
         for _ in range(ROUNDS):

@@ -1,7 +1,5 @@
 """The findings of `fedloom check`, with their lines in a method's code."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

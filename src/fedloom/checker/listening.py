@@ -1,7 +1,5 @@
 """Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,7 +149,7 @@ class ListeningCohort(Cohort):
                 self.listener.note("enclosed", name, code_location(_unwrapped(function)) or calling_location())
 
     @classmethod
-    def of(cls, cohort: Cohort, listener: Listener) -> ListeningCohort:
+    def of(cls, cohort: Cohort, listener: Listener) -> "ListeningCohort":
         """Return the cohort with a listener."""
         instrumented = copy.copy(cohort)
         instrumented.__class__ = cls

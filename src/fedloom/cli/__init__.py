@@ -4,8 +4,6 @@ Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 
 after Ctrl-C or SIGTERM.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """`fedloom check` and `fedloom referee`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`fedloom flower keys` and `fedloom flower init`: what real sites need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

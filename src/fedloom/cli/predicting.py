@@ -1,7 +1,5 @@
 """`fedloom predict` and `fedloom export`: a trained model in use."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`fedloom report` and `fedloom watch`."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

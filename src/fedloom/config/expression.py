@@ -9,8 +9,6 @@ A bare word is a call without arguments; the reader decides whether it is a name
 `fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

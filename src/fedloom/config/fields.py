@@ -9,8 +9,6 @@ The same types are checked whether a value comes from Python (`require_fields`),
 Only whole numbers are converted to floats and NumPy's numbers to Python's: text is no number, and true is not 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -4,8 +4,6 @@ A plugin is a module that registers methods, models, data sets, partitions, reco
 named in `FEDLOOM_PLUGINS` (separated by commas) are imported before anything is looked up, in every process.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

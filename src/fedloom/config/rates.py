@@ -3,8 +3,6 @@
 A schedule is a function (done, total) -> the factor of the rate when `done` of `total` rounds, or steps, are over.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

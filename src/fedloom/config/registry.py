@@ -5,8 +5,6 @@ use, so a new file is a new entry in the documentation and every configuration. 
 the command line from the registries.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Augmentation of images (FedUmf, appendix): with p = 0.5 a left-right flip, with p = 0.5 a random crop after zero padding."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

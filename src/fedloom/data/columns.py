@@ -1,7 +1,5 @@
 """Columns of tables as a model's inputs: their order, the mean and deviation of numbers, the categories of text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -33,7 +31,7 @@ class Moments:
     squares: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> Moments:
+    def of(cls, values: Tensor) -> "Moments":
         """Return the moments of rows `[n, features]`, in which NaN is an empty cell."""
         values = values.double()
         present = ~values.isnan()
@@ -98,7 +96,7 @@ class TableInputs:
         missing: Missing = "refuse",
         standardise: bool = True,
         rows: npt.NDArray[np.int64] | None = None,
-    ) -> TableInputs:
+    ) -> "TableInputs":
         """Return the encoding of an Arrow table's columns, with the categories of some `rows`; `fitted` adds the numbers."""
         columns = []
         for name in names:
@@ -163,7 +161,7 @@ class TableInputs:
             blocks.append(block)
         return torch.from_numpy(np.concatenate(blocks, axis=1)), notices
 
-    def fitted(self, moments: Moments) -> TableInputs:
+    def fitted(self, moments: Moments) -> "TableInputs":
         """Return the encoding with mean and deviation of its numbers, of the moments of encoded rows."""
         start, columns = 0, []
         for column in self.columns:

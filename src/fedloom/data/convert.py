@@ -1,7 +1,5 @@
 """Conversion of users' data (lists, NumPy, columns of a table, tensors of any type) to the tensors that models learn from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of a data set that does not fit into memory, read sample by sample when they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,10 +49,10 @@ class LazyInputs:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: Tensor | slice) -> LazyInputs:
+    def __getitem__(self, index: Tensor | slice) -> "LazyInputs":
         return replace(self, rows=self.rows[index if isinstance(index, slice) else index.cpu()])
 
-    def to(self, device: torch.device) -> LazyInputs:
+    def to(self, device: torch.device) -> "LazyInputs":
         """Return these inputs, to be read to `device`."""
         return replace(self, empty=self.empty.to(device))
 

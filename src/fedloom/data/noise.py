@@ -1,7 +1,5 @@
 """Label noise: wrong labels among the clients' training labels, as sites label carelessly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Partitions: the samples of each client, for training and for its own test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -37,14 +35,14 @@ class Partition:
     offsets: Indices
 
     @classmethod
-    def of(cls, samples: Sequence[npt.ArrayLike]) -> Partition:
+    def of(cls, samples: Sequence[npt.ArrayLike]) -> "Partition":
         """Return the partition of an array of sample indices for each client."""
         arrays = [np.asarray(client, dtype=np.int64) for client in samples]
         indices = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
         return cls.from_sizes(indices, [len(array) for array in arrays])
 
     @classmethod
-    def from_sizes(cls, indices: npt.ArrayLike, sizes: npt.ArrayLike) -> Partition:
+    def from_sizes(cls, indices: npt.ArrayLike, sizes: npt.ArrayLike) -> "Partition":
         """Return the partition into consecutive runs of `indices`, `sizes[i]` of them for client i."""
         taken = np.asarray(indices, dtype=np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, dtype=np.int64))])
@@ -53,14 +51,14 @@ class Partition:
         return cls(taken, offsets)
 
     @classmethod
-    def from_owners(cls, samples: Indices, owners: Indices, clients: int) -> Partition:
+    def from_owners(cls, samples: Indices, owners: Indices, clients: int) -> "Partition":
         """Assign sample `samples[j]` to client `owners[j]`, or to none for -1, in the order of `samples`."""
         sizes = np.bincount(owners + 1, minlength=clients + 1)
         order = np.argsort(owners, kind="stable")
         return cls.from_sizes(samples[order[sizes[0] :]], sizes[1:])
 
     @classmethod
-    def counted(cls, sizes: npt.ArrayLike) -> Partition:
+    def counted(cls, sizes: npt.ArrayLike) -> "Partition":
         """Return a partition of samples at the clients' own sites, of which only the numbers are available."""
         return cls(np.empty(0, np.int64), cls.from_sizes(np.empty(int(np.sum(sizes)), np.int64), sizes).offsets)
 
@@ -69,7 +67,7 @@ class Partition:
         """True if only the numbers of samples are available."""
         return bool(len(self.indices) != self.offsets[-1])
 
-    def take(self, clients: Sequence[int]) -> Partition:
+    def take(self, clients: Sequence[int]) -> "Partition":
         """Return the partition of these clients, numbered from 0 in this order."""
         if self.elsewhere:
             return Partition.counted(self.sizes[list(clients)])
@@ -106,7 +104,7 @@ class Partition:
             raise not_written(target, error, self.indices.nbytes + self.offsets.nbytes) from None
 
     @classmethod
-    def load(cls, path: str | Path) -> Partition:
+    def load(cls, path: str | Path) -> "Partition":
         """Read a file of `save`. Nothing in it is run: an archive with Python objects inside is refused.
 
         Raises:

@@ -4,8 +4,6 @@ It belongs to the data set of a task, is saved with every run as plain JSON, and
 of a federation agree on it. It is made of values alone: reading it runs no code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -171,7 +169,7 @@ class Preprocessing:
         return json.dumps({**asdict(self), "digest": self.digest}, indent=1, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str | bytes, source: str = "preprocessing") -> Preprocessing:
+    def from_json(cls, text: str | bytes, source: str = "preprocessing") -> "Preprocessing":
         """Read what `to_json` wrote.
 
         Raises:
@@ -251,7 +249,7 @@ class Preprocessing:
         scale = (encoding.mean, encoding.deviation) if isinstance(encoding, PictureInputs) and encoding.mean else None
         return normalised(inputs, scale)
 
-    def differences(self, other: Preprocessing) -> list[str]:
+    def differences(self, other: "Preprocessing") -> list[str]:
         """Return a line for everything that is not alike in both; of a table, each column is named."""
         ours, theirs = self._entries(), other._entries()
         lines = [

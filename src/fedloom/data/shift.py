@@ -1,7 +1,5 @@
 """Distribution shift: inputs that differ from client to client, turned, noisy or in other colours, as of cameras and sites."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar

@@ -1,7 +1,5 @@
 """Shared by all engines: their registry, client memory, integer buffers and the inspection of replies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ class Choice:
     reason: str = ""
 
     @classmethod
-    def read(cls, name: str, reason: str = "", **former: Any) -> Choice:
+    def read(cls, name: str, reason: str = "", **former: Any) -> "Choice":
         """Make a choice of the fields of a file; earlier versions also wrote the seconds of a trial."""
         return cls(name, reason or ("trial round of an earlier version" if former.get("seconds") else ""))
 

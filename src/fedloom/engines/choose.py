@@ -1,7 +1,5 @@
 """Make an engine by its name, or by a rule where nobody names one: by the model, the method, sizes and cores, without a clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 A worker keeps nothing between two pieces of work, so its answer depends only on what it was sent.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,7 +70,7 @@ class Assignment:
     round: Round
     expected: Mapping[str, TensorSpec]
     common: tuple[Tensor, ...]
-    folding: Folding | None = None
+    folding: "Folding | None" = None
 
 
 @dataclass(frozen=True)

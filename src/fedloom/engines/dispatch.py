@@ -1,7 +1,5 @@
 """Engines that train clients in other processes: how clients are spread over workers, and dead workers replaced."""
 
-from __future__ import annotations
-
 import math
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Pickling of messages between processes. Tensors are taken out, since each engine moves them in its own way."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping, Sequence

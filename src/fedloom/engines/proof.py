@@ -1,7 +1,5 @@
 """A shortcut proves itself: it is compared with plain PyTorch, on the run's model, data and settings, before it is taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -105,7 +103,7 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
 
 
-def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: Training) -> _Comparison:
+def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: Training) -> "_Comparison":
     frozen = Layout(module).frozen_tensors(module).values()
     try:
         if sum(tensor.numel() for tensor in frozen) > WIDENED:

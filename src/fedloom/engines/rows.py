@@ -1,7 +1,5 @@
 """The rows engine: this process trains the clients one after another on one module."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

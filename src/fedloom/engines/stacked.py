@@ -1,7 +1,5 @@
 """The stacked engine: clients advance together, many models in one batched step."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Work of a task's steps, and the cores that it is worth."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ For every kind of worker: of the engines, of pools of runs, of sites. Only the s
 begins to watch before it imports PyTorch, which takes seconds in which its parent may die.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

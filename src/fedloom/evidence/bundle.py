@@ -7,8 +7,6 @@ code/my_module.py   modules of the user's own that the runs need
 Reading a bundle runs nothing. Whatever it holds is bounded first, checked against its digests, and written below one folder.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -4,8 +4,6 @@ Each tensor is held against the way that it has moved: a difference counts when 
 than rounding makes. A difference is explained by the vector at hand that is nearly parallel to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Replays: the runs of a bundle made again here, and how the figures compare cell by cell, a method in a setting each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

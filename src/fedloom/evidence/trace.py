@@ -4,8 +4,6 @@ recorded.jsonl                        a line a round: {"round": 1, "values": {"s
 recorded/round-0000001.safetensors    its tensors: `steps/4/0/after/fc.weight` is client 4, step 0, a role and a tensor
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple

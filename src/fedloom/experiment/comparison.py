@@ -1,7 +1,5 @@
 """Several methods in several settings with several seeds, on the same data, splits and initial models, a few runs at a time."""
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +39,7 @@ class Comparison:
     command: str = ""  # the line that makes it again, for the report
 
     @classmethod
-    def of(cls, configuration: Configuration, command: str = "") -> Comparison:
+    def of(cls, configuration: Configuration, command: str = "") -> "Comparison":
         """Return the runs that a configuration asks for. Raise `InvalidValue` when it names no method."""
         if not configuration.methods:
             raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
@@ -55,7 +53,7 @@ class Comparison:
         return cls(configuration, tuple(names), command)
 
     @property
-    def side_by_side(self) -> Comparison:
+    def side_by_side(self) -> "Comparison":
         """The comparison with as many runs at a time as this machine has room for."""
         workers = runs_side_by_side(self.configuration, len(self.names))
         return replace(self, configuration=replace(self.configuration, workers=workers))

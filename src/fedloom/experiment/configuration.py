@@ -1,7 +1,5 @@
 """The configuration of runs: a TOML file, changed by `key=value` on the command line, checked before any work begins."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib
@@ -99,7 +97,7 @@ class Configuration(Schedule):
     metrics: list[str] = field(default_factory=list)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
-    variants: dict[str, Configuration] = field(default_factory=dict)
+    variants: "dict[str, Configuration]" = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     objects: PythonObjects | None = None
 
@@ -176,7 +174,7 @@ class Configuration(Schedule):
         return self.algorithm or self.methods[0]
 
     @property
-    def settings(self) -> dict[str, Configuration]:
+    def settings(self) -> "dict[str, Configuration]":
         """The configuration of each setting by its label; this one alone, labelled "", where no key varies."""
         return self.variants or {"": self}
 

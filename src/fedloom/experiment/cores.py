@@ -1,7 +1,5 @@
 """The number of runs at a time and of threads in each, by rules that measure nothing."""
 
-from __future__ import annotations
-
 import os
 
 import torch

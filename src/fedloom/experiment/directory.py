@@ -23,8 +23,6 @@ So that nobody takes damaged files for those of the run, JSON objects hold a dig
 file with figures, splits, labels or the model. They are compared before a finished run is shown, used or lengthened.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Events of a run: for the terminal, or through a queue from a worker process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

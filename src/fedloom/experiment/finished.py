@@ -3,8 +3,6 @@
 landscape.json    in a run's folder: the loss around its final model, and the digest of the model that it belongs to
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

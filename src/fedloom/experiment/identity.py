@@ -1,7 +1,5 @@
 """The identity of a run, as a digest that its checkpoints carry, and the versions and machine that compute it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

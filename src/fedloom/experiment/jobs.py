@@ -1,7 +1,5 @@
 """The runs of an experiment as jobs: placed in their directories, checked before the first round of any, and made."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +62,7 @@ def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, S
     return Job(configuration, name, alike[0] if alike and usual not in alike else usual)
 
 
-def require_possible(jobs: Sequence[Job], tasks: Tasks) -> None:
+def require_possible(jobs: Sequence[Job], tasks: "Tasks") -> None:
     """Make the task of every setting and seed, and set up every method. Raise what is wrong with any."""
     seeds: dict[str, int] = {}
     for job in jobs:

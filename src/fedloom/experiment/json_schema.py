@@ -1,7 +1,5 @@
 """The JSON schema of configuration files, with which an editor completes keys and marks mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters of the methods inside an expression, by key: `algorithm.mu`, or `algorithm.fedprox.mu` where several have it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress

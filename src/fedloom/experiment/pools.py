@@ -1,7 +1,5 @@
 """Pools of runs: in this process, in worker processes or in Ray actors, several runs at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import sys
@@ -67,7 +65,7 @@ class WorkerPool:
     """At most `size` workers, each with a thread that waits for it. If a worker dies, only its run fails."""
 
     def __init__(
-        self, size: int, start: Callable[[], RunProcess | RunActorHandle], release: Callable[[], None] = lambda: None
+        self, size: int, start: "Callable[[], RunProcess | RunActorHandle]", release: Callable[[], None] = lambda: None
     ) -> None:
         self._start, self._release = start, release
         self._executor = ThreadPoolExecutor(size)

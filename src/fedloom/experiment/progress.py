@@ -1,7 +1,5 @@
 """Progress of runs for people: bars on a terminal and in a notebook, a line now and then anywhere else."""
 
-from __future__ import annotations
-
 import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping

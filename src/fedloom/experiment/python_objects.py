@@ -1,7 +1,5 @@
 """The methods and the task of a comparison in Python: objects, some of them of a notebook, that no text stands for."""
 
-from __future__ import annotations
-
 import dataclasses
 import dis
 import io
@@ -37,7 +35,7 @@ class PythonObjects:
     tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, methods: Mapping[str, Algorithm], source: TaskOf) -> PythonObjects:
+    def of(cls, methods: Mapping[str, Algorithm], source: TaskOf) -> "PythonObjects":
         """Return the objects with the expressions and digests of the methods, which only their own process knows."""
         texts = {name: {"algorithm": str(method), "code": code_digest(method)} for name, method in methods.items()}
         return cls(methods, source, texts)

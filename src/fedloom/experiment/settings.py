@@ -6,8 +6,6 @@ participation = { from = 0.1, to = 0.5, steps = 3 }
 combine = "product"    # every value with every other; "zip" takes the first of each, the second of each, ...
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import itertools

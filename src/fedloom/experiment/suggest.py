@@ -1,7 +1,5 @@
 """Trials that Optuna suggests from the results of earlier ones."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 trajectories.json    in the folder of the page that shows them: the drawing, and the digest of the records it was made from
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

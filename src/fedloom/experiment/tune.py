@@ -4,8 +4,6 @@ Each trial is a configuration; its runs, one a seed, lie in `tune/` like all run
 goes on where it was interrupted. Trials are judged on the validation data that `withhold` takes from the clients' training data.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

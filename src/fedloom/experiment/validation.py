@@ -1,7 +1,5 @@
 """Validation data: a part of the clients' training samples that stands in for all test data while choices are made."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Devices that hold a task's data and models: the processor's memory, or that of an accelerator."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

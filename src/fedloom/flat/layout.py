@@ -7,8 +7,6 @@ The rest of a module is frozen and in no row: parameters without `requires_grad`
 and the buffers of modules that `model.train()` leaves in evaluation mode. Copies of the module share its frozen parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

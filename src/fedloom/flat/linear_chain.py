@@ -1,7 +1,5 @@
 """Chains of linear layers, trained without autograd: their gradients are products, into which SGD's update is folded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A module that trains on rows: its parameters are views of one flat buffer, its gradients of another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,7 +78,7 @@ class Net:
             handle.remove()
         return features[0], outputs
 
-    def at(self, row: Tensor) -> Net:
+    def at(self, row: Tensor) -> "Net":
         """Return the same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
         return Net(self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach()))
 

@@ -1,7 +1,5 @@
 """A population is a matrix: the field's methods as plain maths on the rows of `[K, P]`, one row a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
 

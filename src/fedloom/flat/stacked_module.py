@@ -1,7 +1,5 @@
 """Several models that train in lock step: one batched forward and one backward for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

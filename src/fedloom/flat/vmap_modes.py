@@ -1,7 +1,5 @@
 """Dropout and mixed precision of many clients that pass forward together, under `vmap`, and mixed precision of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast

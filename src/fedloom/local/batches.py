@@ -4,8 +4,6 @@ Clients of unequal sizes have different numbers of batches, and short ones at di
 their batches have the same size, and one that has finished stands still. Padding never contributes to the loss.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Losses of local training that a wrapper changes: every gradient of a cohort goes through the change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

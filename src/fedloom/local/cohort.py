@@ -4,8 +4,6 @@ Client code is written for a leading client axis. It runs with k = 1 where clien
 worker, a real site), and with k > 1 where they advance together in a stack.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -88,7 +86,7 @@ class Cohort:
 
     def subset(
         self, choose: Callable[[Samples, torch.Generator], Samples], purpose: str, *, lasting: bool = False
-    ) -> Cohort:
+    ) -> "Cohort":
         """Return the same clients with a part of their data.
 
         Args:
@@ -101,13 +99,13 @@ class Cohort:
         chosen = [choose(samples, generator) for samples, generator in zip(self._samples, streams, strict=True)]
         return self._with(chosen)
 
-    def _with(self, samples: Sequence[Samples]) -> Cohort:
+    def _with(self, samples: Sequence[Samples]) -> "Cohort":
         shared = self._dataset, self.flat_module, self.training, self.round, self.memory
         cohort = Cohort(self.clients, samples, *shared, self.uploads.tolist())
         cohort.metrics = self.metrics
         return cohort
 
-    def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> Cohort:
+    def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> "Cohort":
         """Return the same clients, who train on `change(loss, net, batch, context)` instead of every loss.
 
         Args:
@@ -163,7 +161,7 @@ class Cohort:
             means.append(members @ client_features / members.sum(1, keepdim=True).clamp_min(1))
         return torch.stack(means)
 
-    def for_classifier(self, rows: Tensor) -> tuple[Cohort, LossFn]:
+    def for_classifier(self, rows: Tensor) -> "tuple[Cohort, LossFn]":
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.
 
         The clients' inputs are replaced by the features that enter the classifier, so that one forward pass serves every epoch.

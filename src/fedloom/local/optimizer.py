@@ -1,7 +1,5 @@
 """Updates of the weights by SGD and the other optimizers of torch, for one client or for several side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -102,7 +100,7 @@ class LocalOptimizer:
             step = self.flat_module.watch(step, rows, group)
         return [step(batch) for batch in group.batches]
 
-    def step(self, rows: Tensor, batch: Batch, context: Context, update: Update, rate: float | list[float]) -> Tensor:
+    def step(self, rows: Tensor, batch: Batch, context: Context, update: "Update", rate: float | list[float]) -> Tensor:
         """Take one step of clients with models `rows [g, P]` and return their loss before it, `[g]`."""
         loss, gradients = self._gradients(rows, batch, context)
         update(gradients, rate, batch.step == 0)
@@ -232,7 +230,7 @@ class _Optimizer:
             parameter.grad = gradient
         self.optimizer.step()
 
-    def of_row(self, k: int) -> _Optimizer:
+    def of_row(self, k: int) -> "_Optimizer":
         """Return an optimizer of row k alone, with its share of this one's state."""
         optimizer = _Optimizer(self.settings, self.rate, [tensor.detach()[k] for tensor in self.tensors])
         for all_rows, row in zip(self.tensors, optimizer.tensors, strict=True):

@@ -1,7 +1,5 @@
 """A model from its name, or from the import path of a user's own function or class."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Two convolutions, each with ReLU and 2x2 max pooling, then fully connected layers: the papers' small image models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Language models of `transformers`, whole or with adapters of `peft`: the next token at every position of a sequence."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

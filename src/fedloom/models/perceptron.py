@@ -1,7 +1,5 @@
 """Linear layers alone: multinomial logistic regression and multilayer perceptrons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

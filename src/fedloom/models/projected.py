@@ -1,7 +1,5 @@
 """Any model with a projection head below its classifier, as MOON builds its own."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from fedloom.config.fields import Count

@@ -1,7 +1,5 @@
 """Residual networks: ResNet-18 and the ResNet-20 for CIFAR, of basic blocks (He et al. 2016), and FedMR's, of bottlenecks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Checks of the data's shape, with a refusal in one line if a model needs another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Structure of models: the classifier, and the blocks of submodules from bottom to top."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Models of text: the topic of a whole one, and recurrent networks that predict its next token."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor, nn

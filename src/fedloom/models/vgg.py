@@ -1,7 +1,5 @@
 """The VGG-16 of FedMR's experiments, for CIFAR and for FEMNIST."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

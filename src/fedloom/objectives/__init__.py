@@ -1,7 +1,5 @@
 """Objectives: what the models of a task learn, one kind a file; `objectives` lists them by name."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Classification: one class for each sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

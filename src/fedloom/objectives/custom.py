@@ -1,7 +1,5 @@
 """Objectives of the user's own: a function that gives the loss of each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

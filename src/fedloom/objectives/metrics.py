@@ -4,8 +4,6 @@ A metric need not add up over samples: it takes all outputs and targets of the g
 clients, its figure is the mean of the clients' values, weighted by their samples.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Multilabel classification: any number of classes for each sample."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

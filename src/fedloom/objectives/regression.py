@@ -1,7 +1,5 @@
 """Regression: numbers for each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

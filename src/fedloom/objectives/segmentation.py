@@ -1,7 +1,5 @@
 """Segmentation: a class for each pixel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences: the next token at every position. And what they share with segmentation, a class at every position."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Estimates of the runs' time on this machine: the time of a few real local steps, times the steps of the protocol."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

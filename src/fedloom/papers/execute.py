@@ -1,7 +1,5 @@
 """The data that a plan needs, and the files that its runs leave: CSV, Markdown, LaTeX and the report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,8 +4,6 @@ A record, a JSON file, holds the cells of one table or figure as one command mea
 versions and the machine. `reasons.toml` beside the records says, by name or pattern, why a table or figure was not reproduced.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools
@@ -73,7 +71,7 @@ class ExhibitRecord:
         return to_json({**fields, "command": shlex.join(anywhere), "cells": cells})
 
     @classmethod
-    def read(cls, path: Path) -> ExhibitRecord:
+    def read(cls, path: Path) -> "ExhibitRecord":
         """Return the record in a file.
 
         Raises:

@@ -1,7 +1,5 @@
 """A cell's value from the runs that fill it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Data sets of the papers' settings: their sizes, and where they lie. Loads no data."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ experiment, its method and its measure. The parts of a file:
                 factor; `relative`: in parts of the baseline's number; and `needs`, a word without which there is no cell.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of a reproduction (the cells, and departures from the protocol), and the runs that it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings, measures and cells of the papers' tables and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

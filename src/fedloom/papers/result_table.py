@@ -1,7 +1,5 @@
 """Paper and measurement beside each other: on the terminal, as CSV, Markdown and LaTeX."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

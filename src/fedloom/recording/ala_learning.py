@@ -1,7 +1,5 @@
 """How the loss falls while a client learns ALA's weights (FedALA, figure 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss around the final global model, in two directions that the model's own filters scale (FedMR, figure 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Recorders write down chosen values of chosen rounds, without any influence on the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any

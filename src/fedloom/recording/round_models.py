@@ -1,7 +1,5 @@
 """Recorders of a round's models: their accuracies, similarity and objectives, and the labels that the global model learned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safe
 `recording.json`, all of it as reports draw it, when the run is finished.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Everything that goes into and comes out of clients and their local steps, to be held against another implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """The trajectory of one client's models over the surface of its local loss (FedALA, figure 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,7 +72,7 @@ class Trajectory(Recorder):
 
 
 def surroundings(
-    plane: Plane, grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
+    plane: "Plane", grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
 ) -> dict[str, Any]:
     """Return the variance that the plane explains, coordinates `x` and `y` of a grid around its points, and the loss on it.
 

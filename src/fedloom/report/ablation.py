@@ -1,7 +1,5 @@
 """The effect of a parameter or a setting: accuracy over each value that differs between the runs (FedMR, figures 9 to 11)."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

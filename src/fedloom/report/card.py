@@ -1,7 +1,5 @@
 """The model card: what a model was trained on, how, and how good it is, in Markdown; it holds no sample of anybody's."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from typing import Any

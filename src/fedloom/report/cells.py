@@ -1,7 +1,5 @@
 """The comparison as a table of cells: the text to show and the number to sort by. Terminal, page and files show these tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,12 +44,12 @@ class Table:
     lines: tuple[tuple[Cell, ...], ...]
 
     @classmethod
-    def of(cls, filled: Sequence[Filled]) -> Table:
+    def of(cls, filled: Sequence[Filled]) -> "Table":
         """Make a table of these columns."""
         columns, cells = zip(*filled, strict=True)
         return cls(columns, tuple(zip(*cells, strict=True)))
 
-    def select(self, columns: Sequence[int]) -> Table:
+    def select(self, columns: Sequence[int]) -> "Table":
         """Return the table of these columns alone."""
         lines = tuple(tuple(line[k] for k in columns) for line in self.lines)
         return Table(tuple(self.columns[k] for k in columns), lines)

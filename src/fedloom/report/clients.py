@@ -1,7 +1,5 @@
 """The table of the clients: what each holds and how well it is served, the worst first."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conclusions of a comparison: a sentence for each setting, which says no more than its tests do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures that runs have data for: the sections of a report, and the image files."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Learning curves: a measure over rounds, bytes or seconds as mean and standard deviation over seeds, and their figure."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,7 @@ class Curve:
     std: Floats
     seeds: int
 
-    def thinned(self, points: int) -> Curve:
+    def thinned(self, points: int) -> "Curve":
         """Return about `points` of the measured points: the lowest and the highest of each of equal stretches, and both ends.
 
         Nothing is smoothed or interpolated, so no peak and no dip is lost.

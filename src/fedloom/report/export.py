@@ -1,7 +1,5 @@
 """A comparison as files: CSV and JSON with plain numbers for machines, Markdown and LaTeX (booktabs) for papers and pages."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -4,8 +4,6 @@ A method keeps its colour and its line style in every figure made from the same 
 `legendgroup`. Names that come from users are escaped, since Plotly reads tags in text.
 """
 
-from __future__ import annotations
-
 import html
 import re
 import textwrap
@@ -43,7 +41,7 @@ class ReportFigure:
     choice: str | None = None
 
     @classmethod
-    def of(cls, name: str, title: str, caption: str, figure: go.Figure) -> ReportFigure:
+    def of(cls, name: str, title: str, caption: str, figure: go.Figure) -> "ReportFigure":
         """Return a figure without a choice."""
         return cls(slug(name), title, caption, {"": figure})
 

@@ -1,7 +1,5 @@
 """Figures as image files, drawn offline by a Chromium on this machine (the extra `images`: Kaleido)."""
 
-from __future__ import annotations
-
 import html
 import math
 import os

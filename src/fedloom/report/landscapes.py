@@ -1,8 +1,6 @@
 """Loss surfaces as Plotly figures: around final models (FedMR, figure 6), and under the trajectory of a client's models
 (FedALA, figure 4)."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ This module computes the contents as plain values; `templates/` lays them out, `
 Templates escape all text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -59,7 +57,7 @@ class ReportOptions:
     measure: str = "last"
 
     @classmethod
-    def of(cls, title: str, sheet: Sheet, command: str) -> ReportOptions:
+    def of(cls, title: str, sheet: Sheet, command: str) -> "ReportOptions":
         """Return the options of a page about this setting, or about several that begin with it."""
         targets = tuple(reach.target for reach in sheet.rows[0].reaches)
         return cls(title, targets, command, sheet.requested, sheet.against, sheet.measure)

@@ -1,7 +1,5 @@
 """Figures of recorders' results (`fedloom.recording`)."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One setting of a comparison: a row for each method, and which of their differences are significant."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ Against the best method, which the same figures selected, that number is all pai
 the best; against the first it is the other methods.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Pure functions on the records of a run. The terminal's tables, the report and th
 they cannot disagree. Accuracies are shares in [0, 1] everywhere; only displayed text has per cent.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics
@@ -63,7 +61,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
+    def of(cls, values: Sequence[float]) -> "Spread | None":
         """Return the spread of `values`; None when there are none."""
         if not values:
             return None
@@ -85,7 +83,7 @@ class Target:
     upwards: bool
 
     @classmethod
-    def of(cls, target: TargetValue, metric: Metric) -> Target:
+    def of(cls, target: TargetValue, metric: Metric) -> "Target":
         """Return the limit that a target stands for. Raises `InvalidValue` for text that is none, and for shares such as 80."""
         if isinstance(target, str):
             match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", target)

@@ -1,7 +1,5 @@
 """Shares, bytes and seconds as text."""
 
-from __future__ import annotations
-
 
 def percent(share: float) -> str:
     """Return a share as per cent without superfluous zeros: 0.875 is `87.5`."""

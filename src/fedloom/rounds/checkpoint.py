@@ -5,8 +5,6 @@ one, never half of one. It holds digests of itself and of the figures of its rou
 Loading runs no code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The simulated clock: how long each client's work takes, from counted samples and counted bytes alone, so that it is exact."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable

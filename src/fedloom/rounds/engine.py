@@ -1,7 +1,5 @@
 """What a federation asks of the place where clients train: the interface of engines, and what passes through it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import defaultdict

@@ -12,8 +12,6 @@ Personal models are those with which the next round would begin, made from what 
 and the local initialisation, before local training (as FedALA does).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The round: select, send, train, reply, receive, evaluate, record; with checkpoints, so that nothing is lost."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +62,7 @@ class Observer(Protocol):
     def log(self) -> RoundLog:
         """Its file with a line per round: like those of the federation it is cut where a run resumes, and checkpoints know it."""
 
-    def begin(self, federation: Federation) -> None:
+    def begin(self, federation: "Federation") -> None:
         """Called when the federation is set up, before it resumes."""
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:

@@ -1,7 +1,5 @@
 """Notices when the models of a pool have come apart, so that their mean, the global model, is no good model any more."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping
 from functools import cached_property

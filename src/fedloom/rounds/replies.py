@@ -1,7 +1,5 @@
 """What comes back in a round, in the order of the slots whoever answers first, and kept no longer than the method needs it."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

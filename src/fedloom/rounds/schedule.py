@@ -1,7 +1,5 @@
 """How long a federation runs, with whom, and how often it looks at itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ class Stop:
     def __post_init__(self) -> None:
         require_fields(self)
 
-    def waits_longer(self, other: Stop) -> bool:
+    def waits_longer(self, other: "Stop") -> bool:
         """Return True if a run that `other` has not ended, or has just ended, can go on with this one."""
         same = (self.by, self.metric, self.goal) == (other.by, other.metric, other.goal)
         return self.evaluations is None or (same and self.evaluations >= (other.evaluations or 0) > 0)

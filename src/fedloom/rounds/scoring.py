@@ -1,7 +1,5 @@
 """How good a model is on given samples, in all or client by client."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ class Tally:
     totals: dict[str, Tensor]
 
     @classmethod
-    def joined(cls, tallies: Sequence[Tally]) -> Tally:
+    def joined(cls, tallies: "Sequence[Tally]") -> "Tally":
         """Return all tallies as one, ordered by the clients' numbers."""
         if not tallies:
             nothing = torch.empty(0, dtype=torch.int64)

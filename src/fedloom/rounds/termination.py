@@ -1,7 +1,5 @@
 """SIGTERM, which schedulers of clusters send some seconds before they kill, interrupts as Ctrl-C does."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

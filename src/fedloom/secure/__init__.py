@@ -4,8 +4,6 @@
 exchange with given choices does to rows in a simulation. What is protected, and what is not: docs/secure.md.
 """
 
-from __future__ import annotations
-
 from fedloom.secure.coordinator import Exchanged, InMemoryTransport, ServerKey, Transport, run_exchange
 from fedloom.secure.exchange import Choices, Rehearsal, Rules, rehearse, secret_choices, stream_choices
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation

@@ -4,8 +4,6 @@ It cannot read parcels, but it sees everything else, and checks it before delive
 another of anything but the contents of a parcel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever us
 content twice gives unrelated bytes.
 """
 
-from __future__ import annotations
-
 import struct
 
 from cryptography.exceptions import InvalidSignature, InvalidTag

@@ -1,7 +1,5 @@
 """Violations of an exchange's protocol, by name."""
 
-from __future__ import annotations
-
 from fedloom.config.fields import require_one_of
 from fedloom.errors import FedloomError
 

@@ -1,7 +1,5 @@
 """Peer of an exchange: bytes in, bytes out, in the steps that the server calls for."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

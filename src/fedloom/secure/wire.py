@@ -3,8 +3,6 @@
 Reading never runs code. Bytes that cannot be read, or are not as agreed, raise `ProtocolViolation` naming their sender.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +82,7 @@ class Terms:
         return pack(b"fedloom terms", self.run.encode(), self.when.encode(), self.server_key, *lists)
 
     @classmethod
-    def decode(cls, data: bytes) -> Terms:
+    def decode(cls, data: bytes) -> "Terms":
         _, run, when, key, *lists = unpack(data, SERVER, 7)
         try:
             numbers = [struct.unpack(f">{len(packed) // 8}Q", packed) for packed in lists]
@@ -127,7 +125,7 @@ class Introduction(NamedTuple):
     signature: bytes
 
     @classmethod
-    def decode(cls, body: bytes, peer: int) -> Introduction:
+    def decode(cls, body: bytes, peer: int) -> "Introduction":
         """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which nothing can be sealed."""
         keys = cls(*unpack(body, peer, 3))
         if (len(keys.verifying), len(keys.sealing)) != (32, 32):
@@ -256,7 +254,7 @@ class Request:
         return pack(self.kind.encode(), *terms, *_encoded(self.letters))
 
     @classmethod
-    def decode(cls, data: bytes) -> Request:
+    def decode(cls, data: bytes) -> "Request":
         kind, *fields = unpack(data, SERVER) or [b""]
         if kind == b"begin" and len(fields) == 1:
             return cls("begin", Terms.decode(fields[0]))
@@ -281,7 +279,7 @@ class Answer:
         return pack(b"fault", kind, self.fault.peer.to_bytes(8, signed=True), detail)
 
     @classmethod
-    def decode(cls, data: bytes, sender: int) -> Answer:
+    def decode(cls, data: bytes, sender: int) -> "Answer":
         """Read the answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
         head, *fields = unpack(data, sender) or [b""]
         if head == b"letters":

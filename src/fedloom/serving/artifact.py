@@ -1,7 +1,5 @@
 """The final model as a file: the tensors of the module's `state_dict` by name, and what it takes to build the module again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

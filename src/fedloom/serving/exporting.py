@@ -1,7 +1,5 @@
 """A trained model in the formats of other programs, checked on the same samples before it is handed out."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable

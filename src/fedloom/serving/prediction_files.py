@@ -1,7 +1,5 @@
 """Files of samples to predict, and of the predictions."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trained model in use: predictions for new rows, arrays, pictures and texts, in the classes and units of the data."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ _BATCH = 500
 _logger = logging.getLogger("fedloom")
 
 
-def load(path: str | Path, *, module: nn.Module | None = None, client: int | None = None) -> Predictor:
+def load(path: str | Path, *, module: nn.Module | None = None, client: int | None = None) -> "Predictor":
     """Load the model of a finished run with its preprocessing. Nothing in the folder runs code.
 
     Args:

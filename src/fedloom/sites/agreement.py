@@ -1,7 +1,5 @@
 """Agreement between the server and the sites of a Flower app: the configuration, the shape of the data, the model's layout."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The process hands the message to the site's worker, which has PyTorch loaded, and answers itself where there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flwr.app import Context, Message

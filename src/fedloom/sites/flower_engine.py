@@ -9,8 +9,6 @@ client goes on from: that of the last reply that it took. So a reply that came t
 trace, and a server that goes on from a checkpoint finds every site as it was then.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

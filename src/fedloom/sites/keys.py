@@ -10,8 +10,6 @@ site-0/peers.pub             the public keys of all sites, by which they know ea
 Each folder is for one place. All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Sequence

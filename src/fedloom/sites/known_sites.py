@@ -3,8 +3,6 @@
 Flower numbers nodes at random, and anew when one registers again; so unknown nodes are asked as they come.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

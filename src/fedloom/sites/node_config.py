@@ -8,8 +8,6 @@ The list of public keys has a line for each site, as `fedloom flower keys` write
 Nothing here loads PyTorch: a step of an exchange does without.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -73,7 +71,7 @@ class NodeConfig:
     smallest: int = 5
 
     @classmethod
-    def read(cls, table: Mapping[str, Any]) -> NodeConfig:
+    def read(cls, table: Mapping[str, Any]) -> "NodeConfig":
         """Check a node configuration. Raises `InvalidValue`, or `DataError` for unreadable files, in one line."""
         values = checked(_Table, {k: table[k] for k in _Table.__annotations__ if k in table}, "node configuration: ")
         if (number := values.get("partition-id")) is None:

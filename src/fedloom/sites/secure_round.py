@@ -4,8 +4,6 @@ A site gives its trained model to nobody: it is asked to train, then to exchange
 layers of any of the sites. Each step of an exchange is one message to each site and one back.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """ServerApp of Flower: it waits for the sites, and runs the federation in its directory as `fedloom run` does on one machine."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets
@@ -93,7 +91,7 @@ class Opening:
     @classmethod
     def of(
         cls, sites: Mapping[int, KnownSite], count: int, largest_share: float, agreed: Preprocessing | None
-    ) -> Opening:
+    ) -> "Opening":
         """Open a new federation of `count` sites, of which these are there; claims that nobody can check are bounded."""
         have_data = any(site.has_own_data for site in sites.values())
         claims = [{number: getattr(site, kind) for number, site in sites.items()} for kind in ("samples", "tests")]
@@ -111,7 +109,7 @@ class Opening:
         )
 
     @classmethod
-    def read(cls, path: Path, count: int) -> Opening | None:
+    def read(cls, path: Path, count: int) -> "Opening | None":
         """Read the opening in a file; None when there is no file. Raises `CheckpointError` when it cannot be read."""
         if not path.exists():
             return None

@@ -3,8 +3,6 @@
 Its state between two messages is on disk, since Flower may start a process for each.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
@@ -67,7 +65,7 @@ class Site:
         self.settings, self.config, self.number = settings, config, config.number
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
+    def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> "Site":
         """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not fit."""
         settings, config = deployment(run_config), NodeConfig.read(node_config)
         if config.sites not in (None, settings.clients):

@@ -4,8 +4,6 @@ A federation of tables agrees before round 1 by statistics of all sites: on colu
 classes. So no file has to be shared.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -45,7 +43,7 @@ class DataAgreement:
     vocabulary: int | None
 
     @classmethod
-    def of(cls, dataset: Dataset) -> DataAgreement:
+    def of(cls, dataset: Dataset) -> "DataAgreement":
         """Return what the sites of a data set agree on."""
         objective = dataset.objective
         if isinstance(objective, Standardised):
@@ -54,7 +52,7 @@ class DataAgreement:
         return cls(dataset.name, dataset.preprocessing, expression, dataset.classes, dataset.vocabulary)
 
     @classmethod
-    def read(cls, words: Any) -> DataAgreement:
+    def read(cls, words: Any) -> "DataAgreement":
         """Read what `words` returned. Raises `RefusedReply` for anything else."""
         try:
             preprocessing = Preprocessing.from_json(json.dumps(words["preprocessing"]))

@@ -6,8 +6,6 @@ site-<number>.trained   the layers of the site's own trained model, to be exchan
 site-<number>.uploaded  digests of the trained models that it has uploaded, each of which it uploads once
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

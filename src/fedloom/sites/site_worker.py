@@ -8,8 +8,6 @@ Whatever fails, the process answers the message itself. Nothing is lost with a w
 ends with its run, with the SuperExec of its SuperNode, or after a few minutes without a message.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

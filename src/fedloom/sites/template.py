@@ -1,7 +1,5 @@
 """Runnable Flower app for a configuration: `fedloom flower init`. Its files are those in `app/`, with the blanks filled in."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Clients' memory in files, one for each version of it: of all clients of a simulation, or of the one client of a site."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The digests of the package, one for each purpose; the numbers of random streams come from `fedloom.randomness`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

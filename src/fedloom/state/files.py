@@ -1,7 +1,5 @@
 """Files that are complete or absent: written under a temporary name, then renamed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints name."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

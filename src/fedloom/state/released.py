@@ -5,8 +5,6 @@ an older checkpoint is a second release. Its cost must survive every damage that
 here, and has reached the disk, before anything of it is released.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ In a simulation one `ClientStore` holds it for the clients that were seen, in me
 site keeps its own (`ClientFiles`).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path

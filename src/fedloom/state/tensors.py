@@ -3,8 +3,6 @@
 Each file holds a checksum of its contents, by which a reader notices a bit that flipped on the disk.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arrow tables: from parquet and CSV files, folders of Hugging Face's `datasets`, or their hub; and columns of pictures."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """A cache of decoded data as safetensors, so that pictures are decoded and big json files parsed only once."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The idx format of MNIST and its relatives: a magic number, the dimensions, then bytes."""
 
-from __future__ import annotations
-
 import gzip
 import math
 from pathlib import Path

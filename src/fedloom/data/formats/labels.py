@@ -1,7 +1,5 @@
 """Checks of labels that every reader makes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Sized
 from pathlib import Path
 

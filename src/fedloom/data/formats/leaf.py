@@ -3,8 +3,6 @@
 Source: Caldas et al., LEAF, 2018; github.com/TalwalkarLab/leaf.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The memory that a data set may take, whatever a file or an option claims, and the errors of damaged files."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

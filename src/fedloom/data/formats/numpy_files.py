@@ -1,7 +1,5 @@
 """NumPy's files of arrays, read without running anything that is pickled in them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import IO, Any

@@ -1,7 +1,5 @@
 """Pickled dictionaries of byte arrays, read without running anything that the file names."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

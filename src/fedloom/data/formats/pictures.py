@@ -1,7 +1,5 @@
 """JPEG, PNG and other pictures, decoded on several threads into one tensor of bytes."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

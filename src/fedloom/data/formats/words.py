@@ -1,7 +1,5 @@
 """Text as numbers: words and marks of a line, the vocabulary of many, and rows of equal length."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

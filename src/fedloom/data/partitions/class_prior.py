@@ -1,7 +1,5 @@
 """Label skew at given sizes: every client has a Dirichlet prior over the classes."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

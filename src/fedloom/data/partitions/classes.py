@@ -1,7 +1,5 @@
 """Checks of partitions, and the dealing out of classes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Label skew: every class is spread over the clients by a Dirichlet distribution."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

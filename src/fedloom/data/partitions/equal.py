@@ -1,7 +1,5 @@
 """Clients of equal size: IID, shards of the samples sorted by label, and mixtures of both."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fedloom.config.fields import Count, Probability

@@ -1,7 +1,5 @@
 """Clients with a few classes each, in groups that share them or drawn at random."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Clients that the data or a file name: writers and users, and a partition that was saved."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fedloom.config.fields import Count, require_at_least

@@ -1,7 +1,5 @@
 """Quantity skew: clients of different sizes with one distribution of labels."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import numpy as np

@@ -1,7 +1,5 @@
 """AG News: the topics of news articles."""
 
-from __future__ import annotations
-
 import csv
 import io
 from itertools import chain

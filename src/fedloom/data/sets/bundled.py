@@ -1,7 +1,5 @@
 """Sets that come with scikit-learn, digits and small tables: nothing to download."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path

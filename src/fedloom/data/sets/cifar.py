@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100, the latter with its 100 fine or its 20 coarse labels: Python batches, binary batches or parquet."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FEMNIST: handwritten characters, each with its writer, from LEAF's json files and sampled as LEAF samples them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar

@@ -1,7 +1,5 @@
 """Data of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and Polars."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial

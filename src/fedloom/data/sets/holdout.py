@@ -1,7 +1,5 @@
 """Held-out samples: the test split of a set that has none."""
 
-from __future__ import annotations
-
 import math
 
 import torch

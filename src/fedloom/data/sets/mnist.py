@@ -1,7 +1,5 @@
 """MNIST and the sets that share its format: Fashion-MNIST and EMNIST."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Text whose next character or word a model learns: Shakespeare's plays, and the posts of users of Stack Overflow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

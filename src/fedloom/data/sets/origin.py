@@ -1,7 +1,5 @@
 """Origins of standard data sets: the user's folder, the folder of all data, or the Hugging Face hub."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

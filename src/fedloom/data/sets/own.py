@@ -1,7 +1,5 @@
 """Data of the user's own: arrays in files, folders of pictures, or a Python function."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A random part of another data set, for short runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 

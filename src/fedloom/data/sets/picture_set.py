@@ -1,7 +1,5 @@
 """Sets of pictures: their files or tables, and the normalisation of their bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Synthetic classification data whose users differ in their model (alpha) and in their inputs (beta)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tables with named columns, one of them the target: CSV, parquet and folders of Hugging Face's `save_to_disk`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tiny ImageNet: 200 classes of ImageNet at 64 x 64 pixels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -4,8 +4,6 @@ Regions of shared memory have no name in the file system: they cannot be left be
 and are freed when the last process that maps them has ended, in whatever way.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import pickle

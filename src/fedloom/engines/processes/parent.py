@@ -1,7 +1,5 @@
 """The processes engine: worker processes on this machine train the clients, with all models in shared memory."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The program of a worker process. It inherits one end of a pipe and ends with its parent."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

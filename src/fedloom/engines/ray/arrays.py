@@ -3,8 +3,6 @@
 Every process of a node reads arrays in the object store without a copy; Ray would copy PyTorch tensors.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The Ray engine: actors on one machine or many train the clients, and models are sent through Ray's object store."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

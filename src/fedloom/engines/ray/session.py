@@ -1,7 +1,5 @@
 """This process's connection to a Ray cluster: an existing one, or one that is started here and ended by its last user."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """MLflow: a run with parameters, metrics and the model's files, in a local database or on a server."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import time

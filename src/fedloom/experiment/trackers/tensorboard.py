@@ -1,7 +1,5 @@
 """TensorBoard: event files that `tensorboard --logdir` shows."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The interface of a tracker, and how one is made from an expression."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The trackers of one run: each hears of every round once, whatever happens to the run, and never at its expense."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +28,7 @@ class Tracking:
         self._latest: dict[str, int] = {}  # round of each tracker
         self._result: Mapping[str, float] | None = None
 
-    def __enter__(self) -> Tracking:
+    def __enter__(self) -> "Tracking":
         return self
 
     def __exit__(self, *error: object) -> None:

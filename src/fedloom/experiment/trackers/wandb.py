@@ -1,7 +1,5 @@
 """Weights & Biases, where it is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The runs under way in a folder, and their report so far, for `fedloom watch`."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

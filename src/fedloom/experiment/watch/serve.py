@@ -1,7 +1,5 @@
 """The server of `fedloom watch`: on loopback alone, read-only, and no request names a file that is opened."""
 
-from __future__ import annotations
-
 import json
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
