@@ -256,7 +256,7 @@ def tables(done: Runs) -> None:
 
 
 def draw(done: Runs, path: Path) -> None:
-    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early cosine similarity."""
+    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early T / S; leads below -25 points at the edge."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -267,18 +267,18 @@ def draw(done: Runs, path: Path) -> None:
         above = ahead(done, setting, "fedmr")
         if runs and above:
             name = f"{setting.data} {'cnn' if 'cnn' in setting.model else 'mlp'}"
-            cosine = statistics.fmean(signals(run)["pool's cosine"] for run in runs)
-            points.setdefault(name, []).append((cosine, statistics.fmean(above), setting.noise))
+            signal = statistics.fmean(signals(run)["T / S"] for run in runs)
+            points.setdefault(name, []).append((signal, max(-25.0, statistics.fmean(above)), setting.noise))
     for name, values in points.items():
-        cosine, above, noise = zip(*values, strict=True)
+        signal, above, noise = zip(*values, strict=True)
         marker = {"symbol": symbols[name], "size": 10, "color": noise, "coloraxis": "coloraxis", "line": {"width": 1}}
-        figure.add_scatter(x=cosine, y=above, mode="markers", name=name, marker=marker)
+        figure.add_scatter(x=signal, y=above, mode="markers", name=name, marker=marker)
     figure.add_hline(y=0, line_width=1)
     figure.update_layout(
         template="plotly_white",
         width=900,
         height=480,
-        xaxis_title="mean cosine similarity of the pool at 15 % of the rounds",
+        xaxis={"type": "log", "title": "T / S at 15 % of the rounds: common progress over the pool's variance"},
         yaxis_title="FedMR above FedAvg at the end, points",
         coloraxis={"colorscale": "Bluered", "colorbar": {"title": "wrong labels", "tickformat": ".0%", "y": 0.4}},
         legend={"y": 1.0},
