@@ -59,10 +59,8 @@ class Setting(NamedTuple):
     @property
     def method_of(self) -> dict[str, fl.Algorithm | str]:
         """The methods by name; two stages average for a sixth of the rounds."""
-        return {name: name for name in METHODS} | {
-            "fedmr": WatchedFedMR(),
-            "stages": f"stages(fedavg:{self.rounds // 6}, fedmr)",
-        }
+        stages = f"stages(fedavg:{self.rounds // 6}, fedmr)"
+        return {**{name: name for name in METHODS}, "fedmr": WatchedFedMR(), "stages": stages}
 
 
 @dataclass
@@ -86,7 +84,7 @@ def settings() -> list[Setting]:
     """All settings, the cheapest and most telling first."""
     digits = [Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200) for skew, noise in product(SKEWS, NOISES)]
     corners = [setting for setting in digits if setting.noise != 0.2]
-    variants = [
+    variants: list[dict[str, Any]] = [
         {"rate": 0.03}, {"rate": 0.3}, {"rate": 0.01, "momentum": 0.9}, {"epochs": 1}, {"epochs": 20, "rounds": 100},
         {"participation": 0.25},
     ]  # fmt: skip
@@ -270,9 +268,9 @@ def draw(done: Runs, path: Path) -> None:
             signal = statistics.fmean(signals(run)["T / S"] for run in runs)
             points.setdefault(name, []).append((signal, max(-25.0, statistics.fmean(above)), setting.noise))
     for name, values in points.items():
-        signal, above, noise = zip(*values, strict=True)
-        marker = {"symbol": symbols[name], "size": 10, "color": noise, "coloraxis": "coloraxis", "line": {"width": 1}}
-        figure.add_scatter(x=signal, y=above, mode="markers", name=name, marker=marker)
+        horizontal, vertical, noises = zip(*values, strict=True)
+        marker = {"symbol": symbols[name], "size": 10, "color": noises, "coloraxis": "coloraxis", "line": {"width": 1}}
+        figure.add_scatter(x=horizontal, y=vertical, mode="markers", name=name, marker=marker)
     figure.add_hline(y=0, line_width=1)
     figure.update_layout(
         template="plotly_white",
