@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,14 @@ FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.M | re.
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME"}
 
 
+def installed(program: str) -> str | None:
+    """Return the path of a program, beside this Python or elsewhere."""
+    return shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
 def options_of(command: str, program: str) -> list[str]:
     """Return the options in a command that its program does not know."""
-    parsed = subprocess.run([shutil.which(program) or program, "--help"], capture_output=True, text=True, check=False)
+    parsed = subprocess.run([installed(program) or program, "--help"], capture_output=True, text=True, check=False)
     return [
         word.split("=")[0]
         for word in shlex.split(command)[1:]
@@ -91,7 +98,7 @@ def test_docker_compose_takes_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", commands(), ids=lambda command: Path(command.split()[0]).name)
 def test_commands_have_options_that_flower_knows(command: str) -> None:
     program = Path(shlex.split(command)[0]).name
-    if shutil.which(program) is None:
+    if installed(program) is None:
         pytest.skip("Flower is missing")
     assert options_of(command, program) == []
 

@@ -92,7 +92,7 @@ def place(tmp_path: Path) -> Path:
     return found
 
 
-def test_it_answers_the_same_bits_and_nothing_is_lost_when_it_is_killed(
+def test_a_kill_loses_no_bit(
     run: tuple[LocalGrid, list[Told]],
     workers: list[subprocess.Popen[bytes]],
     tmp_path: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -398,7 +399,9 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     assert one.table.best(titles.index("Final RMSE")) == {1}
     assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(titles)
     text = (tmp_path / "report.html").read_text()
-    assert "Lowest final RMSE" in text
+    conclusion = text.partition("<p class=conclusion>")[2].partition("</p>")[0]
+    assert "RMSE" in conclusion
+    assert re.search(r"fedavg is \S+ below fedprox", conclusion)
     assert "Accuracy" not in text.partition("plotly.js v")[0]
     tex = (tmp_path / "comparison.tex").read_text()
     assert "Final RMSE" in tex
