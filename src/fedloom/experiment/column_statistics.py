@@ -163,7 +163,7 @@ def render_statistics(statistics: Statistics) -> str:
         f"{REACH} deviations below the mean to {REACH} above it; the outer two hold all rows beyond."
     )
     return templates().get_template("statistics.html").render(
-        options={"title": "Statistics of the clients' data", "command": ""}, tiles=[], unfinished="",
+        options={"title": "Statistics of the clients' data", "command": ""}, tiles=[], conclusions=[], unfinished="",
         lead=[f"{statistics.clients} clients", f"{len(figures)} columns"],
         notices=[], looks={}, faults={"lines": []}, configuration={}, environment={}, plotly=Markup(get_plotlyjs()),
         drawn={f.name: {"choice": None, "variants": {"": json.loads(f.variants[""].to_json())}} for f in figures},
