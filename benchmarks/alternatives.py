@@ -60,10 +60,19 @@ def compiled() -> Callable[..., None]:
     def plain_product(ta: int, tb: int, m: int, n: int, k: int, alpha: float, a: Any, lda: int, b: Any, ldb: int, beta: float,
                 c: Any, ldc: int) -> None:  # fmt: skip
         """C[m, n] = alpha op(A) op(B) + beta C, column by column as Fortran has it."""
-        whole, real = np.empty(8, np.int32), np.empty(2, np.float32)
-        whole[0], whole[1], whole[2], whole[3], whole[4], whole[5], whole[6], whole[7] = ta, tb, m, n, k, lda, ldb, ldc
+        integers, real = np.empty(8, np.int32), np.empty(2, np.float32)
+        integers[0], integers[1], integers[2], integers[3], integers[4], integers[5], integers[6], integers[7] = (
+            ta,
+            tb,
+            m,
+            n,
+            k,
+            lda,
+            ldb,
+            ldc,
+        )
         real[0], real[1] = alpha, beta
-        p, q = whole.ctypes.data, real.ctypes.data
+        p, q = integers.ctypes.data, real.ctypes.data
         sgemm(
             p,
             p + 4,
@@ -90,8 +99,8 @@ def compiled() -> Callable[..., None]:
             np.empty((batch, classes), np.float32),
         )
         dh, dg = np.empty_like(h), np.empty_like(g)
-        for first in range(0, len(inputs), batch):
-            x, y = inputs[first : first + batch], labels[first : first + batch]
+        for start in range(0, len(inputs), batch):
+            x, y = inputs[start : start + batch], labels[start : start + batch]
             for r in range(batch):
                 h[r], g[r], o[r] = b1, b2, b3
             product(T, N, wide, batch, features, 1.0, w1, features, x, features, 1.0, h, wide)
@@ -125,46 +134,48 @@ def compiled() -> Callable[..., None]:
                 for j in range(classes):
                     b3[j] -= RATE * o[r, j]
 
-    whole: Callable[..., None] = njit(steps)
-    return whole
+    compiled_steps: Callable[..., None] = njit(steps)
+    return compiled_steps
 
 
 def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
     """The compiled loop beside the steps of stacks, for ten clients."""
     clients, samples = 10, batch * steps
     task = noise(clients, samples, features, width, batch_size=batch)
-    folded, whole = FoldedSGD(linear_layers(task.model, task.layout), task.training, RATE), compiled()
+    folded, compiled_loop = FoldedSGD(linear_layers(task.model, task.layout), task.training, RATE), compiled()
     inputs, labels = task.train.inputs.view(clients, samples, -1), task.train.labels.view(clients, samples)
     results: dict[str, torch.Tensor] = {}
 
     def stacked(k: int) -> None:
-        found = []
-        for first in range(0, clients, k):
-            rows, part = task.initial.repeat(k, 1), slice(first, first + k)
+        trained = []
+        for client in range(0, clients, k):
+            rows, cohort = task.initial.repeat(k, 1), slice(client, client + k)
             for start in range(0, samples, batch):
-                own = slice(start, start + batch)
-                folded(rows, None, Batch(inputs[part, own], labels[part, own], start))
-            found.append(rows)
-        results[f"k={k}"] = torch.cat(found)
+                window = slice(start, start + batch)
+                folded(rows, None, Batch(inputs[cohort, window], labels[cohort, window], start))
+            trained.append(rows)
+        results[f"k={k}"] = torch.cat(trained)
 
     def one_by_one() -> None:
         rows = task.initial.repeat(clients, 1)
         for row, x, y in zip(rows, inputs, labels, strict=True):
-            whole(*(tensor.numpy() for tensor in task.layout.tensors(row).values()), x.numpy(), y.numpy(), batch)
+            compiled_loop(
+                *(tensor.numpy() for tensor in task.layout.tensors(row).values()), x.numpy(), y.numpy(), batch
+            )
         results["loop"] = rows
 
     ways: dict[str, Callable[[], None]] = {
         "loop": one_by_one, "k=1": lambda: stacked(1), "k=2": lambda: stacked(2), "k=10": lambda: stacked(10),
     }  # fmt: skip
     one_by_one()  # compiled by now
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    microseconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():
             began = time.perf_counter()
             way()
-            found[name].append(1e6 * (time.perf_counter() - began) / (clients * steps))
+            microseconds[name].append(1e6 * (time.perf_counter() - began) / (clients * steps))
     off = float((results["loop"] - results["k=10"]).abs().max())
-    least = {name: round(min(times), 1) for name, times in found.items()}
+    least = {name: round(min(times), 1) for name, times in microseconds.items()}
     return {"features": features, "width": width, "batch": batch, **least, "apart": off}
 
 
@@ -176,13 +187,13 @@ def together(features: int, width: int, batch: int, epochs: int, turns: int) -> 
         task = noise(2 * clients, 72, features, width, batch_size=batch, epochs=epochs)
         runs[clients] = Federation(build("fedavg"), task, StackedEngine(task), schedule)
         runs[clients].step()
-    found: dict[int, list[float]] = {clients: [] for clients in runs}
+    milliseconds: dict[int, list[float]] = {clients: [] for clients in runs}
     for _ in range(turns):
         for clients, run in runs.items():
             began = time.process_time()
             run.step()
-            found[clients].append(1e3 * (time.process_time() - began) / clients)
-    medians = {str(clients): statistics.median(times) for clients, times in found.items()}
+            milliseconds[clients].append(1e3 * (time.process_time() - began) / clients)
+    medians = {str(clients): statistics.median(times) for clients, times in milliseconds.items()}
     return {"features": features, "width": width, "batch": batch, **medians, "at_best": medians["10"] / medians["70"]}
 
 

@@ -162,13 +162,13 @@ def fedbabu(folder: Path) -> dict[str, float]:
 
 
 def fedproto(folder: Path) -> dict[str, float]:
-    """Weights after round 2 from the same prototypes, and the mean of the prototypes."""
+    """Weights models_after round 2 from the same prototypes, and the mean of the prototypes."""
     world, run = World(), World().federation("fedproto")
     run.step()
     sent = {c: [p] for c, p in enumerate(run.algorithm.state["prototypes"]) if run.algorithm.state["present"][c]}
-    before = [run.engine.store.read(k)["fedproto_model"].clone() for k in range(CLIENTS)]  # type: ignore[attr-defined]
+    models_before = [run.engine.store.read(k)["fedproto_model"].clone() for k in range(CLIENTS)]  # type: ignore[attr-defined]
     run.step()
-    after = [run.engine.store.read(k)["fedproto_model"] for k in range(CLIENTS)]  # type: ignore[attr-defined]
+    models_after = [run.engine.store.read(k)["fedproto_model"] for k in range(CLIENTS)]  # type: ignore[attr-defined]
     with importing(folder / "lib", "models", "sampling", "femnist", "torchvision") as load:
         options = SimpleNamespace(
             device="cpu",
@@ -183,10 +183,10 @@ def fedproto(folder: Path) -> dict[str, float]:
         gaps, uploads = [], {}
         for k in range(CLIENTS):
             trainer = load("update").LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES))
-            model = WithFeatures(loaded(run, before[k]))
+            model = WithFeatures(loaded(run, models_before[k]))
             trainer.update_weights_het(options, k, sent, model, 2)
-            gaps.append(gap(model, after[k]))
-            z, labels = loaded(run, after[k]).features(world.data(k)[0]).detach(), world.data(k)[1]
+            gaps.append(gap(model, models_after[k]))
+            z, labels = loaded(run, models_after[k]).features(world.data(k)[0]).detach(), world.data(k)[1]
             uploads[k] = {int(c): z[labels == c].mean(0) for c in labels.unique()}
         means = load("utils").proto_aggregation(uploads)
     ours = run.algorithm.state["prototypes"]
@@ -252,8 +252,8 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| method | compared | largest difference |\n|---|---|---|")
     for name, compare in METHODS.items():
-        for what, difference in compare(folders[name]).items() if folders[name] else ():
-            print(f"| {name} | {what} | {difference:.1e} |")
+        for quantity, difference in compare(folders[name]).items() if folders[name] else ():
+            print(f"| {name} | {quantity} | {difference:.1e} |")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
     )
     began = time.perf_counter()
     accuracy = [1 / task.dataset.classes]
-    last: dict[str, Any] = {}
+    measures: dict[str, Any] = {}
     try:
         result = fl.run(
             method,
@@ -97,14 +97,14 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
     except fl.FedloomError as error:
         print(error)
     else:
-        accuracy = [round(one["accuracy"], 4) for one in result.history if "accuracy" in one]
-        last = {name: result.history[-1][name] for name in ("pool_cosine", "blend") if name in result.history[-1]}
+        accuracy = [round(record["accuracy"], 4) for record in result.history if "accuracy" in record]
+        measures = {name: result.history[-1][name] for name in ("pool_cosine", "blend") if name in result.history[-1]}
     return {
         "setting": list(setting),
         "method": method,
         "seed": seed,
         "accuracy": accuracy,
-        **last,
+        **measures,
         "seconds": round(time.perf_counter() - began, 1),
     }
 

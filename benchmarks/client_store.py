@@ -45,16 +45,16 @@ class PersonalModels(FedAvg):
     """Clients in turn keep what they trained, and go on from the mean of it and the download."""
 
     def select(self, round: Round) -> Selection:
-        first = (round.number - 1) * round.participants
-        return Selection(tuple((first + k) % round.clients for k in range(round.participants)))
+        start = (round.number - 1) * round.participants
+        return Selection(tuple((start + k) % round.clients for k in range(round.participants)))
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        known = cohort.memory.knows("model").unsqueeze(1)
-        seen = cohort.memory.get("seen", torch.zeros(1, 1, dtype=torch.int64))
-        own = cohort.memory.get("model", inbox["model"])
-        trained = cohort.fit(torch.where(known, (own + inbox["model"]) / 2, inbox["model"])).model
+        stored = cohort.memory.knows("model").unsqueeze(1)
+        visits = cohort.memory.get("seen", torch.zeros(1, 1, dtype=torch.int64))
+        kept_model = cohort.memory.get("model", inbox["model"])
+        trained = cohort.fit(torch.where(stored, (kept_model + inbox["model"]) / 2, inbox["model"])).model
         cohort.memory["model"] = trained
-        cohort.memory["seen"] = seen + 1
+        cohort.memory["seen"] = visits + 1
         return {"model": trained}
 
 
@@ -166,7 +166,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         peak = peak_mib()
         training = sum(timing["train_seconds"] for timing in run.timings)
-        held = sum(path.stat().st_size for path in (folder / "clients").iterdir())
+        disk_bytes = sum(path.stat().st_size for path in (folder / "clients").iterdir())
 
         began = time.perf_counter()
         resumed = ClientStore(folder / "clients", int(chosen.budget_mb * 1e6))
@@ -185,7 +185,7 @@ def main() -> None:
         "model_mb": model_bytes / 1e6,
         "models_gb": chosen.clients * model_bytes / 1e9,
         "budget_mb": chosen.budget_mb,
-        "files_gb": held / 1e9,
+        "files_gb": disk_bytes / 1e9,
         "peak_gib": peak / 1024,
         "import_gib": imported / 1024,
         "seconds": seconds,
@@ -201,10 +201,11 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def sound(resumed: ClientStore, before: ClientStore, client: int) -> bool:
-    """Whether a store made again holds for the client what the run's own store does, bit for bit."""
-    one, two = resumed.read(client), before.read(client)
-    return one.keys() == {"model", "seen"} == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+def sound(resumed: ClientStore, original: ClientStore, client: int) -> bool:
+    """Return True if a store made again holds for the client what the run's own store does, bit for bit."""
+    restored, expected = resumed.read(client), original.read(client)
+    names = {"model", "seen"}
+    return restored.keys() == names == expected.keys() and all(torch.equal(restored[k], expected[k]) for k in names)
 
 
 if __name__ == "__main__":

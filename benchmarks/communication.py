@@ -44,8 +44,8 @@ def measure(name: str, task: Task, schedule: Schedule) -> dict[str, Any]:
     """One row of the table."""
     run = Federation(build(name), task, RowsEngine(task), schedule)
     run.run()
-    last = run.history[-1]
-    participants = len(last["clients"])  # CluSamp trains a client that it draws twice only once
+    record = run.history[-1]
+    participants = len(record["clients"])  # CluSamp trains a client that it draws twice only once
     words, expected = in_the_paper(name, run, participants)
     size = task.layout.size * task.initial.element_size()
     timings, records = run.timings[1:], run.history[1:]
@@ -55,9 +55,9 @@ def measure(name: str, task: Task, schedule: Schedule) -> dict[str, Any]:
         "K": participants,
         "paper": words,
         "in_paper": expected,
-        "down": last["bytes_down"] / size,
-        "up": last["bytes_up"] / size,
-        "counted": (last["bytes_down"] + last["bytes_up"]) / size,
+        "down": record["bytes_down"] / size,
+        "up": record["bytes_up"] / size,
+        "counted": (record["bytes_down"] + record["bytes_up"]) / size,
         "client_ms": 1000 * statistics.median(turns),
         "server_ms": 1000 * statistics.median(t["server_seconds"] for t in timings),
     }

@@ -56,19 +56,23 @@ def main() -> None:
     )
     print("|---|---|---|---|---|")
     for method in options.methods:
-        found = []
+        rows = []
         for seed in range(options.seeds):
             task = make_task(dataset, clients=20, partition="dirichlet(1.0)", model=model, training=training, seed=seed)
             result = run(method, task, rounds=options.rounds, participation=0.5, seed=seed, evaluate_every=1)
-            last = result.history[-1]
+            record = result.history[-1]
             reached = result.rounds_to(options.target), bytes_to(result.summary, options.target)
-            found.append((100 * result.best_accuracy, *reached, last["bytes_down"] + last["bytes_up"]))
-        best, rounds, size, each = zip(*found, strict=True)
-        there = [count for count in rounds if count is not None]
-        often = "" if len(there) == len(found) else f" ({len(there)} of {len(found)})"
-        to = f"{statistics.fmean(there):.0f}{often}" if there else "never"
-        sent = f"{statistics.fmean(one for one in size if one is not None) / 1e6:.2f}" if there else ""
-        print(f"| {method} | {statistics.fmean(best):.1f} | {to} | {sent} | {each[0]:,} |", flush=True)
+            rows.append((100 * result.best_accuracy, *reached, record["bytes_down"] + record["bytes_up"]))
+        best, rounds, size, seconds = zip(*rows, strict=True)
+        counts = [count for count in rounds if count is not None]
+        often = "" if len(counts) == len(rows) else f" ({len(counts)} of {len(rows)})"
+        to = f"{statistics.fmean(counts):.0f}{often}" if counts else "never"
+        sent = (
+            f"{statistics.fmean(bytes_sent for bytes_sent in size if bytes_sent is not None) / 1e6:.2f}"
+            if counts
+            else ""
+        )
+        print(f"| {method} | {statistics.fmean(best):.1f} | {to} | {sent} | {seconds[0]:,} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for form, write in (("python", write_python), ("binary", write_binary)):
-            place = Path(folder) / form
-            place.mkdir()
-            write(place)
-            figures[f"cifar10 {form}"] = load_apart("cifar10", str(place))
+            path = Path(folder) / form
+            path.mkdir()
+            write(path)
+            figures[f"cifar10 {form}"] = load_apart("cifar10", str(path))
     if arguments.data and any(Path(arguments.data).glob("[Mm][Nn][Ii][Ss][Tt]")):
         figures["mnist"] = load_apart("mnist", arguments.data)
     share = batch_share()
@@ -66,8 +66,8 @@ def load_apart(name: str, folder: str) -> dict[str, float]:
     """`load_here` in a fresh process."""
     command = [sys.executable, __file__, "--load", name, folder]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(output)
-    return found
+    times: dict[str, float] = json.loads(output)
+    return times
 
 
 def load_here(name: str, folder: str) -> dict[str, float]:

@@ -173,21 +173,21 @@ def measure(name: str, clients: int, engines: list[str], rounds: int, method: st
     task = TASKS[name](clients)
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9)
     usual = Schedule(rounds=300, participation=1.0)
-    made = {engine: make_engine(engine, task, usual, algorithm=build(method)) for engine in engines}
-    runs = {engine: Federation(build(method), task, made[engine], schedule) for engine in engines}
+    built = {engine: make_engine(engine, task, usual, algorithm=build(method)) for engine in engines}
+    runs = {engine: Federation(build(method), task, built[engine], schedule) for engine in engines}
     bare, tuned = (BareProcess(name, clients, tuned) for tuned in (False, True))
     plain: list[Cost] = []
-    kept: list[Cost] = []
+    tuned_costs: list[Cost] = []
     taken: dict[str, list[Cost]] = {engine: [] for engine in engines}
     for _ in range(rounds + 1):
         plain.append(bare.round())
-        kept.append(tuned.round())
+        tuned_costs.append(tuned.round())
         for engine, run in runs.items():
-            began, used = time.perf_counter(), processor_seconds(made[engine])
+            began, used = time.perf_counter(), processor_seconds(built[engine])
             run.step()
-            taken[engine].append(Cost(time.perf_counter() - began, processor_seconds(made[engine]) - used))
-    for each in made.values():
-        each.close()
+            taken[engine].append(Cost(time.perf_counter() - began, processor_seconds(built[engine]) - used))
+    for engine_object in built.values():
+        engine_object.close()
     for process in (bare, tuned):
         process.close()
     return [
@@ -197,9 +197,9 @@ def measure(name: str, clients: int, engines: list[str], rounds: int, method: st
             "clients": clients,
             "threads": torch.get_num_threads(),
             "engine": engine,
-            "chosen": str(made[engine].chosen),
+            "chosen": str(built[engine].chosen),
             "bare_s": statistics.median(cost.clock for cost in plain[1:]),
-            "tuned_s": statistics.median(cost.clock for cost in kept[1:]),
+            "tuned_s": statistics.median(cost.clock for cost in tuned_costs[1:]),
             "round_s": statistics.median(cost.clock for cost in costs[1:]),
             "ratio": statistics.median(c.clock / b.clock for c, b in zip(costs[1:], plain[1:], strict=True)),
             "best_ratio": min(cost.clock for cost in costs[1:]) / min(cost.clock for cost in plain[1:]),

@@ -95,23 +95,25 @@ def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
     """Milliseconds, median over turns: of the global model on all clients' own test data, in one pass and client by client; and
     of a model of each client's own, counted together and client by client."""
     evaluator = Evaluator(task.model, task.layout, task.dataset)
-    own = task.local_test
-    assert own is not None  # every task here has it
+    local_test = task.local_test
+    assert local_test is not None  # every task here has it
     clients = range(task.clients)
     rows = task.initial + 0.01 * torch.randn(task.clients, task.layout.size)
     ways: dict[str, Callable[[], object]] = {
-        "together_ms": lambda: evaluator.tally(task.initial, task.train, own, clients),
-        "apart_ms": lambda: [evaluator.tally(task.initial, task.train, own, [client]) for client in clients],
-        "models_together_ms": lambda: list(evaluator.tallies(((k, rows[k], None) for k in clients), task.train, own)),
-        "models_apart_ms": lambda: [evaluator.tally(rows[k], task.train, own, [k]) for k in clients],
+        "together_ms": lambda: evaluator.tally(task.initial, task.train, local_test, clients),
+        "apart_ms": lambda: [evaluator.tally(task.initial, task.train, local_test, [client]) for client in clients],
+        "models_together_ms": lambda: list(
+            evaluator.tallies(((k, rows[k], None) for k in clients), task.train, local_test)
+        ),
+        "models_apart_ms": lambda: [evaluator.tally(rows[k], task.train, local_test, [k]) for k in clients],
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
             began = time.process_time()
             way()
-            found[name].append(1000 * (time.process_time() - began))
-    return {name: statistics.median(times) for name, times in found.items()}
+            seconds[name].append(1000 * (time.process_time() - began))
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def main() -> None:

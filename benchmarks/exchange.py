@@ -40,7 +40,7 @@ def measure(method: str, clients: int, dropout: float, rounds: int) -> dict[str,
         model="mlp(hidden=[64])",
         training=fl.Training(learning_rate=0.01, batch_size=2),
     )
-    before = imports()
+    imported = imports()
     schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9, dropout=dropout)
     federation = Federation(build(method), task, RowsEngine(task), schedule)
     seconds = []
@@ -54,7 +54,7 @@ def measure(method: str, clients: int, dropout: float, rounds: int) -> dict[str,
         "dropout": dropout,
         "round_s": min(seconds[1:]),
         "models_mb": clients * task.initial.nbytes / 1e6,
-        "over_mb": peak() - before,
+        "over_mb": peak() - imported,
     }
 
 

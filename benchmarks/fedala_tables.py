@@ -62,16 +62,16 @@ class Outcome(NamedTuple):
 def printed_accuracy(partition: str, method: str) -> float | str:
     """What the paper prints for MNIST, in table 2 (pathological) or 7 (Dirichlet 0.1); `-` for other methods."""
     numbers = printed("fedala", "2" if partition == "pathological" else "7")
-    own = (n["mean"] for n in numbers if (n["dataset"], n["method"]) == ("mnist", METHODS.get(method)))
-    return next(own, "-")
+    means = (n["mean"] for n in numbers if (n["dataset"], n["method"]) == ("mnist", METHODS.get(method)))
+    return next(means, "-")
 
 
 def digits_or_mnist(cell: Cell, folder: str, samples: int) -> Task:
     """The task of a cell."""
     data = make_dataset("digits" if cell.data == "digits" else f"mnist(folder='{folder}', normalise=half)")
     if cell.data == "mnist" and samples:
-        whole = data.train.concatenate(data.test)
-        chosen = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))[:samples]]
+        samples_all = data.train.concatenate(data.test)
+        chosen = samples_all[torch.randperm(len(samples_all), generator=torch.Generator().manual_seed(0))[:samples]]
         data = Dataset(data.name, chosen[: samples // 2], chosen[samples // 2 :], data.classes, data.mean, data.std)
     return make_task(
         data,
@@ -100,8 +100,8 @@ def measure(cell: Cell, folder: str, samples: int, rounds: dict[str, int], every
     run = Federation(build(cell.method), task, RowsEngine(task), schedule)
     run.run()
     scores = {record["round"]: record["personal_accuracy"] for record in run.history if "personal_accuracy" in record}
-    last = run.history[-1]
-    sent = (last["bytes_down"] + last["bytes_up"]) / task.clients / 4 / task.layout.size
+    record = run.history[-1]
+    sent = (record["bytes_down"] + record["bytes_up"]) / task.clients / 4 / task.layout.size
     # The first rounds warm up, and in the second one FedALA learns its weights to convergence.
     seconds = statistics.median(timing["train_seconds"] for timing in run.timings[2:] or run.timings)
     best_round = max(scores, key=lambda number: scores[number])
@@ -137,9 +137,11 @@ def main() -> None:
     for data in arguments.data.split(","):
         for partition in PARTITIONS:
             block = {m: [outcomes[Cell(data, partition, m, s)] for s in range(arguments.seeds)] for m in methods}
-            base = statistics.mean(one.seconds for one in block[methods[0]])
-            for method, found in sorted(block.items(), key=lambda item: -statistics.mean(one.best for one in item[1])):
-                best = [100 * one.best for one in found]
+            base = statistics.mean(outcome.seconds for outcome in block[methods[0]])
+            for method, seeds in sorted(
+                block.items(), key=lambda item: -statistics.mean(outcome.best for outcome in item[1])
+            ):
+                best = [100 * outcome.best for outcome in seeds]
                 rows.append({
                     "data": data,
                     "partition": partition,
@@ -148,10 +150,10 @@ def main() -> None:
                     "accuracy": round(statistics.mean(best), 2),
                     "std": round(statistics.stdev(best), 2) if len(best) > 1 else 0.0,
                     "paper_mnist": printed_accuracy(partition, method),
-                    "seconds_a_round": statistics.mean(one.seconds for one in found),
-                    "over_fedavg": statistics.mean(one.seconds for one in found) / base,
-                    "models_sent": round(found[0].traffic, 3),
-                    "best_round": round(statistics.mean(one.best_round for one in found)),
+                    "seconds_a_round": statistics.mean(outcome.seconds for outcome in seeds),
+                    "over_fedavg": statistics.mean(outcome.seconds for outcome in seeds) / base,
+                    "models_sent": round(seeds[0].traffic, 3),
+                    "best_round": round(statistics.mean(outcome.best_round for outcome in seeds)),
                 })  # fmt: skip
     tell(f"FedALA Tables 2, 7, 3 ({(time.perf_counter() - began) / 60:.0f} minutes)", rows)
 

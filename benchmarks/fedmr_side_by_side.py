@@ -84,40 +84,40 @@ def runs(groups: list[str]) -> Iterator[tuple[str, Options]]:
 
 def started(name: str, options: Options, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Begin or continue a run in a process."""
-    place = arguments.directory / name
+    folder = arguments.directory / name
     settings = {**BASE, **options, "device": arguments.device, "engine": arguments.engine, "threads": 1}
     settings["rounds"] = min(int(str(settings["rounds"])), arguments.rounds)
     settings["name"] = "run"
-    place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     table: dict[str, Options] = {"": {}, "data": {}, "training": {}}
     for key, value in settings.items():
         section, _, field = key.rpartition(".")
         table[section][field] = value
-    table[""]["directory"] = str(place)
+    table[""]["directory"] = str(folder)
     lines = [
         line
         for section, fields in table.items()
         for line in ([f"[{section}]"] if section else [])
         + [f"{field} = {json.dumps(v)}" for field, v in fields.items()]
     ]
-    (place / "run.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "run.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FEDLOOM_DATA": str(arguments.data.resolve())}
-    with (place / "log.txt").open("ab") as log:
+    with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "fedloom", "run", str(place / "run.toml"), "--quiet"],
+            [sys.executable, "-m", "fedloom", "run", str(folder / "run.toml"), "--quiet"],
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
 
 
 def figures(folder: Path) -> list[dict[str, object]]:
     """Each run below the folder with its rounds and its accuracies, of those that were evaluated."""
-    found = []
+    lines = []
     for path in sorted(folder.glob("*/**/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         accuracies = {record["round"]: round(record["accuracy"], 4) for record in records if "accuracy" in record}
         name = path.relative_to(folder).parts[0]
-        found.append({"run": name, "rounds": len(records), "accuracy": accuracies})
-    return found
+        lines.append({"run": name, "rounds": len(records), "accuracy": accuracies})
+    return lines
 
 
 def main() -> None:
@@ -148,17 +148,17 @@ def main() -> None:
         process.terminate()
     for process in going.values():
         process.wait()
-    found = figures(arguments.directory)
+    results = figures(arguments.directory)
     if arguments.record is not None:
-        arguments.record.write_text("".join(json.dumps(run) + "\n" for run in found), encoding="utf-8")
+        arguments.record.write_text("".join(json.dumps(run) + "\n" for run in results), encoding="utf-8")
     rows = [
         {"run": run["run"], "rounds": run["rounds"], "last": str(list(dict(run["accuracy"]).values())[-3:])}  # type: ignore[call-overload]
-        for run in found
+        for run in results
     ]
     if rows:
         tell("FedMR's Table 1, CIFAR-10", rows)
-    left = [name for name, _ in waiting] + list(going)
-    print(f"unfinished: {', '.join(left) or 'none'}", file=sys.stderr)
+    unfinished = [name for name, _ in waiting] + list(going)
+    print(f"unfinished: {', '.join(unfinished) or 'none'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ FEDUMF = paper("fedumf")
 
 def printed_rounds(setting: str, method: str) -> int | None:
     """Rounds to 95 % that the paper prints at participation 15 %; None for the synthetic settings."""
-    wanted = {
+    expected = {
         "dataset": "mnist",
         "participation": 0.15,
         "heterogeneity": SETTINGS.get(setting),
         "method": METHODS[method],
     }
-    return next((number["rounds"] for number in printed("fedumf", "A2") if wanted.items() <= number.items()), None)
+    return next((number["rounds"] for number in printed("fedumf", "A2") if expected.items() <= number.items()), None)
 
 
 @dataclass
@@ -86,8 +86,8 @@ class IdleCounted(FedDC):
         (client,), round, trainable = cohort.clients, cohort.round, cohort.layout.trainable
         sent = inbox["model"]
         start = sent.clone()
-        before = self.chosen(round.at(round.number - 1)) if round.number > 1 else range(round.clients)
-        if client in self.chosen(round) and client not in before:
+        previous = self.chosen(round.at(round.number - 1)) if round.number > 1 else range(round.clients)
+        if client in self.chosen(round) and client not in previous:
             stored = cohort.memory.get("stored", sent.new_zeros(1, trainable))
             start[:, :trainable] += stored * round.rate_change
         reply = super().train(cohort, {**inbox, "model": start, "server_model": sent})
@@ -135,20 +135,20 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, target, setting in settings:
         tasks = [task_of(setting, arguments.mnist, seed) for seed in range(arguments.seeds)]
         for method in METHODS:
-            found = [rounds_to(method, task, target, arguments.rounds, seed) for seed, task in enumerate(tasks)]
-            reached = [rounds for rounds, _, _ in found if rounds is not None]
-            mean = statistics.mean(reached) if len(reached) == len(found) else None
+            runs = [rounds_to(method, task, target, arguments.rounds, seed) for seed, task in enumerate(tasks)]
+            reached = [rounds for rounds, _, _ in runs if rounds is not None]
+            mean = statistics.mean(reached) if len(reached) == len(runs) else None
             paper = printed_rounds(name, method)
             row = {
                 "setting": name,
                 "method": method,
                 "target": target,
-                "rounds": "/".join("*" if rounds is None else str(rounds) for rounds, _, _ in found),
+                "rounds": "/".join("*" if rounds is None else str(rounds) for rounds, _, _ in runs),
                 "mean": "*" if mean is None else round(mean, 1),
                 "paper": "-" if paper is None else paper,
                 "over_paper": "-" if mean is None or paper is None else round(mean / paper, 2),
-                "best": round(max(best for _, best, _ in found), 4),
-                "seconds": round(sum(seconds for _, _, seconds in found), 1),
+                "best": round(max(best for _, best, _ in runs), 4),
+                "seconds": round(sum(seconds for _, _, seconds in runs), 1),
             }
             print(row, flush=True)
             yield row

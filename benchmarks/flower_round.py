@@ -38,16 +38,16 @@ def used(deployment: superlink_support.Deployment) -> float:
 def measured(minutes: int, method: str, rounds: int) -> tuple[float, float]:
     """Seconds a round (median), and the sites' processor seconds a message."""
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
+        path = Path(folder)
 
         def settings(site: int) -> dict[str, str | int]:
-            return {"memory": str(place / f"memory-{site}"), "worker-minutes": minutes}
+            return {"memory": str(path / f"memory-{site}"), "worker-minutes": minutes}
 
-        with superlink_support.deployed(place, SITES, settings, hurried=False) as deployment:
-            trial, before = Trial(deployment, "round", method, rounds), used(deployment)
+        with superlink_support.deployed(path, SITES, settings, hurried=False) as deployment:
+            trial, used_before = Trial(deployment, "round", method, rounds), used(deployment)
             run = trial.start()
             trial.wait_for_round(rounds)
-            spent = used(deployment) - before
+            spent = used(deployment) - used_before
             trial.wait(run)
             lines = (trial.output / "timings.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines]
@@ -58,12 +58,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--method", default="fedmr")
-    given = parser.parse_args()
-    found = {minutes: measured(minutes, given.method, given.rounds) for minutes in (0, 5)}
+    arguments = parser.parse_args()
+    results = {minutes: measured(minutes, arguments.method, arguments.rounds) for minutes in (0, 5)}
     print("| worker | seconds a round | processor seconds a message |\n|---|---|---|")
-    for minutes, (seconds, spent) in found.items():
+    for minutes, (seconds, spent) in results.items():
         print(f"| {'with' if minutes else 'without'} | {seconds:.1f} | {spent:.2f} |")
-    print(f"\nratio: {found[0][0] / found[5][0]:.2f} in seconds, {found[0][1] / found[5][1]:.2f} in processor seconds")
+    print(
+        f"\nratio: {results[0][0] / results[5][0]:.2f} in seconds, {results[0][1] / results[5][1]:.2f} in processor seconds"
+    )
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 def peak(device: torch.device, size: int, autocast: str) -> float:
     """Operations a second of the product of two square matrices, the best of several."""
     kind = torch.float32 if autocast == "none" else torch.bfloat16
-    left, right = (torch.ones(size, size, device=device, dtype=kind) for _ in range(2))
-    return 2 * size**3 / min(seconds_of(lambda: left @ right, device) for _ in range(REPEATS))
+    matrix, factor = (torch.ones(size, size, device=device, dtype=kind) for _ in range(2))
+    return 2 * size**3 / min(seconds_of(lambda: matrix @ factor, device) for _ in range(REPEATS))
 
 
 def operations_a_sample(task: Task) -> float:
@@ -73,11 +73,11 @@ def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -
             taken[engine].append(seconds_of(run.step, task.initial.device))
     samples = int(task.partition.sizes.sum()) * task.training.epochs
     needed = operations_a_sample(task) * samples
-    found = []
+    lines = []
     for engine, run in runs.items():
         seconds = statistics.median(taken[engine][1:])
         pairs = zip(taken[engine][1:], taken["rows"][1:], strict=True)
-        found.append({
+        lines.append({
             "task": name,
             "method": method,
             "clients": task.clients,
@@ -89,7 +89,7 @@ def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -
             "faults": sum(len(record["faults"]) for record in run.history),
         })  # fmt: skip
         run.engine.close()
-    return found
+    return lines
 
 
 def main() -> None:

@@ -42,18 +42,21 @@ def lines_of(name: str, command: list[str], seconds: float) -> list[dict[str, An
     except subprocess.TimeoutExpired:
         return [{"step": name, "note": f"failed: not done after {seconds:.0f} s"}]
     took = f"{time.perf_counter() - began:.0f} s"
-    last = (done.stdout.strip().splitlines() or [""])[-1]
+    last_line = (done.stdout.strip().splitlines() or [""])[-1]
     if name == "tests":
-        counted = re.search(r"\d+ (passed|skipped|failed).*", last)
+        counted = re.search(r"\d+ (passed|skipped|failed).*", last_line)
         return [
-            {"step": name, "note": ("" if done.returncode == 0 else "failed: ") + (counted[0] if counted else last)}
+            {
+                "step": name,
+                "note": ("" if done.returncode == 0 else "failed: ") + (counted[0] if counted else last_line),
+            }
         ]
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [last])[-1]
+        reason = (done.stderr.strip().splitlines() or [last_line])[-1]
         return [{"step": name, "note": f"failed: {reason}"}]
     return [
         {**row, "step": name, "what": f"{row['method']}, {row['task']}, {row['clients']}", "note": took}
-        for row in json.loads(last)["rows"]
+        for row in json.loads(last_line)["rows"]
     ]
 
 
@@ -65,9 +68,9 @@ def main() -> None:
     rows = []
     for name, (share, command) in STEPS.items():
         small = SMALL if arguments.small and name != "tests" else []
-        found = lines_of(name, [*command, *small], 60 * arguments.minutes * share)
-        print(f"{name}: {found[-1]['note']}", file=sys.stderr)
-        rows += [{column: line.get(column, "") for column in COLUMNS} for line in found]
+        lines = lines_of(name, [*command, *small], 60 * arguments.minutes * share)
+        print(f"{name}: {lines[-1]['note']}", file=sys.stderr)
+        rows += [{column: line.get(column, "") for column in COLUMNS} for line in lines]
     tell(f"a session on a GPU of {arguments.minutes:g} minutes", rows)
     sys.exit(any(str(row["note"]).startswith("failed") for row in rows))
 

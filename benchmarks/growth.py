@@ -64,14 +64,14 @@ RECORDERS = ("similarity(every=1)", "aggregate(every=1)", "objective(every=1)")
 
 def least(work: Callable[[], object], turns: int) -> float:
     """Seconds of the quickest of some turns; one is enough where it takes long."""
-    found = math.inf
+    quickest = math.inf
     for _ in range(turns):
         began = time.perf_counter()
         work()
-        found = min(found, time.perf_counter() - began)
-        if found > 3:
+        quickest = min(quickest, time.perf_counter() - began)
+        if quickest > 3:
             break
-    return found
+    return quickest
 
 
 def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
@@ -87,7 +87,7 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
     everybody = torch.arange(clients)
     rounds = [replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1) for number in (1, 2)]
     rounds = [replace(round, selected=tuple(range(clients))) for round in rounds]
-    types = {tensor: dtype for part in method.nested() for tensor, dtype in part.reply_dtypes.items()}
+    types = {tensor: dtype for inner_method in method.nested() for tensor, dtype in inner_method.reply_dtypes.items()}
 
     def replies(round: Any) -> Replies:
         tensors = {}
@@ -96,21 +96,21 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
             tensors[tensor] = (9 * rows).to(types[tensor]) if tensor in types else rows
         return Replies(tensors, everybody, everybody, 1 + everybody % 7)
 
-    def run(round: Any, given: Replies) -> None:
+    def run(round: Any, answers: Replies) -> None:
         exchange = method.exchange(round, Selection(round.selected))
-        method.receive(round, replace(given, exchange=exchange))
+        method.receive(round, replace(answers, exchange=exchange))
         method.finish(round, exchange)
         method.model()
         method.diagnose()
 
     run(rounds[0], replies(rounds[0]))
-    before, second = method.full_state(), replies(rounds[1])
+    state, second = method.full_state(), replies(rounds[1])
 
-    def again() -> None:
-        method.restore(before)
+    def second_round() -> None:
+        method.restore(state)
         run(rounds[1], replace(second, matrices=dict(second.matrices)))
 
-    return again
+    return second_round
 
 
 def recorded_round(name: str, clients: int) -> float:
@@ -130,23 +130,23 @@ def recorded_round(name: str, clients: int) -> float:
 
 def report(runs: int, rounds: int) -> tuple[float, float]:
     """Seconds to write a report, and its megabytes."""
-    made = [made_up_run(f"method{k % 10}", k // 10, rounds, 20, 10) for k in range(runs)]
+    summaries = [made_up_run(f"method{k % 10}", k // 10, rounds, 20, 10) for k in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
-        seconds = least(lambda: write_page(path, render("growth", made, (0.5, 0.8))), 1)
+        seconds = least(lambda: write_page(path, render("growth", summaries, (0.5, 0.8))), 1)
         return seconds, path.stat().st_size / 1e6
 
 
 def line(
-    what: str, grows_with: str, sizes: Sequence[int], figures: Sequence[float], must: float = 1, why: str = ""
+    quantity: str, grows_with: str, sizes: Sequence[int], figures: Sequence[float], must: float = 1, reason: str = ""
 ) -> dict[str, Any]:
-    """A line of the table: what it takes at each size, and how that grows."""
+    """Return a line of the table: a quantity at each size, and how it grows."""
     exponent = math.log(figures[-1] / figures[-2]) / math.log(sizes[-1] / sizes[-2])
     measured = dict(zip(("least", "middle", "most"), figures, strict=True))
-    verdict = "steeper than it must be" if exponent > must + SLACK else why
-    print(f"{what}: {grows_with}, {exponent:.2f}", file=sys.stderr)
+    verdict = "steeper than it must be" if exponent > must + SLACK else reason
+    print(f"{quantity}: {grows_with}, {exponent:.2f}", file=sys.stderr)
     return {
-        "what": what,
+        "what": quantity,
         "grows_with": f"{grows_with}, to {sizes[-1]:,}",
         **measured,
         "exponent": exponent,
@@ -162,28 +162,28 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
-    def wanted(name: str) -> bool:
-        return not arguments.only or any(part in name for part in arguments.only.split(";"))
+    def chosen(name: str) -> bool:
+        return not arguments.only or any(word in name for word in arguments.only.split(";"))
 
     rows = []
-    for name in filter(wanted, METHODS):
-        must, why = MUST.get(name, (1, ""))
+    for name in filter(chosen, METHODS):
+        must, reason = MUST.get(name, (1, ""))
         counts = CLIENTS if must == 1 else FEWER
         seconds = [least(server_round(name, clients, WEIGHTS[0]), arguments.turns) for clients in counts]
-        rows.append(line(name, "participants", counts, seconds, must, why))
+        rows.append(line(name, "participants", counts, seconds, must, reason))
         seconds = [least(server_round(name, CLIENTS[0], weights), arguments.turns) for weights in WEIGHTS]
         rows.append(line(name, "weights", WEIGHTS, seconds))
     rows += [
         line(f"record {name}", "participants", CLIENTS, [recorded_round(name, clients) for clients in CLIENTS])
-        for name in filter(wanted, RECORDERS)
+        for name in filter(chosen, RECORDERS)
     ]
-    if wanted("report"):
-        for grown, sizes, found in (
+    if chosen("report"):
+        for grown, sizes, measurements in (
             ("runs", RUNS, [report(runs, 100) for runs in RUNS]),
             ("rounds", ROUNDS, [report(10, rounds) for rounds in ROUNDS]),
         ):
-            for place, unit in enumerate(("seconds", "megabytes")):
-                figures = [measured[place] for measured in found]
+            for column, unit in enumerate(("seconds", "megabytes")):
+                figures = [measured[column] for measured in measurements]
                 rows.append(line(f"report, {unit}", grown, sizes, figures))
     tell("growth", rows)
     sys.exit(any(row["exponent"] > row["must"] + SLACK for row in rows))

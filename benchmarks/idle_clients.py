@@ -60,12 +60,12 @@ def main() -> None:
         row, model = measure(expression, task, schedule)
         rows.append(row)
         models.append(model)
-    same = torch.equal(models[1], models[2])
-    for row, value in zip(rows, (None, same, same), strict=True):
+    equal = torch.equal(models[1], models[2])
+    for row, value in zip(rows, (None, equal, equal), strict=True):
         row["same_model"] = value
         row["time_of_all_idle"] = row["seconds_a_round"] / rows[1]["seconds_a_round"]
     tell("FedUmf with the idle clients that matter", rows)
-    if not same:
+    if not equal:
         raise SystemExit("the two simulations of FedUmf differ")
 
 

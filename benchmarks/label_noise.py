@@ -86,7 +86,7 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
     (learned,) = result.recorded
     return {
         **cell._asdict(),
-        "accuracy": [round(one["accuracy"], 4) for one in result.history if "accuracy" in one],
+        "accuracy": [round(record["accuracy"], 4) for record in result.history if "accuracy" in record],
         "samples": learned["samples"],
         **{name: [round(value, 4) for value in learned[name]] for name in CURVES if name in learned},
         "seconds": round(time.perf_counter() - began, 1),
@@ -105,19 +105,19 @@ def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[
     samples with wrong labels the last model classifies as given and as is true. Mean ± sample deviation over seeds, in %."""
 
     def percent(values: Iterable[float | None]) -> str:
-        known = [100 * value for value in values if value is not None]
-        spread = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
-        return f"{statistics.fmean(known):.1f}{spread}" if known else "-"
+        percents = [100 * value for value in values if value is not None]
+        spread = f" ± {statistics.stdev(percents):.1f}" if len(percents) > 1 else ""
+        return f"{statistics.fmean(percents):.1f}{spread}" if percents else "-"
 
     def late(run: dict[str, Any]) -> float:
         return statistics.fmean(run["accuracy"][-10:])
 
     def fall(accuracy: list[float]) -> float:
-        return max(before - after for before, after in pairwise(accuracy[len(accuracy) // 2 :]))
+        return max(earlier - later for earlier, later in pairwise(accuracy[len(accuracy) // 2 :]))
 
     base = {run["seed"]: late(run) for run in averaged}
     above = [late(run) - base[run["seed"]] for run in runs if run["seed"] in base and run not in averaged]
-    seeds = f" ({sum(one > 0 for one in above)} of {len(above)})" if above else ""
+    seeds = f" ({sum(difference > 0 for difference in above)} of {len(above)})" if above else ""
     return {
         "best": percent(max(run["accuracy"]) for run in runs),
         "last": percent(run["accuracy"][-1] for run in runs),
@@ -147,16 +147,16 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
     for (data, model, noise, partition), by_method in ordered:
         means = [summary(runs, by_method["fedavg"])["last ten"] for runs in by_method.values()]
         print(f"| {data} | `{model}` | {noise:.0%} | {partition} | {' | '.join(means)} |")
-    for (data, model, noise), block in groupby(ordered, lambda one: one[0][:3]):
+    for (data, model, noise), block in groupby(ordered, lambda item: item[0][:3]):
         print(f"\n{data}, `{model}`, {noise:.0%} of the labels replaced:\n")
-        told = [
+        rows_shown = [
             {"partition": key[3], "method": method, **summary(runs, by_method["fedavg"])}
             for key, by_method in block
             for method, runs in by_method.items()
             if runs
         ]
-        print(f"| {' | '.join(told[0])} |\n|{' --- |' * len(told[0])}")
-        print("\n".join(f"| {' | '.join(row.values())} |" for row in told))
+        print(f"| {' | '.join(rows_shown[0])} |\n|{' --- |' * len(rows_shown[0])}")
+        print("\n".join(f"| {' | '.join(row.values())} |" for row in rows_shown))
 
 
 def main() -> None:

@@ -207,8 +207,10 @@ def recorded() -> Done:
 
 def best(done: Done, cell: Cell) -> tuple[int, float] | None:
     """The position of the grid that reaches the target first with seed 0, and after how many rounds."""
-    found = [(line["crossing"], position) for (of, position, seed), line in done.items() if of == cell and seed == 0]
-    reached = [(rounds, position) for rounds, position in found if rounds is not None]
+    crossings = [
+        (line["crossing"], position) for (of, position, seed), line in done.items() if of == cell and seed == 0
+    ]
+    reached = [(rounds, position) for rounds, position in crossings if rounds is not None]
     return (min(reached)[1], min(reached)[0]) if reached else None
 
 
@@ -242,8 +244,8 @@ def table(done: Done) -> None:
     rows = []
     for plan in {plan.cell: plan for plan in plans()}.values():
         chosen = best(done, plan.cell)
-        own = {position: line for (cell, position, seed), line in done.items() if cell == plan.cell and seed == 0}
-        if not own:
+        tried = {position: line for (cell, position, seed), line in done.items() if cell == plan.cell and seed == 0}
+        if not tried:
             continue
         seeds = [
             done[plan.cell, chosen[0], seed]["crossing"]
@@ -256,12 +258,14 @@ def table(done: Done) -> None:
                 "cell": plan.cell.text,
                 "printed": "" if plan.printed is None else str(plan.printed),
                 "rounds": f"{statistics.fmean(reached):.1f}" if reached else "not reached",
-                "of each seed": ", ".join("-" if one is None else f"{one:.1f}" for one in seeds),
+                "of each seed": ", ".join(
+                    "-" if crossing_round is None else f"{crossing_round:.1f}" for crossing_round in seeds
+                ),
                 "rate": f"{rate(chosen[0]):g}" if chosen else "",
                 "tried": ", ".join(
                     f"{line['rate']:g}: "
                     + (f">{len(line['accuracy'])}" if line["crossing"] is None else f"{line['crossing']:.1f}")
-                    for _, line in sorted(own.items())
+                    for _, line in sorted(tried.items())
                 ),
             }
         )

@@ -49,8 +49,8 @@ POOLS = {"fedavg": 1, "fedmr": 2}
 def status(name: str, pid: int | str = "self") -> float:
     """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds, and `RssFile` and `RssShmem`,
     which of that are pages of files and shared memory."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return 0.0 if found is None else int(found[1]) / 1e3
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return 0.0 if match is None else int(match[1]) / 1e3
 
 
 def peak(pid: int | str = "self") -> float:
@@ -72,7 +72,7 @@ def must_hold(task: Task, pools: int) -> float:
 
 def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str, Any]:
     """Peak of some rounds over what must be held, in this process."""
-    before = imports()
+    imported = imports()
     task = (TASKS | LARGE)[name](CLIENTS)
     must = must_hold(task, POOLS[method])
     engine = make_engine(engine_name, task)
@@ -82,16 +82,16 @@ def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str
     workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     for _ in range(rounds - 1):
         federation.step()
-    own = peak() - before
-    theirs = sum(peak(pid) - before for pid in workers)
+    held = peak() - imported
+    theirs = sum(peak(pid) - imported for pid in workers)
     engine.close()
-    return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": own + theirs,
-            "ratio": (own + theirs) / must}  # fmt: skip
+    return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": held + theirs,
+            "ratio": (held + theirs) / must}  # fmt: skip
 
 
 def of_server(job_name: str, models: int) -> dict[str, Any]:
     """Peak of server work over the models' own bytes, in this process."""
-    before = imports()
+    imported = imports()
     pool = torch.empty(models, VGG).uniform_(generator=torch.Generator().manual_seed(0))
     sixteenth = VGG // 16
     units = [(slice(k * sixteenth, (k + 1) * sixteenth),) for k in range(16)]
@@ -103,12 +103,12 @@ def of_server(job_name: str, models: int) -> dict[str, Any]:
     }
     jobs[job_name]()
     must = pool.nbytes / 1e6
-    over = peak() - before
+    over = peak() - imported
     return {"what": f"{job_name}, {models} x {VGG / 1e6:.1f} M", "where": "server", "must_mb": must, "over_mb": over,
             "ratio": over / must}  # fmt: skip
 
 
-def apart(*arguments: str) -> dict[str, Any]:
+def separate_process(*arguments: str) -> dict[str, Any]:
     """One line, measured in a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--alone", *arguments], check=True, capture_output=True, text=True)
     line: dict[str, Any] = json.loads(done.stdout)
@@ -125,16 +125,16 @@ def main() -> None:
     parser.add_argument("--alone", nargs="+", help="measure one line in this process")
     arguments = parser.parse_args()
     if arguments.alone:
-        kind, *rest = arguments.alone
-        line = (
-            of_server(rest[0], int(rest[1])) if kind == "server" else of_rounds(rest[0], rest[1], rest[2], int(rest[3]))
-        )
+        kind, name, *options = arguments.alone
+        line = of_server(name, int(options[0])) if kind == "server" else of_rounds(name, *options[:2], int(options[2]))
         print(json.dumps(line))
         return
-    rows = [apart("server", job, str(arguments.models)) for job in ("recombine", "mean", "cosine", "distances")]
+    rows = [
+        separate_process("server", job, str(arguments.models)) for job in ("recombine", "mean", "cosine", "distances")
+    ]
     names = re.split(r",(?![^(]*\))", arguments.engines)
     lines = product(arguments.tasks.split(","), names, arguments.methods.split(","))
-    rows += [apart("rounds", *line, str(arguments.rounds)) for line in lines]
+    rows += [separate_process("rounds", *line, str(arguments.rounds)) for line in lines]
     tell("peak of memory over what must be held", rows)
 
 

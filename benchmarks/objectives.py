@@ -30,8 +30,8 @@ def halves(inputs: Tensor, targets: Tensor, **about: object) -> fl.Dataset:
     """Four fifths of the samples for training, the others for tests."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
     behind = 4 * len(order) // 5
-    parts = [fl.Samples(inputs[part], targets[part]) for part in (order[:behind], order[behind:])]
-    return fl.Dataset(str(about.pop("name")), parts[0], parts[1], **about)  # type: ignore[arg-type]
+    splits = [fl.Samples(inputs[indices], targets[indices]) for indices in (order[:behind], order[behind:])]
+    return fl.Dataset(str(about.pop("name")), splits[0], splits[1], **about)  # type: ignore[arg-type]
 
 
 def multilabel() -> fl.Dataset:
@@ -46,11 +46,11 @@ def sequence() -> fl.Dataset:
     """What scikit-learn says of four of its data sets, character by character."""
     loads = (load_digits, load_diabetes, load_wine, load_breast_cancer)
     text = "".join(load().DESCR for load in loads)
-    known = sorted(set(text))
-    tokens = torch.tensor([known.index(one) for one in text])
+    alphabet = sorted(set(text))
+    tokens = torch.tensor([alphabet.index(character) for character in text])
     count = (len(tokens) - 1) // TOKENS
     inputs, targets = (tokens[k : k + count * TOKENS].reshape(count, TOKENS) for k in (0, 1))
-    return halves(inputs, targets, name="descriptions", vocabulary=len(known), objective=objective("sequence"))
+    return halves(inputs, targets, name="descriptions", vocabulary=len(alphabet), objective=objective("sequence"))
 
 
 def segmentation() -> fl.Dataset:
@@ -62,8 +62,8 @@ def segmentation() -> fl.Dataset:
 
 
 def objective(name: str) -> Objective:
-    found: Objective = objectives.build(name)
-    return found
+    built: Objective = objectives.build(name)
+    return built
 
 
 def pixels() -> nn.Module:
@@ -88,18 +88,18 @@ def in_one_place(task: fl.Task) -> float:
 
 def by_scikit_learn(task: fl.Task) -> float:
     """scikit-learn's linear model on the same samples; not a number where it has none."""
-    (x, y), (inputs, wanted) = (
-        (task.dataset.prepare(part.inputs).flatten(1).numpy(), part.labels.numpy())
-        for part in (task.train[torch.from_numpy(task.partition.indices)], task.test)
+    (x, y), (inputs, truth) = (
+        (task.dataset.prepare(split.inputs).flatten(1).numpy(), split.labels.numpy())
+        for split in (task.train[torch.from_numpy(task.partition.indices)], task.test)
     )
     match task.objective.metric.name:
         case "accuracy":
-            return float(accuracy_score(wanted, LogisticRegression(max_iter=2000).fit(x, y).predict(inputs)))
+            return float(accuracy_score(truth, LogisticRegression(max_iter=2000).fit(x, y).predict(inputs)))
         case "rmse":
-            return float(root_mean_squared_error(wanted, LinearRegression().fit(x, y).predict(inputs)))
+            return float(root_mean_squared_error(truth, LinearRegression().fit(x, y).predict(inputs)))
         case "f1":
             fitted = OneVsRestClassifier(LogisticRegression(max_iter=2000)).fit(x, y)
-            return float(f1_score(wanted, fitted.predict(inputs), average="micro"))
+            return float(f1_score(truth, fitted.predict(inputs), average="micro"))
     return math.nan
 
 

@@ -36,9 +36,9 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def watch(self, thing: Any, name: str, what: str) -> None:
+    def watch(self, target: Any, name: str, activity: str) -> None:
         """Count the time in `thing.name` as `what`; calls inside others count for the outer one."""
-        call = getattr(thing, name)
+        call = getattr(target, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
             if self.seconds.get("inside"):
@@ -49,9 +49,9 @@ class Clock:
                 return call(*arguments, **options)
             finally:
                 self.seconds["inside"] = 0.0
-                self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+                self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - began
 
-        setattr(thing, name, timed)
+        setattr(target, name, timed)
 
 
 @dataclass
@@ -62,14 +62,14 @@ class Place:
     close: Callable[[], None]
     clock: Clock = field(default_factory=Clock)
     rounds: list[float] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)
+    shares: list[dict[str, float]] = field(default_factory=list)
 
     def run(self) -> None:
         self.clock.seconds.clear()
         began = time.perf_counter()
         self.step()
         self.rounds.append(time.perf_counter() - began)
-        self.parts.append(dict(self.clock.seconds))
+        self.shares.append(dict(self.clock.seconds))
 
 
 def federation(task: Task, engine: Any, rounds: int) -> Federation:
@@ -124,16 +124,18 @@ def measure(task: Task, workers: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def row(name: str, place: Place, base: list[float]) -> dict[str, Any]:
-    seconds, parts = place.rounds[2:], place.parts[2:]
-    told = {part: statistics.median(one.get(part, 0.0) for one in parts) for part in ("sends", "waits", "takes")}
+    seconds, shares = place.rounds[2:], place.shares[2:]
+    medians = {
+        name: statistics.median(share.get(name, 0.0) for share in shares) for name in ("sends", "waits", "takes")
+    }
     return {
         "place": name,
         "round_s": statistics.median(seconds),
         "best_s": min(seconds),
         "over_rows": statistics.median(mine / rows for mine, rows in zip(seconds, base, strict=True)),
-        **{f"{part}_s": value for part, value in told.items()},
+        **{f"{name}_s": value for name, value in medians.items()},
         "rest_s": statistics.median(
-            total - sum(one.get(part, 0.0) for part in told) for total, one in zip(seconds, parts, strict=True)
+            total - sum(share.get(name, 0.0) for name in medians) for total, share in zip(seconds, shares, strict=True)
         ),
     }
 

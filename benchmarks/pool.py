@@ -67,24 +67,24 @@ def measure(model: str, clients: int, rounds: int, budget: str | None, directory
     task = random_task(name, shape, clients, SAMPLES, batch_size=SAMPLES)
     task = replace(task, test=task.test[:20])
     schedule = Schedule(rounds, 1.0, evaluate_every=rounds, checkpoint_every=rounds, pool_budget=budget)  # type: ignore[arg-type]
-    engine, before = RowsEngine(task), imports()
+    engine, imported = RowsEngine(task), imports()
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         watch = Watch(Path(folder))
         federation = Federation(build("fedmr"), task, engine, schedule, Path(folder))
         began = time.perf_counter()
         federation.run()
-        whole = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         later = federation.timings[1:] or federation.timings
         written = re.search(r"^write_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
         return {
             "pool": "memory" if budget is None else f"files, {budget}",
             "models": f"{clients} x {task.layout.size / 1e6:.1f} M",
             "pool_gb": clients * task.layout.row_bytes / 1e9,
-            "held_mb": watch.held - before,
+            "held_mb": watch.held - imported,
             "round_s": statistics.median(timing["seconds"] for timing in later),
             "train_s": statistics.median(timing["train_seconds"] for timing in later),
             "server_s": statistics.median(timing["server_seconds"] for timing in later),
-            "whole_s": whole / rounds,
+            "whole_s": elapsed / rounds,
             "written_gb": 0.0 if written is None else int(written[1]) / 1e9,
             "files_gb": watch.files / 1e9,
             "model": hashlib.sha256(federation.algorithm.model().numpy().tobytes()).hexdigest()[:12],

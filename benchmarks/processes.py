@@ -70,28 +70,28 @@ def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> lis
         f"{workers} processes, arrival order": (ArrivalOrder(task, workers=workers), 1),
         f"{workers} processes of stacks": (ProcessesEngine(task, workers=workers, inside="stacked"), 1),
     }
-    runs = {what: (Federation(FedAvg(), task, engine, schedule), n) for what, (engine, n) in engines.items()}
+    runs = {label: (Federation(FedAvg(), task, engine, schedule), n) for label, (engine, n) in engines.items()}
     module: nn.Module = copy.deepcopy(task.model)
-    taken: dict[str, list[tuple[float, float]]] = {what: [] for what in (BARE, *runs)}
+    taken: dict[str, list[tuple[float, float]]] = {label: [] for label in (BARE, *runs)}
     for _ in range(rounds + 1):
         torch.set_num_threads(BARE_THREADS)
         bare = bare_seconds(module, task, task.initial)
         torch.set_num_threads(1)
         taken[BARE].append((bare, bare_seconds(module, task, task.initial)))
-        for what, (federation, threads) in runs.items():
-            taken[what].append((bare, seconds(federation, threads)))
+        for label, (federation, threads) in runs.items():
+            taken[label].append((bare, seconds(federation, threads)))
     for engine, _ in engines.values():
         engine.close()
     return [
         {
             "what": f"{name}, {sizes} sizes",
-            "engine": what,
+            "engine": label,
             "bare_s": statistics.median(bare for bare, _ in pairs[1:]),  # the first round warms up
             "ours_s": statistics.median(ours for _, ours in pairs[1:]),
             "ratio": statistics.median(ours / bare for bare, ours in pairs[1:]),
             "best_ratio": min(ours for _, ours in pairs[1:]) / min(bare for bare, _ in pairs[1:]),
         }
-        for what, pairs in taken.items()
+        for label, pairs in taken.items()
     ]
 
 

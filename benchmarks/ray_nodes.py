@@ -70,18 +70,18 @@ def on_nodes(task: Task, nodes: int, rounds: int, expected: Federation, kill: bo
         added = [cluster.add_node(num_cpus=2 if kill and k == 0 else 1) for k in range(nodes)]
         engine = Counting(task, workers=nodes, address=cluster.address)
         engine.cluster, engine.victim = cluster, added[-1] if kill else None
-        found = run(task, engine, rounds)
+        result = run(task, engine, rounds)
         engine.close()
     finally:
         cluster.shutdown()
-    times = [timing["seconds"] for timing in found.timings[1:]]
-    before = statistics.median(timing["seconds"] for timing in expected.timings[1:])
+    times = [timing["seconds"] for timing in result.timings[1:]]
+    seconds_expected = statistics.median(timing["seconds"] for timing in expected.timings[1:])
     return {
         "nodes": f"{nodes}, one killed" if kill else nodes,
         "round_s": statistics.median(times),
-        "over_one_process": statistics.median(times) / before,
+        "over_one_process": statistics.median(times) / seconds_expected,
         "rows_received": engine.received // rounds,
-        "same": torch.equal(found.algorithm.model(), expected.algorithm.model()),
+        "same": torch.equal(result.algorithm.model(), expected.algorithm.model()),
     }
 
 

@@ -34,61 +34,67 @@ DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation"
 """Settings in which a run must not differ from its cell."""
 
 
-def summary(place: Path) -> RunSummary:
+def summary(folder: Path) -> RunSummary:
     """What the run has left so far, also of earlier versions."""
 
     def lines(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (place / name).read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
-    told, environment = (json.loads((place / f"{name}.json").read_text()) for name in ("configuration", "environment"))
+    resolved, environment = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("configuration", "environment")
+    )
     records = lines("metrics.jsonl")
     timings = lines("timings.jsonl")[: len(records)]
-    return RunSummary(told["algorithm"], told["seed"], records, timings, configuration=told, environment=environment)
+    return RunSummary(
+        resolved["algorithm"], resolved["seed"], records, timings, configuration=resolved, environment=environment
+    )
 
 
 def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted key; expressions in one spelling, data sets without their folders."""
-    told = dotted(resolved)
-    data = parse(told["data.name"])
+    options = dotted(resolved)
+    data = parse(options["data.name"])
     named = {key: value for key, value in data.named.items() if key != "folder"}
     return {
-        **told,
+        **options,
         "data.name": str(Call(data.name, data.positional, named)),
-        "algorithm": str(parse(told["algorithm"])),
+        "algorithm": str(parse(options["algorithm"])),
     }
 
 
 def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
     """The settings of the run that are not those of the cell."""
-    whole = configuration({**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm})
-    expected, own = settings(whole.resolved(cell.algorithm, run.seed)), settings(run.configuration)
-    return {key: own[key] for key in own if key in expected and key not in APART and own[key] != expected[key]}
+    cell_configuration = configuration({**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm})
+    expected, used = settings(cell_configuration.resolved(cell.algorithm, run.seed)), settings(run.configuration)
+    return {key: used[key] for key in used if key in expected and key not in APART and used[key] != expected[key]}
 
 
-def records(one: Exhibit, runs: list[RunSummary], command: str) -> Iterator[tuple[str, ExhibitRecord]]:
+def records(paper_exhibit: Exhibit, runs: list[RunSummary], command: str) -> Iterator[tuple[str, ExhibitRecord]]:
     """A record of the runs for each set of settings that they change, with a name."""
     groups: dict[str, dict[int, list[RunSummary]]] = {}
     changes: dict[str, tuple[str, ...]] = {}
     for run in runs:
-        near = min(((differences(cell, run), k) for k, cell in enumerate(one.cells)), key=lambda found: len(found[0]))
+        near = min(
+            ((differences(cell, run), k) for k, cell in enumerate(paper_exhibit.cells)), key=lambda pair: len(pair[0])
+        )
         if any(key in near[0] for key in DECIDING):
-            raise SystemExit(f"{one.id} has no cell of {run.algorithm} with {near[0]}")
+            raise SystemExit(f"{paper_exhibit.id} has no cell of {run.algorithm} with {near[0]}")
         texts = tuple(f"{key}={value}" for key, value in near[0].items())
-        name = slug(" ".join([one.id, *texts]))
+        name = slug(" ".join([paper_exhibit.id, *texts]))
         changes[name] = texts
         groups.setdefault(name, {}).setdefault(near[1], []).append(run)
-    for name, found in groups.items():
+    for name, runs_by_cell in groups.items():
         results = []
-        for k, begun in found.items():
-            cell = one.cells[k]
+        for k, begun in runs_by_cell.items():
+            cell = paper_exhibit.cells[k]
             rounds, seeds = max(len(run.records) for run in begun), len(cell.setting.seeds)
             # A mean over runs of different lengths is a figure of no round: seeds that have come less far wait.
-            own = [run for run in begun if len(run.records) == rounds]
+            finished = [run for run in begun if len(run.records) == rounds]
             left_out = [f"{rounds} of {cell.setting.rounds:,} rounds"] if rounds < cell.setting.rounds else []
-            left_out += [f"{len(own)} of {seeds} seeds"] if len(own) < seeds else []
-            results.append(CellResult(cell, measured(cell, own), (*left_out, *changes[name])))
-        environment = next(iter(found.values()))[0].environment
-        yield name, ExhibitRecord(one.id, command, today(), environment, tuple(results))
+            left_out += [f"{len(finished)} of {seeds} seeds"] if len(finished) < seeds else []
+            results.append(CellResult(cell, measured(cell, finished), (*left_out, *changes[name])))
+        environment = next(iter(runs_by_cell.values()))[0].environment
+        yield name, ExhibitRecord(paper_exhibit.id, command, today(), environment, tuple(results))
 
 
 def main() -> None:
@@ -97,9 +103,9 @@ def main() -> None:
     parser.add_argument("exhibit")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--command", required=True)
-    given = parser.parse_args()
-    runs = [summary(path.parent) for path in sorted(given.folder.rglob("configuration.json"))]
-    for name, record in records(exhibit(given.exhibit), runs, given.command):
+    arguments = parser.parse_args()
+    runs = [summary(path.parent) for path in sorted(arguments.folder.rglob("configuration.json"))]
+    for name, record in records(exhibit(arguments.exhibit), runs, arguments.command):
         write_text(RECORDS / f"{name}.json", record.to_json())
         print(RECORDS / f"{name}.json")
 

@@ -27,9 +27,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Browser(Path(folder) / "profile") as browser:
         for name, runs, rounds, clients in (("12 x 40", 12, 40, 20), ("20 x 1000", 20, 1000, 100)):
             path = Path(folder) / "report.html"
-            made = [made_up_run(f"method{k}", 0, rounds, clients, 10) for k in range(runs)]
+            summaries = [made_up_run(f"method{k}", 0, rounds, clients, 10) for k in range(runs)]
             began = time.perf_counter()
-            write_page(path, render(name, made, (0.5, 0.8)))
+            write_page(path, render(name, summaries, (0.5, 0.8)))
             written = time.perf_counter() - began
             loads = [browser.open(path) for _ in range(arguments.loads)]
             rows.append({

@@ -108,14 +108,14 @@ def main() -> None:
     print("| rule | none |" + "".join(f" {attack} {share:.0%} |" for attack, share in cases[1:]))
     print("|---|" + "---|" * len(cases))
     for name, expression in RULES.items():
-        found = [
+        accuracies = [
             statistics.fmean(
                 accuracy(expression, attack, share, seed, options.rounds, options.partition)
                 for seed in range(options.seeds)
             )
             for attack, share in cases
         ]
-        print(f"| {name} | " + " | ".join(f"{100 * value:.1f}" for value in found) + " |", flush=True)
+        print(f"| {name} | " + " | ".join(f"{100 * value:.1f}" for value in accuracies) + " |", flush=True)
 
 
 if __name__ == "__main__":

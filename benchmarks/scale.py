@@ -53,7 +53,7 @@ def measure(
     shape, classes = MODELS[model]
     features = math.prod(shape)
     torch.set_num_threads(1)
-    before = peak()
+    imported = peak()
     began = time.perf_counter()
     draw = torch.Generator().manual_seed(0)
     total = min(clients * SAMPLES, max(POOL, 100 * features) // features)
@@ -65,7 +65,7 @@ def measure(
         model=nn.Linear(features, classes) if model == "logistic" else model,
         training={"learning_rate": 0.01, "batch_size": 10},
     )
-    made = time.perf_counter()
+    seconds_made = time.perf_counter()
     schedule = Schedule(rounds=rounds + 1, participation=participants / clients, evaluate_every=rounds + 9)
     federation = Federation(build(method), task, make_engine(engine, task), schedule)
     federation.step()
@@ -78,13 +78,13 @@ def measure(
         "method": method,
         "clients": clients,
         "participants": federation._first.participants,
-        "make_task_s": made - began,
-        "begin_s": started - made - federation.timings[0]["seconds"],
+        "make_task_s": seconds_made - began,
+        "begin_s": started - seconds_made - federation.timings[0]["seconds"],
         "first_round_s": federation.timings[0]["seconds"],
         "round_s": statistics.median(later),
         "data_mb": data,
-        "peak_mb": peak() - before,
-        "over_data_mb": peak() - before - data,
+        "peak_mb": peak() - imported,
+        "over_data_mb": peak() - imported - data,
     }
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.alone:
-        found = measure(
+        measurement = measure(
             arguments.methods,
             arguments.model,
             arguments.engine,
@@ -109,7 +109,7 @@ def main() -> None:
             int(arguments.participants),
             arguments.rounds,
         )
-        print(json.dumps(found))
+        print(json.dumps(measurement))
         return
     rows = []
     lines = product(*(text.split(",") for text in (arguments.methods, arguments.clients, arguments.participants)))

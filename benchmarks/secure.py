@@ -67,10 +67,10 @@ def named_right(
     dispatched: Tensor, uploaded: Tensor, units: list[Unit], trained_by: list[list[int]]
 ) -> dict[str, float]:
     """Share of uploaded layers whose trainer each guess names; `trained_by[u][k]` is the truth about layer u of upload k."""
-    right = {"nearest": 0, "assigned": 0, "stayed": 0}
+    correct = {"nearest": 0, "assigned": 0, "stayed": 0}
     count = len(dispatched)
     for unit, truth in zip(units, trained_by, strict=True):
-        rows = torch.cat([torch.cat([rows[:, part] for part in unit], 1) for rows in (uploaded, dispatched)]).double()
+        rows = torch.cat([torch.cat([rows[:, span] for span in unit], 1) for rows in (uploaded, dispatched)]).double()
         distances = squared_distances(rows)[:count, count:]
         guesses = {
             "nearest": distances.argmin(1).tolist(),
@@ -78,8 +78,8 @@ def named_right(
             "stayed": list(range(count)),
         }
         for name, guess in guesses.items():
-            right[name] += sum(one == two for one, two in zip(guess, truth, strict=True))
-    return {name: hits / (count * len(units)) for name, hits in right.items()}
+            correct[name] += sum(guessed == trainer for guessed, trainer in zip(guess, truth, strict=True))
+    return {name: hits / (count * len(units)) for name, hits in correct.items()}
 
 
 def attack(task: Task, clients: int, rounds: int, when: str | None, repeats: int) -> dict[str, object]:
@@ -88,7 +88,7 @@ def attack(task: Task, clients: int, rounds: int, when: str | None, repeats: int
     method = Secure(watched, repeats=repeats, when=when) if when else watched  # type: ignore[arg-type]
     run = Federation(method, task, RowsEngine(task), Schedule(rounds=rounds + 1, participation=1.0, seed=1))
     units = task.layout.units("layer")
-    found: Guess = {"nearest": [], "assigned": [], "stayed": []}
+    successes: Guess = {"nearest": [], "assigned": [], "stayed": []}
     for _ in range(rounds + 1):
         record, _ = run.step()
         selected = record["clients"]
@@ -98,8 +98,8 @@ def attack(task: Task, clients: int, rounds: int, when: str | None, repeats: int
             truth = method.rehearse(round, selected, "before_upload").sources
         if record["round"] > 1:
             for name, share in named_right(watched.dispatched, watched.uploaded, units, truth).items():
-                found[name].append(share)
-    shares = {name: statistics.fmean(values) for name, values in found.items()}
+                successes[name].append(share)
+    shares = {name: statistics.fmean(values) for name, values in successes.items()}
     return {"exchange": when or "none", "repeats": repeats if when else 0, **shares, "chance": 1 / clients}
 
 
@@ -111,8 +111,8 @@ def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[s
         return shared
 
     stayed = [
-        sum(place == origin for source in rehearse(range(peers), units, rules, choices, "before_upload").sources
-            for place, origin in enumerate(source)) / (peers * units)
+        sum(position == origin for source in rehearse(range(peers), units, rules, choices, "before_upload").sources
+            for position, origin in enumerate(source)) / (peers * units)
         for _ in range(exchanges)
     ]  # fmt: skip
     high = "default" if rules.high is None else str(rules.high)
@@ -138,8 +138,8 @@ def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: i
     units = layout.units("layer")
     rules = Rules()
     identities = {k: Ed25519PrivateKey.generate() for k in range(count)}
-    known = {k: identity.public_key() for k, identity in identities.items()}
-    peers = {k: Peer(k, identity, known, rules) for k, identity in identities.items()}
+    public_keys = {k: identity.public_key() for k, identity in identities.items()}
+    peers = {k: Peer(k, identity, public_keys, rules) for k, identity in identities.items()}
     key, seconds = ServerKey(), []
     for number in range(1, 4):
         for k, peer in peers.items():

@@ -54,7 +54,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for partition in ("iid", "dirichlet(0.3)"):
         for method, replies in METHODS.items():
-            reached, final, whole = [], [], []
+            reached, final, simulated = [], [], []
             for seed in range(options.seeds):
                 model = "mlp(hidden=[32])"
                 task = make_task(dataset, clients=20, partition=partition, model=model, training=training, seed=seed)
@@ -63,13 +63,15 @@ def main() -> None:
                 result = run(
                     method, task, rounds=rounds, participation=0.5, seed=seed, evaluate_every=every, clock=CLOCK
                 )
-                found = seconds_to(result.summary, options.target)
-                reached += [] if found is None else [found]
+                seconds_needed = seconds_to(result.summary, options.target)
+                reached += [] if seconds_needed is None else [seconds_needed]
                 final.append(result.accuracy)
-                whole.append(result.history[-1]["simulated_seconds"])
+                simulated.append(result.history[-1]["simulated_seconds"])
             to = spread(reached) if reached else "never"
             often = f"{len(reached)} of {options.seeds}"
-            print(f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | {spread(whole)} |", flush=True)
+            print(
+                f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | {spread(simulated)} |", flush=True
+            )
 
 
 if __name__ == "__main__":

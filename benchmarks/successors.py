@@ -172,11 +172,11 @@ def main() -> None:
     data = {"digits": make_dataset("digits")}
     for name, folder in (("mnist", arguments.mnist), ("cifar10", arguments.cifar)):
         if folder:
-            whole = make_dataset(f"{name}(folder={folder!r})")
-            data[name] = replace(whole, train=whole.train[:SAMPLES])
-    wanted = [cell for cell in plan() if cell.data in data and arguments.group in (None, cell.group)]
+            dataset = make_dataset(f"{name}(folder={folder!r})")
+            data[name] = replace(dataset, train=dataset.train[:SAMPLES])
+    cells = [cell for cell in plan() if cell.data in data and arguments.group in (None, cell.group)]
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    for cell in [] if arguments.tables else wanted:
+    for cell in [] if arguments.tables else cells:
         if cell in done:
             continue
         done[cell] = measure(cell, data[cell.data])

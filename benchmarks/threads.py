@@ -82,12 +82,14 @@ def main() -> None:
         for task in options.tasks.split(","):
             for engine in options.engines.split(","):
                 turns = [
-                    {one: seconds(task, engine, one, options.patience) for one in SETTINGS}
+                    {threads: seconds(task, engine, threads, options.patience) for threads in SETTINGS}
                     for _ in range(options.turns)
                 ]
                 ratios = {
-                    f"{one}_ratio": round(statistics.median(turn[one] / min(turn.values()) for turn in turns), 2)
-                    for one in SETTINGS
+                    f"{threads}_ratio": round(
+                        statistics.median(turn[threads] / min(turn.values()) for turn in turns), 2
+                    )
+                    for threads in SETTINGS
                 }
                 best = round(statistics.median(min(turn.values()) for turn in turns), 2)
                 rows.append({"task": task, "engine": engine, "best_s": best, **ratios})

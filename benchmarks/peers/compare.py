@@ -66,10 +66,10 @@ def measure(name: str, workload: str, environments: Path, options: list[str], li
     except subprocess.TimeoutExpired:
         return f"not done in {limit:.0f} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found: dict[str, Any] | str = (
+    measurement: dict[str, Any] | str = (
         json.loads(lines[-1]) if lines else (done.stderr.strip().splitlines() or ["nothing"])[-1]
     )
-    return found
+    return measurement
 
 
 def main() -> None:
@@ -90,25 +90,25 @@ def main() -> None:
         trouble: dict[str, str] = {}
         for _ in range(arguments.repeats):
             for name in names:
-                found = measure(
+                measurement = measure(
                     name, workload, arguments.environments, ["--rounds", str(arguments.rounds)], arguments.limit
                 )
-                if isinstance(found, str):
-                    trouble[name] = found
+                if isinstance(measurement, str):
+                    trouble[name] = measurement
                 else:
-                    turns[name].append(found)
-        best = {name: min(found, key=lambda one: one["seconds"]) for name, found in turns.items() if found}
+                    turns[name].append(measurement)
+        best = {name: min(rows, key=lambda row: row["seconds"]) for name, rows in turns.items() if rows}
         base = best.get(names[0], {"seconds": float("nan")})["seconds"]
         rows = [
             {
                 "framework": name,
-                "seconds_a_round": one["seconds"],
-                "over_first": one["seconds"] / base,
-                "first_round_s": one["first"],
-                "loss": one["loss"],
-                "note": one.get("chosen", ""),
+                "seconds_a_round": row["seconds"],
+                "over_first": row["seconds"] / base,
+                "first_round_s": row["first"],
+                "loss": row["loss"],
+                "note": row.get("chosen", ""),
             }
-            for name, one in sorted(best.items(), key=lambda item: item[1]["seconds"])
+            for name, row in sorted(best.items(), key=lambda item: item[1]["seconds"])
         ]
         tell(f"FedAvg, workload {workload!r}: seconds a round", rows)
         for name, reason in trouble.items():

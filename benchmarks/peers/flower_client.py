@@ -30,13 +30,13 @@ def train(message: Message, context: Context) -> Message:
     work = w.WORKLOADS[NAME]
     torch.set_num_threads(1)
     user = int(context.node_config["partition-id"])
-    inputs, labels = (part[user] for part in users())
+    inputs, labels = (array[user] for array in users())
     module = torch_models.MODELS[NAME]()
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(module.parameters(), lr=work.learning_rate, momentum=work.momentum)
     order = torch.randperm(work.samples)
-    for first in range(0, work.samples, work.batch):
-        chosen = order[first : first + work.batch]
+    for start in range(0, work.samples, work.batch):
+        chosen = order[start : start + work.batch]
         optimizer.zero_grad()
         F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
         optimizer.step()

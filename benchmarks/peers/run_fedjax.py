@@ -57,10 +57,10 @@ def main() -> None:
     ends: list[float] = []
     began = w.now()
     for number in range(arguments.warm_up + arguments.rounds):
-        first = number * work.cohort
-        chosen = [clients[(first + k) % work.users] for k in range(work.cohort)]
+        start = number * work.cohort
+        chosen = [clients[(start + k) % work.users] for k in range(work.cohort)]
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
-        state, _ = algorithm.apply(state, [(*one, key) for one, key in zip(chosen, keys, strict=True)])
+        state, _ = algorithm.apply(state, [(*client, key) for client, key in zip(chosen, keys, strict=True)])
         jax.block_until_ready(state.params)
         ends.append(w.now())
     flat = inputs.reshape(-1, *inputs.shape[2:])[:2000]

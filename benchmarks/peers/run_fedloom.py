@@ -25,7 +25,7 @@ if __name__ == "__main__":
     keep_pages()
     work = w.WORKLOADS[arguments.workload]
     data = work.data()
-    inputs, labels = (torch.from_numpy(part).flatten(0, 1) for part in data)
+    inputs, labels = (torch.from_numpy(array).flatten(0, 1) for array in data)
     samples = Samples(inputs, labels)
     task = make_task(
         Dataset("made", samples, samples[:10], 10),
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     run.run(lambda *_: ends.append(w.now()))
     module = torch_models.model(arguments.workload)
     task.layout.load(module, run.algorithm.model())
-    probe = (torch.from_numpy(part) for part in work.probe(data))
+    probe = (torch.from_numpy(array) for array in work.probe(data))
     w.tell(
         f"fedloom {engine_name}",
         ends,

@@ -24,14 +24,14 @@ def main() -> None:
 
     work = w.WORKLOADS[arguments.workload]
     ends: list[float] = []
-    last: list[ArrayRecord] = []
+    arrays: list[ArrayRecord] = []
 
     class Timed(FedAvg):
         def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
-            found = super().aggregate_train(server_round, replies)
+            aggregate = super().aggregate_train(server_round, replies)
             ends.append(w.now())
-            last[:] = [found[0]]
-            return found
+            arrays[:] = [aggregate[0]]
+            return aggregate
 
     server = ServerApp()
 
@@ -52,8 +52,8 @@ def main() -> None:
         },
     )
     module = torch_models.model(arguments.workload)
-    module.load_state_dict(last[0].to_torch_state_dict())
-    probe = (torch.from_numpy(part) for part in work.probe(work.data()))
+    module.load_state_dict(arrays[0].to_torch_state_dict())
+    probe = (torch.from_numpy(array) for array in work.probe(work.data()))
     loss = torch_models.loss_of(module, *probe)
     w.tell(f"flower, {arguments.processes} actor(s)", ends, began, arguments.warm_up, loss)
 

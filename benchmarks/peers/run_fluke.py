@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(arguments.cores)
     work = w.WORKLOADS[arguments.workload]
     data = work.data()
-    inputs, labels = (torch.from_numpy(part) for part in data)
+    inputs, labels = (torch.from_numpy(array) for array in data)
     clients = [
         FastDataLoader(inputs[user], labels[user], num_labels=10, batch_size=work.batch, shuffle=True)
         for user in range(work.users)
@@ -61,7 +61,7 @@ def main() -> None:
     algorithm.set_callbacks(clock)
     began = w.now()
     algorithm.run(arguments.warm_up + arguments.rounds, work.cohort / work.users, finalize=False)
-    probe = (torch.from_numpy(part) for part in work.probe(data))
+    probe = (torch.from_numpy(array) for array in work.probe(data))
     w.tell("fluke", clock.ends, began, arguments.warm_up, torch_models.loss_of(algorithm.server.model, *probe))
 
 

@@ -37,7 +37,7 @@ def main() -> None:
 
     work = w.WORKLOADS[arguments.workload]
     data = work.data()
-    inputs, labels = (torch.from_numpy(part) for part in data)
+    inputs, labels = (torch.from_numpy(array) for array in data)
     kind = torch_models.MODELS[arguments.workload]
 
     class Trained(kind):  # type: ignore[misc, valid-type]
@@ -66,7 +66,7 @@ def main() -> None:
     ends: list[float] = []
 
     class Clock(TrainingProcessCallback):
-        def after_central_iteration(self, aggregate_metrics, model, *, central_iteration, **more):  # type: ignore[no-untyped-def]
+        def after_central_iteration(self, aggregate_metrics, model, *, central_iteration, **options):  # type: ignore[no-untyped-def]
             ends.append(w.now())
             return False, Metrics()
 
@@ -89,7 +89,7 @@ def main() -> None:
         send_metrics_to_platform=False,
     )
     if int(os.environ.get("RANK", 0)) == 0:
-        probe = (torch.from_numpy(part) for part in work.probe(data))
+        probe = (torch.from_numpy(array) for array in work.probe(data))
         loss = torch_models.loss_of(module, *probe)
         w.tell(f"pfl, {arguments.processes} process(es)", ends, began, arguments.warm_up, loss)
 

@@ -62,7 +62,7 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: float, **more: Any) -> None:
+def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: float, **extra: Any) -> None:
     """One line of JSON: seconds of each counted round from the times at which rounds ended, and seconds until the first end."""
     rounds = np.diff(np.array(ends))[warm_up - 1 :]
     result = {
@@ -72,7 +72,7 @@ def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: fl
         "first": ends[0] - began,
         "rounds": len(rounds),
         "loss": loss,
-        **more,
+        **extra,
     }
     print(json.dumps(result), flush=True)
 

@@ -21,7 +21,7 @@ def main() -> None:
     jobs = [(rounds, seed, key, 0.5) for rounds, seed, key in product((500, 1000), (0, 1), PARTITIONS)]
     if method == "fedavg":
         jobs[4:4] = [(500, 0, "d01", 0.9), (500, 0, "iid", 0.9)]
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for rounds, seed, key, momentum in jobs:
         options = [
             f"directory=runs/m{str(momentum).replace('.', '')}-{key}-{method}-s{seed}",
@@ -33,7 +33,7 @@ def main() -> None:
             'record=["similarity(every=10)"]',
         ]
         command = [str(Path(sys.executable).with_name("fedloom")), "run", "table1.toml", *options, "--quiet"]
-        subprocess.run(command, env={**os.environ, **ONE_THREAD}, cwd=here, stdin=subprocess.DEVNULL, check=False)
+        subprocess.run(command, env={**os.environ, **ONE_THREAD}, cwd=folder, stdin=subprocess.DEVNULL, check=False)
 
 
 if __name__ == "__main__":
