@@ -101,10 +101,6 @@ def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
     original = {name: (app / name).read_text() for name in written(app)}
     assert main(["flower", "init", str(app), "rounds=5"]) == 2
     assert {name: (app / name).read_text() for name in written(app)} == original
-    assert main(["flower", "init", str(app), "rounds=5", "--fresh"]) == 0
-    assert written(app) == FILES
-    assert "mine" not in (app / "federation" / "data.py").read_text()
-    assert "rounds = 5" in told(app)["configuration"]
 
 
 @pytest.mark.parametrize(

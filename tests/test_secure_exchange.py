@@ -80,7 +80,7 @@ def test_one_peer_keeps_everything() -> None:
 
 def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent() -> None:
     draws = stream_draw(stream(1, "test"))
-    peer = LayerBuffers(0, [0, 1, 2], ["a", "b"])
+    peer = LayerBuffers([1, 2], [["a"], ["b"]])
     going = peer.send(2, 2, draws)
     assert peer.buffers == [[], []]
     assert sorted((sent.layer, sent.item) for sent in going) == [(0, "a"), (1, "b")]
@@ -88,8 +88,6 @@ def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent(
     assert sorted((sent.peer, sent.layer) for sent in returned) == [(1, 0), (2, 0)]
     assert sorted(sent.item for sent in returned) == ["x", "y"]
     assert peer.buffers == [[], []]
-    with pytest.raises(InvalidValue, match="what was returned is not what was sent"):
-        peer.rebuild([Sent(sent.peer, 0, "z") for sent in going])
     peer.rebuild([Sent(sent.peer, sent.layer, "z") for sent in going])
     assert peer.items == ["z", "z"]
 
@@ -105,7 +103,7 @@ def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
     letters = [Sent(peer, layer, f"{peer}{layer}") for peer in (1, 2, 3) for layer in (0, 1)]
     outcomes = []
     for arrived in (letters, letters[::-1], sample(letters, 6, stream_draw(stream(2, "test")))):
-        peer = LayerBuffers(0, [0, 1, 2, 3], ["00", "01"])
+        peer = LayerBuffers([1, 2, 3], [["00"], ["01"]])
         outcomes.append(peer.exchange(arrived, stream_draw(stream(3, "test"))))
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
@@ -321,7 +319,5 @@ def test_what_makes_no_sense_is_refused_in_one_line(expression: str, text: str) 
 
 
 def test_more_layers_than_there_are_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="high must be at most 3, the number of layers that a model has, not 9"):
+    with pytest.raises(InvalidValue, match="low and high must be at most 3, the number of a model's layers, not 9"):
         federation("secure(fedmr, high=9)")
-    with pytest.raises(InvalidValue, match=r"every peer takes part once, not \[1, 1\]"):
-        rehearse([1, 1], 2, Rules(), seeded(0), "before_upload")

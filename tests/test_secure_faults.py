@@ -26,7 +26,6 @@ from fedloom.secure import (
     Terms,
     run_exchange,
 )
-from fedloom.secure.envelopes import pad
 from fedloom.secure.faults import KINDS
 from fedloom.secure.wire import (
     ANNOUNCEMENT,
@@ -222,7 +221,7 @@ class Doubling(Peer):
 
     def _send(self) -> list[Letter]:
         to = super()._send()[-1].recipient
-        content = pad(bytes(4) + bytes(self.terms.held_sizes()[0]), self.terms.parcel_content())
+        content = pack(bytes(4) + bytes(self.terms.held_sizes()[0])).ljust(self.terms.content_size(), b"\0")
         announced = [self._letter(peer, ANNOUNCEMENT, 2 * (peer == to)) for peer in self.others]
         return announced + [self._letter(to, SENT, number, content) for number in range(2)]
 
@@ -266,9 +265,9 @@ class Weak(Peer):
 
     def _enter(self, terms: Terms) -> None:
         super()._enter(terms)
-        keys = Introduction.decode(self.introduction, self.number)._replace(sealing=bytes(32))
-        signed = keys._replace(signature=self.identity.sign(keys.signed_content(terms.run, self.number)))  # type: ignore[call-arg, arg-type]
-        self.introduction = signed.encode()
+        keys = self.introduction._replace(sealing=bytes(32))
+        signature = self.identity.sign(keys.signed_content(terms.run, self.number))  # type: ignore[call-arg, arg-type]
+        self.introduction = keys._replace(signature=signature)
 
 
 class Forging(Peer):
@@ -305,7 +304,7 @@ class Empty(Babbling):
     ("kind_of_peer", "fault"),
     [
         (Overpromising, "missing"),
-        (Boundless, "unannounced"),
+        (Boundless, "missing"),
         (Stingy, "unannounced"),
         (Idle, "disagrees"),
         (Doubling, "spoilt"),
@@ -386,10 +385,10 @@ def test_an_accusation_that_nobody_can_check_is_believed_once() -> None:
     class Complaining(Peer):
         """Says that the first parcel it is brought cannot be opened."""
 
-        def _open(self, notes: Any, due: Any) -> Any:
-            if notes:
-                raise ProtocolViolation("spoilt", notes[0].sender)
-            return super()._open(notes, due)
+        def _open(self, parcels: Any) -> Any:
+            if parcels:
+                raise ProtocolViolation("spoilt", parcels[0].sender)
+            return super()._open(parcels)
 
     world = World(6, rules=Rules(1, 3, 3), kinds={15: Complaining})
     terms, faults = world.exchange(InMemoryTransport(world.peers))
@@ -609,7 +608,7 @@ def test_a_peer_without_sense_cannot_be_made() -> None:
     with pytest.raises(InvalidValue, match="fewest must be at least 1, not 0"):
         Peer(1, identity, known, Rules(), fewest=0)
     peer = Peer(1, identity, known, Rules(1, 3, 3))
-    with pytest.raises(InvalidValue, match="low must be at most 2"):
+    with pytest.raises(InvalidValue, match="low and high must be at most 2"):
         peer.offer([b"a", b"b"])
     with pytest.raises(InvalidValue, match="at least one byte"):
         peer.offer([b"a", b"", b"c"])

@@ -20,7 +20,7 @@ from fedloom.secure import (
     rehearse,
     to_layers,
 )
-from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, padded_size, unseal
+from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, unseal
 from fedloom.secure.wire import (
     NOTE_OVERHEAD,
     SENT,
@@ -99,7 +99,7 @@ def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when
     assert all(not windows(captured) & secret for captured in transport.captured)
     parcels = [letter for letter in transport.letters if is_parcel(letter)]
     sealed = OVERHEAD if when == "before_upload" else 0
-    assert {len(p.body) for p in parcels} == {padded_size(4 + max(SIZES) + sealed) + NOTE_OVERHEAD}
+    assert {len(p.body) for p in parcels} == {8 + 4 + max(SIZES) + sealed + OVERHEAD + NOTE_OVERHEAD}
     encapsulated = [read_note(p.body, p.sender).payload[:32] for p in parcels]
     assert len(set(encapsulated)) == len(encapsulated)  # a fresh key, so a fresh nonce, for each
     for parcel in parcels:

@@ -26,7 +26,6 @@ def keys(
     days: Annotated[
         int, typer.Option(help="Days that the server's certificate is good for, 825 by default.", show_default=False)
     ] = 825,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Make all keys again, also those that exist.")] = False,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
 
@@ -36,7 +35,7 @@ def keys(
 
     if sites is None:
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
-    keys = make_keys(folder, sites, host or [], days, fresh)
+    keys = make_keys(folder, sites, host or [], days)
     folders = f"{keys.site(0)}" + (f" ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else "")
     print(
         f"{len(keys.written)} files made in {keys.folder}"
@@ -54,7 +53,6 @@ def keys(
 def init(
     folder: Folder,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Overwrite files that exist.")] = False,
 ) -> None:
     """Write a Flower app into DIR that trains a configuration over real sites.
 
@@ -65,7 +63,7 @@ def init(
 
     overrides = list(arguments or [])
     file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
-    app = write_app(folder, file, overrides, fresh)
+    app = write_app(folder, file, overrides)
     plan = app.configuration
     print(f"{folder}: {plan.algorithm} on {plan.data.name} over {app.sites} sites, {plan.rounds} rounds")
     print(f"how to go on: {folder / 'README.md'}")

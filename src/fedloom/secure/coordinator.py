@@ -9,27 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.config.fields import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.peer import Peer
-from fedloom.secure.wire import (
-    ANNOUNCEMENT,
-    CONFIRMATION,
-    RETURNED,
-    SENT,
-    Answer,
-    Introduction,
-    Letter,
-    Request,
-    Terms,
-    announced,
-    read_notes,
-    require_parcels,
-)
+from fedloom.secure.wire import Answer, Introduction, Letter, PeerSession, Request, Terms
 
 
 class Transport(Protocol):
@@ -117,9 +103,7 @@ class _Attempt:
 
     def __init__(self, terms: Terms, believed: set[int]) -> None:
         self.terms, self.believed = terms, believed
-        self._introductions: dict[int, bytes] = {}
-        self._keys: dict[int, Ed25519PublicKey] = {}
-        self._session = b""
+        self._introductions: dict[int, Introduction] = {}
         self._counts: dict[tuple[int, int], int] = {}  # layers sent in this repeat, from whom to whom
 
     def run(self, transport: Transport) -> list[ProtocolViolation]:
@@ -141,7 +125,7 @@ class _Attempt:
             if faults:
                 return faults
             if step == 0:
-                self._session = self.terms.session(self._introductions)
+                self._session = PeerSession(self.terms, self._introductions)
             requests = {peer: Request("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
         return []
 
@@ -152,43 +136,25 @@ class _Attempt:
         read = Answer.decode(answer, peer)
         if read.fault is not None:
             raise read.fault
-        recipients = [recipient for recipient in self.terms.peers if recipient != peer]
-        if any(letter.sender != peer or letter.recipient not in recipients for letter in read.letters):
+        ends = [(peer, recipient) for recipient in self.terms.peers if recipient != peer]
+        if any((letter.sender, letter.recipient) not in ends for letter in read.letters):
             raise ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
         if step == 0:
-            self._introduce(peer, recipients, read.letters)
-        else:
-            self._check(step, peer, recipients, read.letters)
+            bodies = {letter.body for letter in read.letters}
+            if sorted(letter.recipient for letter in read.letters) != sorted(to for _, to in ends) or len(bodies) > 1:
+                raise ProtocolViolation("invalid", peer, "not one introduction, the same to all")
+            for body in bodies:
+                self._introductions[peer] = Introduction.decode(body, peer)
+            return read.letters
+        owed = {(peer, to): self._counts.get((to, peer), 0) for _, to in ends}
+        parcels = self._session.read(step, read.letters, ends, owed)
+        rules = self.terms.rules
+        if step % 2 and step <= 2 * rules.repeats:
+            low, high = rules.bounds(len(self.terms.sizes))[step // 2]
+            if ends and not low <= len(parcels) <= high:
+                raise ProtocolViolation("disagrees", peer, f"{len(parcels)} layers sent, not {low} to {high}")
+            self._counts |= {pair: sum(note.ends == pair for note in parcels) for pair in ends}
         return read.letters
-
-    def _introduce(self, peer: int, recipients: Sequence[int], letters: Sequence[Letter]) -> None:
-        bodies = {letter.body for letter in letters}
-        if sorted(letter.recipient for letter in letters) != sorted(recipients) or len(bodies) > 1:
-            raise ProtocolViolation("invalid", peer, "not one introduction, the same to all")
-        for body in bodies:
-            keys = Introduction.decode(body, peer)
-            self._introductions[peer] = body
-            self._keys[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying)
-
-    def _check(self, step: int, peer: int, recipients: Sequence[int], letters: Sequence[Letter]) -> None:
-        """Raise `ProtocolViolation` unless these are the notes that this step asks for, as far as the server can see."""
-        repeats = self.terms.rules.repeats
-        kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
-        if step > 2 * repeats:
-            kinds = (CONFIRMATION,) if step == 2 * repeats + 1 else ()
-        repeat = min((step + 1) // 2, repeats)
-        notes = read_notes(letters, self._keys, self.terms, self._session, repeat, kinds)
-        if SENT in kinds:
-            counts = announced(notes, [(peer, recipient) for recipient in recipients], self.terms)
-            require_parcels([note for note in notes if note.kind == SENT], counts)
-            total, (low, high) = sum(counts.values()), self.terms.rules.bounds(len(self.terms.sizes))[repeat - 1]
-            if recipients and not low <= total <= high:
-                raise ProtocolViolation("disagrees", peer, f"{total} layers sent, not {low} to {high}")
-            self._counts |= counts
-        elif RETURNED in kinds:
-            require_parcels(notes, {(peer, sender): self._counts[sender, peer] for sender in recipients})
-        elif len(notes) != len(kinds) * len(recipients):
-            raise ProtocolViolation("missing", peer, "its confirmation")
 
     def _judged(
         self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, Request]

@@ -4,16 +4,12 @@ HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever us
 content twice gives unrelated bytes.
 """
 
-import struct
-
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
-
-from fedloom.errors import InvalidValue
 
 PrivateIdentity = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 """A peer's lasting key: Ed25519, or on a NIST curve as SuperNodes have."""
@@ -25,8 +21,6 @@ OVERHEAD = 48
 
 SIGNATURE = 64
 """Bytes of an Ed25519 signature."""
-
-_LENGTH = struct.Struct(">Q")
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 
@@ -51,27 +45,6 @@ def can_seal(key: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def pad(content: bytes, size: int) -> bytes:
-    """Return the content's length, the content, and zeros up to `size` bytes. Raises `InvalidValue` for a longer content."""
-    if len(content) > size:
-        raise InvalidValue(f"{len(content)} bytes do not fit into {size}")
-    return _LENGTH.pack(len(content)) + content + bytes(size - len(content))
-
-
-def unpad(padded: bytes) -> bytes | None:
-    """Return the content that was padded, or None for bytes that `pad` did not write."""
-    if len(padded) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack_from(padded)
-    content = padded[_LENGTH.size : _LENGTH.size + length]
-    return content if len(content) == length else None
-
-
-def padded_size(size: int) -> int:
-    """Return the bytes of a sealed envelope whose content was padded to `size`."""
-    return _LENGTH.size + size + OVERHEAD
 
 
 def sign(content: bytes, identity: PrivateIdentity) -> bytes:

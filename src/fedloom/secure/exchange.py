@@ -8,19 +8,16 @@ appendix B, algorithm 2; its line 9 must empty the buffer of the layer's index, 
 Random choices come from the operating system, or from a run's named streams.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from fedloom.config.fields import require_at_least
-from fedloom.errors import InvalidValue, quoted
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from fedloom.config.fields import require_at_least, require_between
+from fedloom.errors import InvalidValue
 
 T = TypeVar("T")
 
@@ -47,22 +44,16 @@ class Rules:
     high: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.repeats <= MOST_REPEATS:
-            raise InvalidValue(
-                f"repeats must be between 1 and {MOST_REPEATS}, not {quoted(self.repeats)}: in each, every client sends and "
-                "receives about one model"
-            )
+        require_between("repeats", self.repeats, 1, MOST_REPEATS)
         require_at_least("low", self.low, 1)
         if self.high is not None and self.high < self.low:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
 
     def bounds(self, units: int) -> list[tuple[int, int]]:
         """Return n_l and n_u of each repeat for models of U = `units` layers; `InvalidValue` when these are fewer than n_u."""
-        for name, value in (("low", self.low), ("high", self.high)):
-            if value is not None and value > units:
-                raise InvalidValue(
-                    f"{name} must be at most {units}, the number of layers that a model has, not {value}"
-                )
+        largest = self.high or self.low
+        if largest > units:
+            raise InvalidValue(f"low and high must be at most {units}, the number of a model's layers, not {largest}")
         if self.high is not None:
             return [(self.low, self.high)] * self.repeats
         return [(self.low, max(self.low, math.ceil(units / 4)))] + [(self.low, units)] * (self.repeats - 1)
@@ -80,8 +71,6 @@ def stream_choices(stream: Callable[[str, int], torch.Generator]) -> Choices:
 
 def stream_draw(generator: torch.Generator) -> Draw:
     """Return a source that draws from a torch generator."""
-    import torch  # secret choices do without
-
     return lambda bound: int(torch.randint(bound, (), generator=generator))
 
 
@@ -110,9 +99,8 @@ def purpose(when: str, repeat: int, stage: str) -> str:
 class LayerBuffers(Generic[T]):
     """Items of one peer by the layer's index, one for each between repeats. The order in which they arrive does not matter."""
 
-    def __init__(self, me: int, peers: Sequence[int], items: Sequence[T]) -> None:
-        self.others = [peer for peer in peers if peer != me]
-        self.buffers: list[list[T]] = [[item] for item in items]
+    def __init__(self, others: Sequence[int], buffers: list[list[T]]) -> None:
+        self.others, self.buffers = others, buffers
         self.sent: list[tuple[int, int]] = []  # (recipient, index), what will come back
 
     @property
@@ -144,9 +132,7 @@ class LayerBuffers(Generic[T]):
         return returned
 
     def rebuild(self, returned: Sequence[Sent[T]]) -> None:
-        """Take in what came back (stage 4). Raises `InvalidValue` unless exactly what was sent has been replaced."""
-        if sorted((sent.peer, sent.layer) for sent in returned) != sorted(self.sent):
-            raise InvalidValue("what was returned is not what was sent")
+        """Take in what came back, a layer for each that was sent (stage 4)."""
         for _, index, item in returned:
             self.buffers[index].append(item)
         self.sent = []
@@ -164,13 +150,11 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
-    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose rows are these peers'.
-
-    Raises `InvalidValue` for a peer that is named twice.
-    """
-    if len(set(peers)) != len(peers):
-        raise InvalidValue(f"every peer takes part once, not {list(peers)}")
-    holders = {peer: LayerBuffers(peer, peers, [row] * units) for row, peer in enumerate(peers)}
+    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose rows are these peers'."""
+    holders = {
+        peer: LayerBuffers([other for other in peers if other != peer], [[row] for _ in range(units)])
+        for row, peer in enumerate(peers)
+    }
     sent: list[list[int]] = []
     for number, (low, high) in enumerate(rules.bounds(units), start=1):
         going: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}

@@ -1,16 +1,12 @@
 """Conversion of a model to the bytes of its layers, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from fedloom.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fedloom.flat.layout import Unit
+from fedloom.flat.layout import Unit
 
 
 def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
@@ -20,16 +16,12 @@ def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
     """Return the numbers of a row `[P]`, layer by layer, as bytes in the machine's order (little-endian with PyTorch)."""
-    import torch  # a peer between two messages does without
-
     flat = row.detach().cpu()
     return [torch.cat([flat[span] for span in unit]).numpy().tobytes() for unit in units]
 
 
 def from_layers(layers: Sequence[bytes], units: Sequence[Unit], like: Tensor) -> Tensor:
     """Return `like [P]` with these layers in its units. Raises `InvalidValue` for a layer of another size."""
-    import torch
-
     row = like.detach().cpu().clone()
     for number, (layer, unit, size) in enumerate(zip(layers, units, layer_sizes(units, like), strict=True)):
         if len(layer) != size:

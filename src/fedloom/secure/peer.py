@@ -1,50 +1,22 @@
 """Peer of an exchange: bytes in, bytes out, in the steps that the server calls for."""
 
-import json
+import plistlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue
-from fedloom.secure.envelopes import (
-    PrivateIdentity,
-    PublicIdentity,
-    can_seal,
-    is_signed,
-    pad,
-    seal,
-    sign,
-    unpad,
-    unseal,
-)
+from fedloom.secure import wire
+from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity, can_seal, is_signed, seal, sign, unseal
 from fedloom.secure.exchange import Choices, Draw, LayerBuffers, Rules, Sent, purpose, secret_choices
 from fedloom.secure.faults import SERVER, ProtocolViolation
-from fedloom.secure.wire import (
-    ANNOUNCEMENT,
-    CONFIRMATION,
-    INDEX,
-    OCCASIONS,
-    RETURNED,
-    SENT,
-    Answer,
-    Introduction,
-    Letter,
-    Note,
-    Request,
-    Terms,
-    announced,
-    pack,
-    pack_numbers,
-    read_notes,
-    require_parcels,
-    unpack,
-)
+from fedloom.secure.wire import INDEX, Introduction, Letter, Note, PeerSession, Terms, pack
 from fedloom.state.digest import Digest
 
-_SAVED = ("run", "step", "repeat", "committed")
+_SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered")
 
 
 class Peer:
@@ -78,10 +50,10 @@ class Peer:
         self.rules, self.fewest, self.choices = rules, fewest, choices
         self.offered: list[bytes] = []
         self.committed = False
-        self.uploaded: set[bytes] = set()  # digests of models that entered an upload
+        self.uploaded: list[bytes] = []  # digests of models that entered an upload
         self.run: str | None = None
-        self.past: set[bytes] = set()  # digests of the terms and sessions of this run
-        self.step: str | None = None
+        self.past: list[bytes] = []  # digests of the terms and sessions of this run
+        self.step = -1  # the last that the peer answered in the exchange that it is in
 
     @property
     def layers(self) -> list[bytes]:
@@ -93,158 +65,147 @@ class Peer:
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
         self.rules.bounds(len(layers))
-        self.offered, self.committed, self.step = list(layers), False, None
+        self.abort()
+        self.offered = list(layers)
 
     def upload(self) -> list[bytes]:
         """Return the envelopes for the server, after an exchange before upload. Raises `InvalidValue` where there was none."""
         if not self.committed or self.terms.when != "before_upload":
             raise InvalidValue("the exchange before upload did not come to its end here")
-        self.uploaded.add(self._model_digest())
+        self.uploaded.append(self._model_digest())
         return self.layers
 
     def abort(self) -> None:
         """Take back the model: the layers are those that were offered."""
-        self.committed, self.step = False, None
+        self.committed, self.step = False, -1
 
     def handle(self, request: bytes) -> bytes:
         """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
         try:
-            decoded = Request.decode(request)
+            decoded = wire.Request.decode(request)
+            letters: list[Letter] = []
             if decoded.kind == "abort":
                 self.abort()
-                return Answer().encode()
-            letters = self._begin(decoded.terms) if decoded.terms is not None else self._go_on(decoded.letters)
-            return Answer(tuple(letters)).encode()
+            elif decoded.terms is not None:
+                letters = self._begin(decoded.terms)
+            else:
+                letters = self._go_on(decoded.letters)
+            return wire.Answer(tuple(letters)).encode()
         except ProtocolViolation as fault:
             self.abort()
-            return Answer(fault=fault).encode()
+            return wire.Answer(fault=fault).encode()
 
     # --- the beginning: terms and introductions ---
 
     def _begin(self, terms: Terms) -> list[Letter]:
         self.abort()
-        detail = self._refusal(terms)
-        if detail:
-            raise ProtocolViolation("invalid", SERVER, detail)
+        self._require_acceptable(terms)
         self._enter(terms)
-        self.terms = terms
-        self.others = [peer for peer in terms.peers if peer != self.number]
         items = self.offered
         if terms.when == "before_upload":
             items = [seal(item, terms.server_key, terms.layer_context(index)) for index, item in enumerate(items)]
-        self.holding = LayerBuffers(self.number, terms.peers, items)
-        self.repeat, self.step = 0, "introductions"
-        return [Letter(self.number, peer, self.introduction) for peer in self.others]
+        self._hold(terms, [[item] for item in items])
+        self.step = 0
+        return [Letter(self.number, peer, self.introduction.encode()) for peer in self.others]
 
-    def _refusal(self, terms: Terms) -> str:
-        """Return the reason why the peer takes no part on these terms, or nothing."""
-        strangers = set(terms.peers) - self.identities.keys()
-        if not self.offered:
-            return "no model was offered"
-        if strangers:
-            return f"nobody knows the identity of peer {min(strangers)}"
-        if self.number not in terms.peers or len(set(terms.peers)) != len(terms.peers):
-            return "the list of peers makes no sense"
-        if len(terms.peers) < self.fewest:
-            return f"{len(terms.peers)} of at least {self.fewest} peers"
-        if terms.when not in OCCASIONS:
-            return f"no occasion {terms.when!r}"
-        if terms.rules != self.rules or terms.sizes != tuple(map(len, self.offered)):
-            return "other rules or layers than here"
-        if len(terms.server_key) != 32 or not can_seal(terms.server_key):
-            return "no server key"
-        if terms.when == "before_upload" and self._model_digest() in self.uploaded:
-            return "this model was uploaded before"
-        return ""
+    def _hold(self, terms: Terms, buffers: list[list[bytes]]) -> None:
+        self.terms, self.session = terms, PeerSession(terms, {})
+        self.others = [peer for peer in terms.peers if peer != self.number]
+        self.holding = LayerBuffers(self.others, buffers)
+
+    def _require_acceptable(self, terms: Terms) -> None:
+        """Raise `ProtocolViolation` where the peer takes no part on these terms."""
+        strangers, peers = set(terms.peers) - self.identities.keys(), terms.peers
+        uploads = terms.when == "before_upload"
+        for unacceptable, detail in (
+            (not self.offered, "no model was offered"),
+            (strangers, f"nobody knows the identity of peer {min(strangers, default=0)}"),
+            (self.number not in peers or len(set(peers)) != len(peers), "the list of peers makes no sense"),
+            (len(peers) < self.fewest, f"{len(peers)} of at least {self.fewest} peers"),
+            (terms.when not in wire.OCCASIONS, f"no occasion {terms.when!r}"),
+            (terms.rules != self.rules, "other rules or layers than here"),
+            (terms.sizes != tuple(map(len, self.offered)), "other rules or layers than here"),
+            (not can_seal(terms.server_key), "no server key"),
+            (uploads and self._model_digest() in self.uploaded, "this model was uploaded before"),
+        ):
+            if unacceptable:
+                raise ProtocolViolation("invalid", SERVER, detail)
 
     def _enter(self, terms: Terms) -> None:
         """Make keys for a new run; in a run that goes on, refuse another server key and terms that were used already."""
         if terms.run != self.run:
-            self.run, self.server_key, self.past = terms.run, terms.server_key, set()
+            self.run, self.server_key, self.past = terms.run, terms.server_key, []
             self.signing, self.opening = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
             keys = self.signing.public_key().public_bytes_raw(), self.opening.public_key().public_bytes_raw()
             content = Introduction(*keys, b"").signed_content(terms.run, self.number)
-            self.introduction = Introduction(*keys, sign(content, self.identity)).encode()
+            self.introduction = Introduction(*keys, sign(content, self.identity))
         if terms.server_key != self.server_key:
             raise ProtocolViolation("disagrees", SERVER, "another key than before in this run")
-        used = pack(terms.when.encode(), pack_numbers((terms.round, terms.attempt)))
+        used = pack(terms.when.encode(), wire.pack_numbers((terms.round, terms.attempt)))
         if used in self.past:
             raise ProtocolViolation("replayed", SERVER, "terms that were used already")
-        self.past.add(used)
+        self.past.append(used)
 
     def _meet(self, letters: Sequence[Letter]) -> None:
-        """Take the others' keys for this run, each signed by its lasting identity, and derive what all must agree on."""
-        introductions: dict[int, bytes] = {}
+        """Take the others' keys for this run, each signed by its lasting identity."""
+        bodies: dict[int, bytes] = {}
         for letter in letters:
-            self._require_ends(letter)
-            if letter.sender in introductions:
+            if letter.sender in bodies:
                 raise ProtocolViolation("duplicated", letter.sender, "its introduction")
-            introductions[letter.sender] = letter.body
-        self.verifying: dict[int, Ed25519PublicKey] = {}
-        self.sealing: dict[int, bytes] = {}
+            bodies[letter.sender] = letter.body
+        introductions = {self.number: self.introduction}
         for peer in self.others:
-            if peer not in introductions:
+            if peer not in bodies:
                 raise ProtocolViolation("missing", peer, "its introduction")
-            keys = Introduction.decode(introductions[peer], peer)
+            introductions[peer] = keys = Introduction.decode(bodies[peer], peer)
             if not is_signed(keys.signed_content(self.terms.run, peer), keys.signature, self.identities[peer]):
                 raise ProtocolViolation("impostor", peer)
-            self.verifying[peer], self.sealing[peer] = Ed25519PublicKey.from_public_bytes(keys.verifying), keys.sealing
-        self.session = self.terms.session(introductions | {self.number: self.introduction})
-        self.past.add(self.session)
+        self.session = PeerSession(self.terms, introductions)
+        self.past.append(self.session.digest)
 
     # --- the stages ---
 
     def _go_on(self, letters: Sequence[Letter]) -> list[Letter]:
-        if self.step == "introductions":
+        """Take the letters of the others with which they answered the last step, and answer the next."""
+        answered, last = self.step, 2 * self.rules.repeats + 1
+        if answered < 0:
+            raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
+        for letter in letters:
+            if letter.recipient != self.number:
+                raise ProtocolViolation("misdirected", letter.sender)
+            if letter.sender not in self.others:
+                raise ProtocolViolation("invalid", letter.sender, "it takes no part in this exchange")
+        came: list[Sent[bytes]] = []
+        if answered == 0:
             self._meet(letters)
+        else:
+            owed = Counter((peer, self.number) for peer, _ in self.holding.sent)
+            ends = [(peer, self.number) for peer in self.others]
+            came = self._open(self.session.read(answered, letters, ends, owed, self.past))
+        if answered == last:
+            self.committed, self.step = True, -1
+            return []
+        self.step += 1
+        if self.step % 2 == 0:  # stages 2 and 3
+            return self._parcels(self.holding.exchange(came, self._draw("return")), wire.RETURNED)
+        if answered:  # stage 4
+            if wrong := [sent.peer for sent in came if (sent.peer, sent.layer) not in self.holding.sent]:
+                raise ProtocolViolation("spoilt", wrong[0], "a layer returned that was not sent to it")
+            self.holding.rebuild(came)
+        if self.step < last:
             return self._send()
-        if self.step == "sent":
-            return self._return(letters)
-        if self.step == "returned":
-            return self._rebuild(letters)
-        if self.step == "confirmation":
-            return self._commit(letters)
-        raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
+        return [self._letter(peer, wire.CONFIRMATION, 0) for peer in self.others]
 
     def _send(self) -> list[Letter]:
         """Begin the next repeat (stage 1): announce how many layers follow for each peer, then send them."""
-        self.repeat, self.step = self.repeat + 1, "sent"
-        low, high = self.rules.bounds(len(self.offered))[self.repeat - 1]
+        low, high = self.rules.bounds(len(self.offered))[self.terms.repeat(self.step) - 1]
         going = self.holding.send(low, high, self._draw("send"))
         counts = Counter(sent.peer for sent in going)
-        return [self._letter(peer, ANNOUNCEMENT, counts[peer]) for peer in self.others] + self._parcels(going, SENT)
-
-    def _return(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Return a layer for each that came, once everything announced is there (stages 2 and 3)."""
-        notes = self._read(letters, (ANNOUNCEMENT, SENT))
-        due = announced(notes, [(peer, self.number) for peer in self.others], self.terms)
-        came = self._open([note for note in notes if note.kind == SENT], due)
-        self.step = "returned"
-        return self._parcels(self.holding.exchange(came, self._draw("return")), RETURNED)
-
-    def _rebuild(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Take a layer for each that was sent (stage 4); then begin the next repeat, or confirm that the model is whole."""
-        owed = Counter((peer, self.number) for peer, _ in self.holding.sent)
-        came = self._open(self._read(letters, (RETURNED,)), owed)
-        for sent in came:
-            if (sent.peer, sent.layer) not in self.holding.sent:
-                raise ProtocolViolation("spoilt", sent.peer, "a layer returned that was not sent to it")
-        self.holding.rebuild(came)
-        if self.repeat < self.rules.repeats:
-            return self._send()
-        self.step = "confirmation"
-        return [self._letter(peer, CONFIRMATION, 0) for peer in self.others]
-
-    def _commit(self, letters: Sequence[Letter]) -> list[Letter]:
-        confirmed = {note.sender for note in self._read(letters, (CONFIRMATION,))}
-        for peer in self.others:
-            if peer not in confirmed:
-                raise ProtocolViolation("missing", peer, "its confirmation")
-        self.committed, self.step = True, None
-        return []
+        announcements = [self._letter(peer, wire.ANNOUNCEMENT, counts[peer]) for peer in self.others]
+        return announcements + self._parcels(going, wire.SENT)
 
     def _draw(self, stage: str) -> Draw:
-        return self.choices(self.terms)(self.number, purpose(self.terms.when, self.repeat, stage))
+        return self.choices(self.terms)(self.number, purpose(self.terms.when, self.terms.repeat(self.step), stage))
 
     def _model_digest(self) -> bytes:
         return Digest(pack(*self.offered)).digest()
@@ -252,89 +213,61 @@ class Peer:
     # --- between two requests ---
 
     def snapshot(self) -> bytes:
-        """Return all that the peer must remember to go on, empty before its first exchange. It holds keys and a model."""
+        """Return all that the peer must remember of its run, empty before its first. It holds keys and a model."""
         if self.run is None:
             return b""
-        met = sorted(self.verifying) if self.step not in (None, "introductions") else []
-        head = {
-            **{name: getattr(self, name) for name in _SAVED},
-            "met": met,
-            "buffers": [len(buffer) for buffer in self.holding.buffers],
+        state = {name: getattr(self, name) for name in _SAVED} | {
+            "keys": [self.signing.private_bytes_raw(), self.opening.private_bytes_raw(), self.introduction.encode()],
+            "terms": self.terms.encode(),
+            "introductions": [keys.encode() for _, keys in sorted(self.session.introductions.items())],
+            "buffers": self.holding.buffers,
             "sent": self.holding.sent,
         }
-        secret = self.signing.private_bytes_raw(), self.opening.private_bytes_raw(), self.introduction, self.server_key
-        return pack(
-            json.dumps(head).encode(),
-            pack(*secret),
-            pack(*sorted(self.past)),
-            pack(*sorted(self.uploaded)),
-            pack(self.terms.encode(), self.session if met else b""),
-            pack(*(key for peer in met for key in (self.verifying[peer].public_bytes_raw(), self.sealing[peer]))),
-            pack(*self.offered),
-            pack(*(item for buffer in self.holding.buffers for item in buffer)),
-        )
+        return plistlib.dumps(state, fmt=plistlib.FMT_BINARY)
 
     def restore(self, data: bytes) -> None:
         """Let a new peer of the same number and identities go on where `snapshot` was taken, by the rules that it had then."""
         if not data:
             return
-        text, *blobs = unpack(data, self.number)
-        head = json.loads(text)
-        secret, past, uploaded, agreed, keys, offered, items = (unpack(blob, self.number) for blob in blobs)
+        state = plistlib.loads(data, fmt=plistlib.FMT_BINARY)
         for name in _SAVED:
-            setattr(self, name, head[name])
-        self.signing = Ed25519PrivateKey.from_private_bytes(secret[0])
-        self.opening = X25519PrivateKey.from_private_bytes(secret[1])
-        self.introduction, self.server_key, self.past, self.offered = secret[2], secret[3], set(past), offered
-        self.uploaded |= set(uploaded)
-        self.terms, self.session = Terms.decode(agreed[0]), agreed[1]
+            setattr(self, name, state[name])
+        signing, opening, introduction = state["keys"]
+        self.signing = Ed25519PrivateKey.from_private_bytes(signing)
+        self.opening = X25519PrivateKey.from_private_bytes(opening)
+        self.introduction = Introduction.decode(introduction, self.number)
+        self._hold(Terms.decode(state["terms"]), state["buffers"])
         self.rules = self.terms.rules
-        self.others = [peer for peer in self.terms.peers if peer != self.number]
-        verifying = map(Ed25519PublicKey.from_public_bytes, keys[::2])
-        self.verifying = dict(zip(head["met"], verifying, strict=True))
-        self.sealing = dict(zip(head["met"], keys[1::2], strict=True))
-        remaining = iter(items)
-        self.holding = LayerBuffers(self.number, self.terms.peers, [])
-        self.holding.buffers = [[next(remaining) for _ in range(length)] for length in head["buffers"]]
-        self.holding.sent = [(recipient, index) for recipient, index in head["sent"]]
+        self.holding.sent = [(recipient, index) for recipient, index in state["sent"]]
+        bodies = zip(sorted(self.terms.peers), state["introductions"], strict=False)  # none before they came
+        self.session = PeerSession(self.terms, {peer: Introduction.decode(body, peer) for peer, body in bodies})
 
     # --- letters ---
 
     def _letter(self, peer: int, kind: int, number: int, content: bytes | None = None) -> Letter:
-        note = Note(self.session, self.repeat, kind, self.number, peer, number)
+        note = Note(self.session.digest, self.terms.repeat(self.step), kind, self.number, peer, number)
         if content is not None:
-            note = note._replace(payload=seal(content, self.sealing[peer], note.header()))
+            note = note._replace(payload=seal(content, self.session.introductions[peer].sealing, note.header()))
         return Letter(self.number, peer, note.signed(self.signing))
 
     def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:
         """Pack each layer with its index in a parcel of one size, numbered by its recipient."""
-        size, numbers, letters = self.terms.parcel_content(), Counter[int](), []
+        numbers, letters = Counter[int](), []
         for peer, index, item in going:
-            letters.append(self._letter(peer, kind, numbers[peer], pad(index.to_bytes(INDEX) + item, size)))
+            content = pack(index.to_bytes(INDEX) + item).ljust(self.terms.content_size(), b"\0")
+            letters.append(self._letter(peer, kind, numbers[peer], content))
             numbers[peer] += 1
         return letters
 
-    def _require_ends(self, letter: Letter) -> None:
-        if letter.recipient != self.number:
-            raise ProtocolViolation("misdirected", letter.sender)
-        if letter.sender not in self.others:
-            raise ProtocolViolation("invalid", letter.sender, "it takes no part in this exchange")
-
-    def _read(self, letters: Sequence[Letter], kinds: tuple[int, ...]) -> list[Note]:
-        for letter in letters:
-            self._require_ends(letter)
-        return read_notes(letters, self.verifying, self.terms, self.session, self.repeat, kinds, self.past)
-
-    def _open(self, notes: Sequence[Note], due: Mapping[tuple[int, int], int]) -> list[Sent[bytes]]:
-        """Return the layers in these parcels, which must be as many from each peer as are due, and no index twice from one."""
-        require_parcels(notes, due)
+    def _open(self, parcels: Sequence[Note]) -> list[Sent[bytes]]:
+        """Return the layers in these parcels, no index twice from one peer."""
         came: dict[tuple[int, int], bytes] = {}
         sizes = self.terms.held_sizes()
-        for note in notes:
+        for note in parcels:
             padded = unseal(note.payload, self.opening, note.header())
-            content = None if padded is None else unpad(padded)
-            if content is None:
+            if padded is None:
                 raise ProtocolViolation("spoilt", note.sender, "a parcel that cannot be opened")
+            content = padded[8 : 8 + int.from_bytes(padded[:8])]
             index, item = int.from_bytes(content[:INDEX]), content[INDEX:]
             if index >= len(sizes) or len(item) != sizes[index]:
                 raise ProtocolViolation("spoilt", note.sender, "a layer of another size")

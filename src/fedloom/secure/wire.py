@@ -4,6 +4,7 @@ Reading never runs code. Bytes that cannot be read, or are not as agreed, raise 
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,9 +12,9 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedloom.errors import one_line
-from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, is_signed, padded_size
+from fedloom.secure.envelopes import OVERHEAD, SIGNATURE, can_seal, is_signed
 from fedloom.secure.exchange import Rules
-from fedloom.secure.faults import SERVER, ProtocolViolation
+from fedloom.secure.faults import KINDS, SERVER, ProtocolViolation
 from fedloom.state.digest import Digest
 
 OCCASIONS = ("before_upload", "before_train")
@@ -95,26 +96,25 @@ class Terms:
             raise ProtocolViolation("damaged", SERVER, "the terms")
         return terms
 
+    def repeat(self, step: int) -> int:
+        """Return the repeat, from 1, to which the answers of a step (from 0, which has none) belong."""
+        return min((step + 1) // 2, self.rules.repeats)
+
     def held_sizes(self) -> list[int]:
         """Return the bytes of each layer as peers hold it: before an upload, sealed for the server."""
         return [size + (OVERHEAD if self.when == "before_upload" else 0) for size in self.sizes]
 
-    def parcel_content(self) -> int:
+    def content_size(self) -> int:
         """Return the bytes to which a layer and its index are padded, the same for every parcel."""
-        return INDEX + max(self.held_sizes())
+        return 8 + INDEX + max(self.held_sizes())
 
     def parcel_size(self) -> int:
         """Return the bytes of every letter that holds a layer."""
-        return NOTE_OVERHEAD + padded_size(self.parcel_content())
+        return NOTE_OVERHEAD + self.content_size() + OVERHEAD
 
     def layer_context(self, index: int) -> bytes:
         """Return the context of a layer's envelope for the server: these terms and the layer's index."""
         return pack(b"fedloom layer", Digest(self.encode()).digest(), pack_numbers([index]))
-
-    def session(self, introductions: Mapping[int, bytes]) -> bytes:
-        """Return the digest of all that the peers must agree on, which every note names."""
-        ordered = (introductions[peer] for peer in sorted(introductions))
-        return Digest(pack(b"fedloom session", self.encode(), *ordered)).digest()
 
 
 class Introduction(NamedTuple):
@@ -127,12 +127,12 @@ class Introduction(NamedTuple):
     @classmethod
     def decode(cls, body: bytes, peer: int) -> "Introduction":
         """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which nothing can be sealed."""
-        keys = cls(*unpack(body, peer, 3))
-        if (len(keys.verifying), len(keys.sealing)) != (32, 32):
+        introduction = cls(*unpack(body, peer, 3))
+        if (len(introduction.verifying), len(introduction.sealing)) != (32, 32):
             raise ProtocolViolation("damaged", peer, "its introduction")
-        if not can_seal(keys.sealing):
+        if not can_seal(introduction.sealing):
             raise ProtocolViolation("invalid", peer, "a key for which nothing can be sealed")
-        return keys
+        return introduction
 
     def encode(self) -> bytes:
         return pack(*self)
@@ -149,6 +149,15 @@ class Letter(NamedTuple):
     recipient: int
     body: bytes
 
+    def encode(self) -> bytes:
+        return _ENDS.pack(self.sender, self.recipient) + self.body
+
+    @classmethod
+    def decode(cls, data: bytes, culprit: int) -> "Letter":
+        if len(data) < _ENDS.size:
+            raise ProtocolViolation("damaged", culprit, "a letter")
+        return cls._make((*_ENDS.unpack_from(data), data[_ENDS.size :]))
+
 
 class Note(NamedTuple):
     """Content of a letter after the introductions; `number` counts the parcels to the recipient, or says how many follow."""
@@ -164,6 +173,10 @@ class Note(NamedTuple):
     @property
     def ends(self) -> tuple[int, int]:
         return self.sender, self.recipient
+
+    @property
+    def is_parcel(self) -> bool:
+        return self.kind in (SENT, RETURNED)
 
     def header(self) -> bytes:
         """Return everything but the payload, in a fixed length; parcels are sealed with it as their context."""
@@ -183,62 +196,65 @@ def read_note(body: bytes, sender: int) -> Note:
     return Note(session, repeat, kind, source, recipient, number, body[_HEADER.size : -SIGNATURE])
 
 
-def read_notes(
-    letters: Sequence[Letter],
-    keys: Mapping[int, Ed25519PublicKey],
-    terms: Terms,
-    session: bytes,
-    repeat: int,
-    kinds: tuple[int, ...],
-    past: Collection[bytes] = (),
-) -> list[Note]:
-    """Return the notes of one stage, each signed by its sender for its recipient, none twice. `past` sessions are over."""
-    marks: set[tuple[int, int, int, int]] = set()
-    notes = []
-    for letter in letters:
-        sender, note = letter.sender, read_note(letter.body, letter.sender)
-        if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], keys[sender]):
-            raise ProtocolViolation("altered", sender)
-        if note.ends != (sender, letter.recipient):
-            raise ProtocolViolation("misdirected", sender)
-        if note.session != session:
-            raise ProtocolViolation("replayed" if note.session in past else "disagrees", sender)
-        if note.repeat != repeat or note.kind not in kinds:
-            raise ProtocolViolation("replayed", sender)
-        parcel = note.kind in (SENT, RETURNED)
-        if len(letter.body) != (terms.parcel_size() if parcel else NOTE_OVERHEAD):
-            raise ProtocolViolation("invalid", sender, "a parcel of another size")
-        mark = (*note.ends, note.kind, note.number if parcel else 0)
-        if mark in marks:
-            raise ProtocolViolation("duplicated", sender)
-        marks.add(mark)
-        notes.append(note)
-    return notes
+class PeerSession:
+    """What the peers of an attempt have agreed on, the terms and everybody's keys, with the `digest` that each note names."""
 
+    def __init__(self, terms: Terms, introductions: Mapping[int, Introduction]) -> None:
+        self.terms, self.introductions = terms, introductions
+        ordered = (introductions[peer].encode() for peer in sorted(introductions))
+        self.digest = Digest(pack(b"fedloom session", terms.encode(), *ordered)).digest()
 
-def announced(notes: Iterable[Note], ends: Iterable[tuple[int, int]], terms: Terms) -> dict[tuple[int, int], int]:
-    """Return how many layers follow from whom to whom. Raises `ProtocolViolation` unless each of these senders has said so."""
-    counts = {note.ends: note.number for note in notes if note.kind == ANNOUNCEMENT}
-    for sender, recipient in ends:
-        count = counts.get((sender, recipient))
-        if count is None:
-            raise ProtocolViolation("missing", sender, "its announcement")
-        if count > len(terms.sizes):
-            raise ProtocolViolation("unannounced", sender, f"{count} layers of a model that has {len(terms.sizes)}")
-    return counts
+    def read(
+        self,
+        step: int,
+        letters: Sequence[Letter],
+        ends: Sequence[tuple[int, int]],
+        owed: Mapping[tuple[int, int], int],
+        past: Collection[bytes] = (),
+    ) -> list[Note]:
+        """Return the parcels among the answers to a step, between these (sender, recipient).
 
-
-def require_parcels(notes: Iterable[Note], due: Mapping[tuple[int, int], int]) -> None:
-    """Raise `ProtocolViolation` unless as many parcels came from whom to whom as are due, numbered from 0."""
-    received: dict[tuple[int, int], set[int]] = {}
-    for note in notes:
-        received.setdefault(note.ends, set()).add(note.number)
-    for ends in sorted({*received, *due}):
-        numbers, count = received.get(ends, set()), due.get(ends, 0)
-        if not numbers >= set(range(count)):
-            raise ProtocolViolation("missing", ends[0], f"{len(numbers)} of {count} layers came")
-        if len(numbers) > count:
-            raise ProtocolViolation("unannounced", ends[0])
+        Raises `ProtocolViolation` unless all notes are signed by their sender for their recipient, none comes twice, an
+        announcement or confirmation comes from each that owes one, and as many parcels as were announced, or are `owed` in
+        return, numbered from 0. `past` sessions are over.
+        """
+        kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
+        if step > 2 * self.terms.rules.repeats:
+            kinds = (CONFIRMATION,) if step % 2 else ()
+        notes: dict[tuple[int, int, int, int], Note] = {}
+        for letter in letters:
+            sender, note = letter.sender, read_note(letter.body, letter.sender)
+            key = Ed25519PublicKey.from_public_bytes(self.introductions[sender].verifying)
+            if not is_signed(letter.body[:-SIGNATURE], letter.body[-SIGNATURE:], key):
+                raise ProtocolViolation("altered", sender)
+            if note.ends != (sender, letter.recipient):
+                raise ProtocolViolation("misdirected", sender)
+            if note.session != self.digest:
+                raise ProtocolViolation("replayed" if note.session in past else "disagrees", sender)
+            if note.repeat != self.terms.repeat(step) or note.kind not in kinds:
+                raise ProtocolViolation("replayed", sender)
+            if len(letter.body) != (self.terms.parcel_size() if note.is_parcel else NOTE_OVERHEAD):
+                raise ProtocolViolation("invalid", sender, "a parcel of another size")
+            mark = (*note.ends, note.kind, note.number if note.is_parcel else 0)
+            if mark in notes:
+                raise ProtocolViolation("duplicated", sender)
+            notes[mark] = note
+        due = owed
+        if RETURNED not in kinds:
+            due = {note.ends: note.number for note in notes.values() if not note.is_parcel}
+            if absent := [sender for sender, recipient in ends if kinds and (sender, recipient) not in due]:
+                raise ProtocolViolation("missing", absent[0], "its announcement or confirmation")
+        parcels = [note for note in notes.values() if note.is_parcel]
+        numbers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for note in parcels:
+            numbers[note.ends].append(note.number)
+        for pair in ends:
+            came, count = numbers[pair], due.get(pair, 0)
+            if len(came) > count:
+                raise ProtocolViolation("unannounced", pair[0])
+            if len(came) < count or max(came, default=-1) >= count:
+                raise ProtocolViolation("missing", pair[0], f"{len(came)} of {count} layers came")
+        return parcels
 
 
 @dataclass(frozen=True)
@@ -251,7 +267,7 @@ class Request:
 
     def encode(self) -> bytes:
         terms = () if self.terms is None else (self.terms.encode(),)
-        return pack(self.kind.encode(), *terms, *_encoded(self.letters))
+        return pack(self.kind.encode(), *terms, *map(Letter.encode, self.letters))
 
     @classmethod
     def decode(cls, data: bytes) -> "Request":
@@ -259,7 +275,7 @@ class Request:
         if kind == b"begin" and len(fields) == 1:
             return cls("begin", Terms.decode(fields[0]))
         if kind == b"letters":
-            return cls("letters", letters=_letters(fields, SERVER))
+            return cls("letters", letters=tuple(Letter.decode(field, SERVER) for field in fields))
         if kind == b"abort" and not fields:
             return cls("abort")
         raise ProtocolViolation("damaged", SERVER, "a request")
@@ -274,7 +290,7 @@ class Answer:
 
     def encode(self) -> bytes:
         if self.fault is None:
-            return pack(b"letters", *_encoded(self.letters))
+            return pack(b"letters", *map(Letter.encode, self.letters))
         kind, detail = self.fault.kind.encode(), one_line(self.fault.detail, _LONGEST_DETAIL).encode()
         return pack(b"fault", kind, self.fault.peer.to_bytes(8, signed=True), detail)
 
@@ -283,22 +299,9 @@ class Answer:
         """Read the answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
         head, *fields = unpack(data, sender) or [b""]
         if head == b"letters":
-            return cls(_letters(fields, sender))
-        if head == b"fault" and len(fields) == 3 and len(fields[1]) == 8:
-            accused = int.from_bytes(fields[1], signed=True)
-            detail = one_line(fields[2][: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
-            try:
-                return cls(fault=ProtocolViolation(fields[0].decode(), accused, detail, witness=sender))
-            except ValueError:  # no such kind
-                pass
+            return cls(tuple(Letter.decode(field, sender) for field in fields))
+        if head == b"fault" and len(fields) == 3 and len(fields[1]) == 8 and fields[0] in map(str.encode, KINDS):
+            kind, accused, text = fields[0].decode(), int.from_bytes(fields[1], signed=True), fields[2]
+            detail = one_line(text[: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
+            return cls(fault=ProtocolViolation(kind, accused, detail, witness=sender))
         raise ProtocolViolation("damaged", sender, "an answer")
-
-
-def _encoded(letters: Iterable[Letter]) -> list[bytes]:
-    return [_ENDS.pack(letter.sender, letter.recipient) + letter.body for letter in letters]
-
-
-def _letters(fields: Sequence[bytes], culprit: int) -> tuple[Letter, ...]:
-    if any(len(field) < _ENDS.size for field in fields):
-        raise ProtocolViolation("damaged", culprit, "a list of letters")
-    return tuple(Letter._make((*_ENDS.unpack_from(field), field[_ENDS.size :])) for field in fields)

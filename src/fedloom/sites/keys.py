@@ -20,19 +20,15 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.config.fields import require_at_least, require_between
 from fedloom.errors import DataError, InvalidValue
-from fedloom.sites.node_config import private_key, read_content, read_private
-from fedloom.state.files import make_folder, remove, remove_unfinished, write_bytes
+from fedloom.secure.envelopes import PrivateIdentity
+from fedloom.sites.node_config import read_content, read_private
+from fedloom.state.files import make_folder, remove_unfinished, write_bytes
 
 AUTHORITY_DAYS = 3650
 """Days that an authority is good for: ten years."""
@@ -86,60 +82,63 @@ class Keys:
         self.written.append(path)
 
 
-def make_keys(
-    folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS, fresh: bool = False
-) -> Keys:
-    """Make the keys of so many sites that are missing in a folder, or, if `fresh`, all anew.
+def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS) -> Keys:
+    """Make the keys of so many sites that are missing in a folder.
 
     The server is called `localhost`, `127.0.0.1` and all of `hosts`, names or addresses; a new certificate is good for `days`.
     A federation grows by asking for more sites: lists of public keys grow with them. A certificate is renewed by removing
     `server/server.crt` first. Raises `InvalidValue` for a host that is none, too few sites or days, and an existing certificate
-    that lacks a host; `DataError` for a file that cannot be read or written, or whose other half is missing.
+    that lacks a host; `DataError` for a file that cannot be read or written, or an authority's key that is missing.
     """
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
     names = [_general_name(host) for host in dict.fromkeys((*HOME, *hosts))]
-    if fresh:
-        _remove(folder)
-    keys = Keys(folder, sites)
-    certificate = _authority(keys)
-    _server(keys, certificate, names, days)
+    keys, usages = Keys(folder, sites), ("key_cert_sign", "crl_sign")
+    authority = keys.server / "ca.crt"
+    if authority.exists():
+        _read_certificate(authority)
+    else:
+        key = _key(keys, keys.authority_key)
+        keys.write(authority, _certificate("authority", key, key, AUTHORITY_DAYS, usages))
+    _server(keys, names, days)
     for site in range(sites):
-        _site(keys, site, certificate.public_bytes(Encoding.PEM))
-    _peers(keys)
+        _site(keys, site, read_content(authority))
+    numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
+    listed = b"".join(read_content(keys.public(number)) for number in numbers)
+    for number in numbers:
+        path = keys.site(number) / "peers.pub"
+        if (keys.site(number) / "site.key").exists() and not (path.exists() and read_content(path) == listed):
+            keys.write(path, listed)
     return keys
 
 
-def _authority(keys: Keys) -> x509.Certificate:
-    path = keys.server / "ca.crt"
+def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> PrivateIdentity:
+    """Return the private key in a file, which is made where there is none."""
     if path.exists():
-        return _read_certificate(path)
-    if keys.authority_key.exists():
-        raise DataError(f"{keys.authority_key} is there but {path} is not: put it back, or make all anew (--fresh)")
+        return read_private(path)
     key = ec.generate_private_key(ec.SECP384R1())
-    certificate = _certificate("authority", key, AUTHORITY_DAYS, key, None, ("key_cert_sign", "crl_sign"), [])
-    keys.write(keys.authority_key, _pem(key))
-    keys.write(path, certificate.public_bytes(Encoding.PEM))
-    return certificate
+    keys.write(path, key.private_bytes(Encoding.PEM, style, NoEncryption()))
+    return key
 
 
-def _server(keys: Keys, authority: x509.Certificate, names: list[x509.GeneralName], days: int) -> None:
+def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
     """Make the server's certificate; its private key stays where it is when only the certificate is renewed."""
     path, key_path = keys.server / "server.crt", keys.server / "server.key"
-    if path.exists():
-        _require_names(path, names)
-        if not key_path.exists():
-            raise DataError(f"{path} is there but {key_path} is not: put it back, or remove the certificate too")
+    if path.exists() and key_path.exists():
+        certificate, now = _read_certificate(path), datetime.now(UTC)
+        if certificate.not_valid_after_utc < now:
+            raise InvalidValue(
+                f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one"
+            )
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        if lacking := [str(name.value) for name in names if name not in alternatives]:
+            raise InvalidValue(f"{path} does not hold {lacking[0]!r}: remove it to have a new one for all hosts")
         return
     if not keys.authority_key.exists():
-        raise DataError(f"{path} cannot be signed: {keys.authority_key} is not there; put it back, or use --fresh")
-    signer = _read_pem_key(keys.authority_key)
-    key = _read_pem_key(key_path) if key_path.exists() else ec.generate_private_key(ec.SECP384R1())
+        raise DataError(f"{path} cannot be signed: put {keys.authority_key} back, or make all keys in another folder")
     purposes = [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), x509.SubjectAlternativeName(names)]
-    certificate = _certificate("server", key, days, signer, authority, ("digital_signature",), purposes)
-    if not key_path.exists():
-        keys.write(key_path, _pem(key))
-    keys.write(path, certificate.public_bytes(Encoding.PEM))
+    signer = _key(keys, keys.authority_key)
+    keys.write(path, _certificate("server", _key(keys, key_path), signer, days, ("digital_signature",), purposes))
 
 
 def _site(keys: Keys, site: int, authority: bytes) -> None:
@@ -147,11 +146,7 @@ def _site(keys: Keys, site: int, authority: bytes) -> None:
     path, public_path = keys.site(site) / "site.key", keys.public(site)
     if not path.exists() and public_path.exists():
         return
-    if path.exists():
-        key = read_private(path)
-    else:
-        key = ec.generate_private_key(ec.SECP384R1())
-        keys.write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    key = _key(keys, path, PrivateFormat.OpenSSH)
     if not public_path.exists():
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         keys.write(public_path, public + f" site-{site}\n".encode())
@@ -159,42 +154,33 @@ def _site(keys: Keys, site: int, authority: bytes) -> None:
         keys.write(keys.site(site) / "ca.crt", authority)
 
 
-def _peers(keys: Keys) -> None:
-    """Write the list of all public keys to the folder of each site that is still here."""
-    numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
-    listed = b"".join(read_content(keys.public(number)) for number in numbers)
-    for number in numbers:
-        path = keys.site(number) / "peers.pub"
-        if (keys.site(number) / "site.key").exists() and not (path.exists() and read_content(path) == listed):
-            keys.write(path, listed)
-
-
 def _certificate(
     holder: str,
-    key: ec.EllipticCurvePrivateKey,
+    key: PrivateIdentity,
+    signer: PrivateIdentity,
     days: int,
-    signer: ec.EllipticCurvePrivateKey,
-    authority: x509.Certificate | None,
     usages: Sequence[str],
-    extensions: Sequence[x509.ExtensionType],
-) -> x509.Certificate:
-    """Return a certificate by `authority`, whose key is `signer`; without one, that of an authority itself."""
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom federation {holder}")])
-    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    issuer, by = name, identifier
-    if authority is not None:
-        issuer, by = authority.subject, authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    issued, is_authority = datetime.now(UTC), authority is None
+    purposes: Sequence[x509.ExtensionType] = (),
+) -> bytes:
+    """Return a certificate by the authority, whose key is `signer`, in PEM."""
+    subject, issuer = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom federation {who}")])
+        for who in (holder, "authority")
+    )
+    issued, is_authority = datetime.now(UTC), holder == "authority"
     builder = (
-        x509.CertificateBuilder(issuer, name, key.public_key(), x509.random_serial_number())
+        x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(issued - _SKEW)
         .not_valid_after(issued + timedelta(days=days))
         .add_extension(x509.BasicConstraints(is_authority, path_length=0 if is_authority else None), critical=True)
         .add_extension(x509.KeyUsage(**{usage: usage in usages for usage in _USAGES}), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    for extension in (*extensions, identifier, x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(by)):
-        builder = builder.add_extension(extension, critical=False)
-    return builder.sign(signer, hashes.SHA384())
+    for purpose in purposes:
+        builder = builder.add_extension(purpose, critical=False)
+    algorithm = None if isinstance(signer, Ed25519PrivateKey) else hashes.SHA384()
+    return builder.sign(signer, algorithm).public_bytes(Encoding.PEM)
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -209,43 +195,8 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host.lower())
 
 
-def _require_names(path: Path, names: list[x509.GeneralName]) -> None:
-    """Raise `InvalidValue` unless the certificate is good today and holds all names."""
-    certificate = _read_certificate(path)
-    if certificate.not_valid_after_utc < datetime.now(UTC):
-        raise InvalidValue(f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one")
-    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    for name in names:
-        if name not in alternatives:
-            raise InvalidValue(f"{path} does not hold {str(name.value)!r}: remove it to have a new one for all hosts")
-
-
 def _read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(read_content(path))
     except ValueError:
         raise DataError(f"{path} is not a certificate in PEM") from None
-
-
-def _read_pem_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = private_key(load_pem_private_key, path)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise DataError(f"{path} is not a private key on an elliptic curve, in PEM and without a password")
-    return key
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _remove(folder: Path) -> None:
-    """Remove what `make_keys` makes, and nothing else."""
-    shared = ("authority/ca.key", "server/ca.crt", "server/server.crt", "server/server.key", "server/site-*.pub")
-    files = [
-        path for kind in (*shared, "site-*/site.key", "site-*/ca.crt", "site-*/peers.pub") for path in folder.glob(kind)
-    ]
-    for path in files:
-        remove(path)
-    for emptied in {path.parent for path in files}:
-        if not any(emptied.iterdir()):
-            emptied.rmdir()

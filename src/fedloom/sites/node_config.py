@@ -4,21 +4,23 @@ which it knows the other sites in an exchange of layers.
 The list of public keys has a line for each site, as `fedloom flower keys` writes them to `site-<i>/peers.pub`:
 
     ecdsa-sha2-nistp384 AAAA... site-0
-
-Nothing here loads PyTorch: a step of an exchange does without.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import (
+    load_pem_private_key,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 from pydantic import Field
 
 from fedloom.config.fields import Count, NonNegative, NonNegativeInt, checked
@@ -39,8 +41,7 @@ _LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
 _FEDERATION = re.compile(r"[0-9a-f]{16}")
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """A site's private key, and the public keys of all sites by number."""
 
     private: PrivateIdentity
@@ -109,12 +110,15 @@ def _identity(private: str | None, peers: str | None, number: int) -> Identity |
 
 
 def read_private(path: Path) -> PrivateIdentity:
-    """Read a private key in OpenSSH's format, without a password. Raises `InvalidValue` for anything else."""
-    key = private_key(load_ssh_private_key, path)
+    """Read a private key in PEM or OpenSSH's format, without a password. Raises `InvalidValue` for anything else."""
+    content = read_content(path)
+    load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
+    try:
+        key = load(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
     if not isinstance(key, (ec.EllipticCurvePrivateKey, Ed25519PrivateKey)):
-        raise InvalidValue(
-            f"{path} is not a private key, elliptic curve or Ed25519, in OpenSSH's format and without a password"
-        )
+        raise InvalidValue(f"{path} is not a private key, elliptic curve or Ed25519, without a password")
     return key
 
 
@@ -140,15 +144,6 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
     if not public_keys:
         raise InvalidValue(f"{path} lists no public key")
     return public_keys
-
-
-def private_key(load: Callable[[bytes, None], object], path: Path) -> object:
-    """Return the private key in a file; None where `load` finds none, or one with a password."""
-    content = read_content(path)
-    try:
-        return load(content, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        return None
 
 
 def read_content(path: Path) -> bytes:

@@ -44,7 +44,6 @@ MEMORY_LABELS = ("site", "round")
 """A site's memory has a file for each round that wrote something. The server says from which round's to go on, and which it may
 still ask for: a site that trains twice in a round, since the first reply was late or the server was killed, answers the same."""
 
-_MOST = 1 << 48  # of anything that is counted
 _EVERYTHING = 1 << 62  # bytes of memory kept in memory
 
 _logger = logging.getLogger("flwr.fedloom")
@@ -80,15 +79,15 @@ class Site:
 
     def hello(self, words: Words) -> RecordDict:
         """Introduce this site and say how many samples it has: of a table, once the federation has agreed on columns."""
+        introduction = {"site": self.number, "own": self.config.data is not None, "fedloom": fedloom.__version__}
         if words.get("data") is None:
-            sizes = {"samples": 1, "tests": 0, "own": self.config.data is not None}
-            return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__})
+            return pack({**introduction, "samples": 1, "tests": 0})
         if exchanges_layers(build(self.settings.algorithm)):
             self._require_identity()
         task, index = self._whole_task(words)
         tests = 0 if task.local_test is None else len(task.local_test[index])
-        sizes = {"samples": len(task.partition[index]), "tests": tests, "own": self.config.data is not None}
-        return pack({"site": self.number, **sizes, "fedloom": fedloom.__version__, "layout": layout_digest(task)})
+        samples, layout = len(task.partition[index]), layout_digest(task)
+        return pack({**introduction, "samples": samples, "tests": tests, "layout": layout})
 
     def statistics(self, words: Words) -> RecordDict:
         """Answer a request of `federated_statistics` about the columns of this site's own table, of the rows that train."""
@@ -118,9 +117,9 @@ class Site:
         expected = _shapes(words.get("expected"))
         # By the site's own configuration: the server cannot ask for a model that others should have a part in.
         exchange = None if expected is None else layer_exchange(method, round.number)
-        peer = None if exchange is None else self._peer(words)
+        peer = None if exchange is None else self._peer(words, round)
         if exchange and peer and words.get("exchanged") is True:
-            both = peer.exchanged(round.number)
+            both = peer.exchanged()
             exchanged, as_sent = (from_layers(layers, exchange.units(), engine.task.initial) for layers in both)
             # Another site may have spoilt a layer: what is not finite is as the server sent it.
             inbox = {**inbox, "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0)}
@@ -141,24 +140,27 @@ class Site:
         if exchange and peer:
             peer.leave()
             if exchange.exchanges("before_upload"):
-                peer.keep(to_layers(tensors.pop("model"), exchange.units()), round.number)
+                peer.keep(to_layers(tensors.pop("model"), exchange.units()))
         words = {"site": self.number, "round": round.number, "memory": round.number if written else version}
         return pack(words, tensors, result.metrics)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
-        """Enter an exchange of layers with other sites; `site_peer.go_on` takes the steps that follow.
+        """Answer a step of an exchange of layers with other sites, or hand over what this site holds after it.
 
         Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
         """
         round, _ = self._addressed(words)
-        run, when = str(words.get("run")), str(words.get("when"))
+        run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
+        if words.get("upload") is True:
+            return pack({"site": self.number}, parcel=peer.upload(run))
         method = layer_exchange(build(self.settings.algorithm), round.number)
         if method is None or when not in OCCASIONS or not method.exchanges(when):
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
-        peer = self._peer(words)
-        layers = peer.trained(round.number) if when == "before_upload" else self._sent(words, round, inbox)
-        answer = peer.begin(parcel, run, when, round.number, round.seed, method.rules(), layers)
-        return pack({"site": self.number}, parcel=answer)
+
+        def layers() -> list[bytes]:
+            return peer.trained() if when == "before_upload" else self._sent(words, round, inbox)
+
+        return pack({"site": self.number}, parcel=peer.answer(parcel, run, when, method.rules(), layers))
 
     def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
         """Return the layers of the model that the server sent to this site, for an exchange before training."""
@@ -190,8 +192,8 @@ class Site:
             )
         return self.config.identity
 
-    def _peer(self, words: Words) -> SitePeer:
-        return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity())
+    def _peer(self, words: Words, round: Round) -> SitePeer:
+        return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity(), round)
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
         """Return the round and the client's number in it. Raises `Refusal` for a message to another site."""
@@ -297,16 +299,14 @@ def _round(value: Any) -> Round:
     try:
         entries = {field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED}
         entries["selected"] = tuple(int(client) for client in entries["selected"])
+        rates = [entries[name] for name in ("learning_rate", "initial_learning_rate", "rate_change")]
+        sound = all(0 < rate < math.inf for rate in rates) and type(entries["poisson"]) is bool
     except (KeyError, TypeError, ValueError):
-        raise RefusedReply("the server does not say which round it is") from None
-    for name in ("number", "rounds", "clients", "participants"):
-        whole_number(entries, name, 0, _MOST)
-    whole_number(entries, "seed", 0, 1 << 62)
-    if type(entries["poisson"]) is not bool:
-        raise RefusedReply(f"poisson must be true or false, not {entries['poisson']!r:.40}")
-    for name in ("learning_rate", "initial_learning_rate", "rate_change"):
-        if not isinstance(entries[name], (int, float)) or not 0 < entries[name] < math.inf:
-            raise RefusedReply(f"{name} must be a positive number, not {entries[name]!r:.40}")
+        sound = False
+    if not sound:
+        raise RefusedReply("the server does not say which round it is")
+    for name in ("number", "rounds", "clients", "participants", "seed"):
+        whole_number(entries, name, 0, 1 << 62)
     return Round(**entries)
 
 

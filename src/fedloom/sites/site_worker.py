@@ -65,13 +65,7 @@ def answer(kind: str, message: Message, context: Context) -> RecordDict:
 
 def _answer(kind: str, message: Message, context: Context) -> RecordDict:
     words = words_of(message, ARRAYS, PARCEL)
-    if kind == "exchange":
-        from fedloom.sites.site_peer import go_on
-
-        answered = go_on(context.node_config, words, parcel_of(message))
-        if answered is not None:
-            return answered
-    from fedloom.sites.site import Site
+    from fedloom.sites.site import Site  # and with it PyTorch, which the process that hands a message over does without
 
     site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
     match kind:

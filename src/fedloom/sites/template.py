@@ -53,11 +53,11 @@ class App:
         return self.configuration.data.clients
 
 
-def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = (), fresh: bool = False) -> App:
+def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = ()) -> App:
     """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by `overrides`, into `folder`.
 
     Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not one or names no method,
-    and, unless `fresh`, for files that are there already; nothing is written then.
+    and for files that are there already; nothing is written then.
     """
     name = folder.resolve().name
     if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
@@ -69,10 +69,8 @@ def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] =
     app = App(folder, name, configuration({"name": name, **tomllib.loads(text)}))
     contents = _contents(app, text)
     taken = [path for path in contents if (folder / path).exists()]
-    if taken and not fresh:
-        raise InvalidValue(
-            f"{folder / taken[0]} is there already: choose another folder, or use --fresh to write over it"
-        )
+    if taken:
+        raise InvalidValue(f"{folder / taken[0]} is there already: choose another folder, or remove it first")
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content, encoding="utf-8")
