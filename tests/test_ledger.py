@@ -85,7 +85,7 @@ def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(tm
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"row": "FedAvgg"}, "fedumf.table-a2 has no cell of 'FedAvgg' in 'MNIST IID 15% to 95%'"),
+        ({"row": "FedAvgg"}, "is no record of a table or figure (('FedAvgg', 'MNIST IID 15% to 95%'))"),
         ({"means": 1}, "is no record of a table or figure"),
     ],
 )

@@ -20,7 +20,7 @@ from fedloom.errors import InvalidValue
 from fedloom.papers.estimate import cost, estimate, work
 from fedloom.papers.ledger import ExhibitRecord
 from fedloom.papers.paper_data import at_hand, facts
-from fedloom.papers.paper_file import exhibit, exhibits, hour_of, titles
+from fedloom.papers.paper_file import exhibit, exhibits, paper, titles
 from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
 from forking_cli import main
@@ -107,7 +107,6 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     markdown = (folder / "cells.md").read_text()
     assert markdown.startswith(f"## PARTIAL {name}")
     assert f"| {row} |" in markdown
-    assert f"PARTIAL {name}" in (folder / "cells.tex").read_text()
     assert "PARTIAL " + name in (folder / "report.html").read_text()
     kept = ExhibitRecord.read(folder / "cells.json")
     [result] = kept.results
@@ -167,24 +166,21 @@ def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reprodu
     assert code == 0
     assert out == ""
     assert "1 cells, 1 run, 54,000 local steps: about" in err
-    assert "Assumed: local steps take as long as a few of FedAvg's just did here, in engine rows" in err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("paper", "runs"), [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)]
+    ("name", "runs"), [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)]
 )
-def test_of_each_paper_there_is_a_part_that_takes_an_hour(
-    paper: str, runs: int, reproduce: Say, tmp_path: Path
-) -> None:
-    part = hour_of(paper)
-    names = ("rows", "columns", "rounds", "seeds", "samples")
-    options = ReproduceOptions(directory=tmp_path, **{name: part[name] for name in names if name in part})
+def test_of_each_paper_there_is_a_part_that_takes_an_hour(name: str, runs: int, reproduce: Say, tmp_path: Path) -> None:
+    part = paper(name).hour
+    limits = ("rows", "columns", "rounds", "seeds", "samples")
+    options = ReproduceOptions(directory=tmp_path, **{key: part[key] for key in limits if key in part})
     wanted = plan(exhibits()[part["exhibit"]], options)
     assert len(wanted.jobs) == runs
     # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two cores.
     steps = sum(run.steps for runs in estimate(wanted, 1).values() for run in runs)
-    assert 0.2 * 3600 < steps * (0.0005 if paper in ("fedumf", "mcmahan") else 0.005) / 2 < 3600
+    assert 0.2 * 3600 < steps * (0.0005 if name in ("fedumf", "mcmahan") else 0.005) / 2 < 3600
 
 
 def test_what_an_hour_shows_is_said_first(reproduce: Say) -> None:
@@ -251,7 +247,7 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
         (["fedumf.table-a2", "--data", "mnist"], "is not NAME=FOLDER"),
         (["fedumf.table-a2", "--seeds", "0,x"], "--seeds must be whole numbers"),
         (["fedumf.table-a2", "--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["fedumf.table-a2", "--workers", "0"], "--workers must be at least 1, not 0"),
+        (["fedumf.table-a2", "--workers", "0"], "workers must be at least 1"),
         (["fedumf.table-a2", "rounds=3"], "rounds is not set here: use --rounds"),
         (["fedumf.table-a2", "trianing.epochs=3"], "did you mean 'training'?"),
         (["fedumf.table-a2", "--columns", "EMNIST-L IID 15%"], "--data emnist_l=FOLDER"),

@@ -27,10 +27,6 @@ from fedloom.cli.running import print_tables
 from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
 from fedloom.experiment.finished import write_pages
 from fedloom.objectives import Metric
-from fedloom.papers.measure import Measured
-from fedloom.papers.paper_file import exhibit
-from fedloom.papers.result_table import CellResult
-from fedloom.papers.result_table import to_latex as paper_latex
 from fedloom.report.conclusions import conclusions
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.page import render
@@ -293,15 +289,8 @@ def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
     long = {"stages(fedavg:100, fedmr(unit=segment, fraction=0.5))": 0.1, "fedprox(mu=0.01)": 0.0}
     wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace("{tab:", "{tab:wide-")
     (tmp_path / "wide.tex").write_text(wide)
-    cells = exhibit("fedumf.table-a2").cells
-    found = [CellResult(cell, Measured(40.6, 1.0, 3, 3, 300), ("3 of 5 runs",)) for cell in cells[:-2]]
-    found += [CellResult(cells[-2], None), CellResult(cells[-1], None, failed="out of memory: 90 % & more_of_it")]
-    paper = paper_latex(
-        "fedumf.table-a2", "PARTIAL fedumf.table-a2: rounds", found, ["PARTIAL: 3 of 300 rounds", "*: never"]
-    )
-    (tmp_path / "paper.tex").write_text(paper)
     preamble = "\\documentclass{article}\\usepackage{booktabs,graphicx}"
-    document = preamble + "\\begin{document}\\input{tables}\\input{wide}\\input{paper}\\end{document}"
+    document = preamble + "\\begin{document}\\input{tables}\\input{wide}\\end{document}"
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", document]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ from fedloom.cli.options import Fresh, Quiet, require_finished, shown, this_comm
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
-    from fedloom.experiment.configuration import Configuration
+    from fedloom.experiment.jobs import Tasks
     from fedloom.papers.plan import ReproducePlan
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
@@ -59,10 +58,8 @@ def reproduce(
     Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
     changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
     """
-    from fedloom.config.fields import require_at_least
-    from fedloom.experiment.cores import runs_side_by_side
-    from fedloom.papers.execute import require_files
-    from fedloom.papers.paper_file import exhibit, hour_of
+    from fedloom.papers.execute import require_data
+    from fedloom.papers.paper_file import exhibit, paper
     from fedloom.papers.plan import ReproduceOptions, plan
 
     if which is None:
@@ -70,52 +67,48 @@ def reproduce(
             raise InvalidValue("--hour needs a paper, such as fedmr")
         _list(folders_of(data))
         return
-    if workers is not None:
-        require_at_least("--workers", workers, 1)
-    protocol = hour_of(which) if hour else {"exhibit": which}
+    protocol = paper(which).hour if hour else {"exhibit": which}
     limits = {"rows": rows, "columns": columns, "rounds": rounds, "seeds": _numbers(seeds), "samples": samples}
     chosen = {**protocol, **{name: value for name, value in limits.items() if value not in (None, [])}}
     options = ReproduceOptions(
         **{name: chosen[name] for name in limits if name in chosen},
         folders=folders_of(data),
-        changes=changes or (),
+        changes=[*(changes or []), *([] if workers is None else [f"workers={workers}"])],
         directory=directory,
     )
     reproduction = plan(exhibit(protocol["exhibit"]), options)
     if hour:
         print(f"shows {protocol['can']}", f"does not show {protocol['cannot']}", sep="\n", file=sys.stderr)
-    if not estimate:
-        require_files(reproduction, fresh)
-    configuration = next(iter(reproduction.configurations.values()))
-    workers = workers or runs_side_by_side(configuration, len(reproduction.jobs))
-    configuration = replace(configuration, workers=workers)
-    _print_estimate(reproduction, configuration, explained=estimate)
-    if not estimate:
-        _run(reproduction, configuration, fresh, quiet, this_command())
+    if estimate:
+        _print_estimate(reproduction)
+    else:
+        tasks = require_data(reproduction, fresh)
+        _print_estimate(reproduction)
+        _run(reproduction, tasks, fresh, quiet)
 
 
-def _run(plan: ReproducePlan, configuration: Configuration, fresh: bool, quiet: bool, command: str) -> None:
+def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
     from rich.console import Console
 
     from fedloom.experiment.pools import make_pool
     from fedloom.papers import execute
     from fedloom.papers.result_table import to_table
 
-    tasks, jobs = execute.require_data(plan, fresh), plan.waiting(fresh)
+    jobs = plan.waiting(fresh)
     rounds = {job.name: job.configuration.rounds for job in jobs}
-    pool = make_pool(configuration, len(plan.jobs), len(jobs), tasks)
+    pool = make_pool(plan.configuration, len(plan.jobs), len(jobs), tasks)
     with closing(pool), shown(len(jobs), rounds, quiet) as (watch, stopped):
         failed = pool.run(jobs, watch, fresh, stopped)
     summaries = {job.name: job.summary() for job in plan.jobs if job.finished}
     table = execute.lines(plan, summaries, failed)
     Console().print(to_table(execute.title(plan), table, execute.notes(plan)))
-    *others, first = execute.write(plan, table, summaries, command)
+    *others, first = execute.write(plan, table, summaries, this_command())
     print(*others, f"look first at {first}", sep="\n")
     require_finished(failed, len(plan.jobs))
 
 
-def _print_estimate(plan: ReproducePlan, configuration: Configuration, explained: bool) -> None:
-    """Print the estimate on stderr, setting by setting where there are a few, and its assumptions where `explained`."""
+def _print_estimate(plan: ReproducePlan) -> None:
+    """Print the estimate on stderr, setting by setting where there are several."""
     from rich.console import Console
 
     from fedloom.experiment.cores import threads_each
@@ -123,28 +116,22 @@ def _print_estimate(plan: ReproducePlan, configuration: Configuration, explained
     from fedloom.report.units import time_text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    busy = min(configuration.runs_at_a_time, max(1, len(plan.jobs)))
-    threads = threads_each(configuration, len(plan.jobs))
-    costs = estimate(plan, threads)
+    busy = min(plan.configuration.runs_at_a_time, max(1, len(plan.jobs)))
+    costs = estimate(plan, threads_each(plan.configuration, len(plan.jobs)))
     for setting, runs in costs.items() if len(costs) > 1 else ():
         console.print(f"{setting}: {_runs(len(runs))}, about {time_text(sum(run.seconds for run in runs))}")
     waiting = [run for runs in costs.values() for run in runs]
     if not waiting:
-        done = f"{plan.exhibit.id}: {_runs(len(plan.jobs))}, all finished before"
-        console.print(done if plan.jobs else "nothing to run")
+        console.print(f"{plan.exhibit.id}: {_runs(len(plan.jobs))}, all finished before")
         return
     finished = len(plan.jobs) - len(waiting)
     skipped = f" ({finished} finished before)" if finished else ""
     seconds, steps = sum(run.seconds for run in waiting) / busy, sum(run.steps for run in waiting)
     console.print(
         f"{plan.exhibit.id}: {len(plan.cells)} cells, {_runs(len(plan.jobs))}{skipped}, {steps:,} local steps: "
-        f"about {time_text(seconds)} on this machine" + (f" with {busy} workers" if busy > 1 else "")
+        f"about {time_text(seconds)} on this machine, if nothing else keeps its cores busy"
+        + (f", with {busy} workers" if busy > 1 else "")
     )
-    if explained:
-        console.print(
-            f"Assumed: local steps take as long as a few of FedAvg's just did here, in engine rows with {threads} "
-            f"thread{'s' * (threads > 1)}, times the passes over the data that a method makes; nothing else keeps the cores busy."
-        )
     if seconds > 600:
         console.print("less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL")
 

@@ -1,9 +1,9 @@
 """Estimates of the runs' time on this machine: the time of a few real local steps, times the steps of the protocol."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,19 +16,13 @@ from fedloom.engines.work import step_threads, using_threads
 from fedloom.experiment.configuration import Configuration
 from fedloom.papers.paper_data import DataFacts, data_of, facts
 from fedloom.papers.plan import ReproducePlan
-from fedloom.randomness import stream
-from fedloom.recording.landscape import Landscape
-from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.evaluation import TRAINING_PASSES
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_dataset, make_task
 
-TIMED = 4
+TIMED = 3
 """Local steps of which the fastest counts (the first, which warms up, is never the fastest)."""
-
-PATIENCE = 2.0
-"""Seconds after which no further step is timed, once there are two."""
 
 ALA = 0.3
 """Work of ALA's learning in a client, also before its own model is scored, relative to a local training."""
@@ -40,8 +34,7 @@ WORK = {
 """Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those that are not listed."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """A run's local steps (of all clients) and its seconds."""
 
     steps: int
@@ -61,15 +54,9 @@ def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
 
 
 def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: float) -> Cost:
-    """Return steps and seconds of one run.
+    """Return the cost of a run whose local steps on a whole batch take `step` seconds each.
 
     Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
-
-    Args:
-        configuration: The configuration of the run's setting.
-        algorithm: The expression of its method.
-        data: Size of the data set.
-        step: Seconds of a local step on a whole batch.
     """
     schedule, training = configuration.schedule, configuration.training
     clients = configuration.data.clients or 180  # natural clients: FEMNIST's writers
@@ -87,8 +74,7 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
     if schedule.personal_every and local_test is not None:
         scored = math.ceil(schedule.rounds / schedule.personal_every)
         seconds += scored * (total * local_test * forward + scoring(call) * clients * local * step)
-    surfaces = [recorder for recorder in build_recorders(configuration.record) if isinstance(recorder, Landscape)]
-    return Cost(steps, seconds + forward * sum(surface.grid**2 * surface.samples for surface in surfaces))
+    return Cost(steps, seconds)
 
 
 def work(call: Call, participation: float) -> float:
@@ -112,7 +98,6 @@ def scoring(call: Call) -> float:
 
 
 def _methods_of(call: Call) -> list[Call]:
-    """Return the methods that a method is made of."""
     return [value for value in (*call.positional, *call.named.values()) if isinstance(value, Call)]
 
 
@@ -120,39 +105,26 @@ def _methods_of(call: Call) -> list[Call]:
 def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
     """Return seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
     with using_threads(threads):
-        samples = _noise(spec, batch)
-        data = Dataset("noise", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)
+        dtype = torch.float32 if len(spec.shape) != 3 else torch.uint8
+        inputs = torch.ones((batch, *spec.shape), dtype=dtype if spec.vocabulary is None else torch.int64)
+        samples = Samples(inputs, torch.zeros(batch, dtype=torch.int64))
+        data = Dataset("ones", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
         training: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
         task = make_task(data, clients=1, partition=everyone, model=model, training=training)
         run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
         with using_threads(step_threads(task)):
-            while run.finished < (TIMED if sum(line["seconds"] for line in run.timings) < PATIENCE else 2):
-                run.step()
+            run.run()
         return min(float(line["train_seconds"]) for line in run.timings)
-
-
-def _noise(spec: DataSpec, count: int) -> Samples:
-    """Draw random samples of a shape, as the data sets hold them: bytes for images, token numbers, or figures."""
-    generator = stream(0, "estimate")
-    if spec.vocabulary is not None:
-        inputs = torch.randint(0, spec.vocabulary, (count, *spec.shape), generator=generator)
-    elif len(spec.shape) == 3:
-        inputs = torch.randint(0, 256, (count, *spec.shape), generator=generator, dtype=torch.uint8)
-    else:
-        inputs = torch.randn((count, *spec.shape), generator=generator)
-    return Samples(inputs, torch.randint(0, spec.outputs, (count,), generator=generator))
 
 
 @cache
 def _facts(name: str) -> DataFacts:
     """Return shape and sizes of the data: of the papers' sets from the table of facts, of any different data from themselves."""
-    data_facts = facts().get(data_of(name))
+    data_facts, call = facts().get(data_of(name)), parse(name)
     if data_facts is None:
         data = make_dataset(name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))
-    call = parse(name)
-    if call.name != "part":
-        return data_facts
-    share = min(1.0, int(call.named["samples"]) / (data_facts.train + data_facts.test))
+    total = data_facts.train + data_facts.test
+    share = min(1.0, int(call.named["samples"]) / total) if call.name == "part" else 1.0
     return replace(data_facts, train=round(data_facts.train * share), test=round(data_facts.test * share))

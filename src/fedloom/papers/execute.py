@@ -1,67 +1,39 @@
-"""The data that a plan needs, and the files that its runs leave: CSV, Markdown, LaTeX and the report."""
+"""The data that a plan needs, and the files that its runs leave: CSV, Markdown, JSON and the report."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedloom.config.expression import parse
-from fedloom.errors import DataError, InvalidValue
+from fedloom.errors import InvalidValue
 from fedloom.experiment.directory import write_json
 from fedloom.experiment.events import RunName
 from fedloom.experiment.identity import environment
-from fedloom.experiment.jobs import Job, Tasks, require_possible
+from fedloom.experiment.jobs import Tasks, require_possible
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan
-from fedloom.papers.result_table import CellResult, to_csv, to_latex, to_markdown
+from fedloom.papers.result_table import CellResult, to_csv, to_markdown
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
-from fedloom.task import make_dataset
 
 
 def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
-    """Read the data and set up every method once in every setting, before the first round of any run.
+    """Read the data and set up a method in every setting, before the first round of any run.
 
-    Raises `DataError`, in one line, that says which data are missing, where to put them and which option to give.
+    Raises `InvalidValue`, in one line, that says which data are missing, where to put them and which option to give.
     """
     tasks = Tasks()
-    for job in _job_by_setting(plan, fresh):
-        with _remedy(job, plan):
+    for job in {job.name.setting: job for job in plan.waiting(fresh)}.values():
+        try:
             require_possible([job], tasks)
+        except InvalidValue as error:
+            name = data_of(job.configuration.data.name)
+            missing = name in facts() and not at_hand(name, plan.options.folders.get(family(name)))
+            remedy = f"; here: --data {family(name)}=FOLDER, or choose other --columns" if missing else ""
+            raise InvalidValue(f"{error}{remedy}") from None
     return tasks
-
-
-def require_files(plan: ReproducePlan, fresh: bool) -> None:
-    """Raise as `require_data`, but at once: only where not even a file of the data is there."""
-    for job in _job_by_setting(plan, fresh):
-        name = data_of(job.configuration.data.name)
-        if name in facts() and not at_hand(name, plan.options.folders.get(family(name))):
-            with _remedy(job, plan):
-                make_dataset(job.configuration.data.name)
-
-
-def _job_by_setting(plan: ReproducePlan, fresh: bool) -> list[Job]:
-    """Return an unfinished run of each setting."""
-    return list({job.name.setting: job for job in plan.waiting(fresh)}.values())
-
-
-@contextmanager
-def _remedy(job: Job, plan: ReproducePlan) -> Iterator[None]:
-    """Raise an error with the run's setting, and with the remedy for missing data."""
-    try:
-        yield
-    except (DataError, InvalidValue) as error:
-        name = data_of(job.configuration.data.name)
-        text = str(error).removeprefix(f"settings, {job.name.setting}: ")
-        missing = any(word in text for word in ("put ", "no such folder"))
-        if name not in facts() or facts()[name].generated or not missing:
-            raise InvalidValue(f"{job.name.setting}: {text}") from None
-        alternatives = {parse(cell.setting.data).name for cell in plan.exhibit.cells} - {name}
-        instead = "; or choose other --columns" if alternatives else ""
-        raise DataError(f"{text}; here: --data {family(name)}=FOLDER{instead}") from None
 
 
 def lines(
@@ -101,7 +73,7 @@ def notes(plan: ReproducePlan) -> list[str]:
 def write(
     plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
 ) -> list[Path]:
-    """Write `cells.csv`, the record `cells.json`, `cells.tex`, `cells.md` and, where there are runs, `report.html`.
+    """Write `cells.csv`, the record `cells.json`, `cells.md` and, where there are runs, `report.html`.
 
     `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last that of the page that a
     reader opens first.
@@ -112,7 +84,6 @@ def write(
     texts = {
         "cells.csv": to_csv(plan.exhibit.id, table),
         "cells.json": ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json(),
-        "cells.tex": to_latex(plan.exhibit.id, title(plan), table, notes(plan)),
         "cells.md": to_markdown(title(plan), table, notes(plan)),
     }
     for name, text in texts.items():
@@ -128,8 +99,8 @@ def write(
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
         # The page begins with the section that has the figure; for tables with the usual one.
-        opening = "recorded" if any(cell.setting.record for cell in plan.cells) else ""
-        opening = "clients" if any(cell.measure.kind == "classes" for cell in plan.cells) else opening
+        classes = any(cell.measure.kind == "classes" for cell in plan.cells)
+        opening = "clients" if classes else "recorded" if any(cell.setting.record for cell in plan.cells) else ""
         page = render(title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells))
         write_page(paths[-1], page)
     return paths
@@ -138,8 +109,8 @@ def write(
 def _labelled(plan: ReproducePlan, summaries: Mapping[RunName, RunSummary]) -> list[RunSummary]:
     """Return the finished runs under the paper's names, with their setting where there are several."""
     baselines = [cell.baseline for cell in plan.cells if cell.baseline]
-    labels: dict[tuple[str, str], str] = {}
     several = len({cell.setting.name for cell in plan.cells}) > 1
-    for run in (*plan.cells, *baselines):
-        labels.setdefault(run.key, f"{run.row}, {run.setting.name}" if several else run.row)
+    labels = {
+        run.key: f"{run.row}, {run.setting.name}" if several else run.row for run in (*baselines, *reversed(plan.cells))
+    }
     return [replace(summary, algorithm=labels[name.setting, name.algorithm]) for name, summary in summaries.items()]

@@ -21,7 +21,7 @@ from typing import Any
 from fedloom.errors import InvalidValue
 from fedloom.experiment.directory import to_json
 from fedloom.papers.measure import Measured, deviations
-from fedloom.papers.paper_file import exhibit, exhibits, papers, titles
+from fedloom.papers.paper_file import exhibit, exhibits, not_run, titles
 from fedloom.papers.protocols import Exhibit, Printed
 from fedloom.papers.result_table import CellResult, measured_text, printed_text
 from fedloom.report.export import escape_markdown, markdown_table
@@ -75,23 +75,21 @@ class ExhibitRecord:
         """Return the record in a file.
 
         Raises:
-            InvalidValue: For any different file, or for a cell that the table or figure does not have.
+            InvalidValue: For any different file, such as one with a cell that the table or figure does not have.
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
             cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
-            results = []
-            for entry in table.pop("cells"):
-                row, column, left_out = entry.pop("row"), entry.pop("column"), tuple(entry.pop("left_out"))
-                if (row, column) not in cells:
-                    raise InvalidValue(f"{path}: {table['exhibit']} has no cell of {row!r} in {column!r}")
-                results.append(
-                    CellResult(cells[row, column], Measured(**{"mean": None, "std": None, **entry}), left_out)
+            results = [
+                CellResult(
+                    cells[entry.pop("row"), entry.pop("column")],
+                    left_out=tuple(entry.pop("left_out")),
+                    result=Measured(**entry),
                 )
+                for entry in table.pop("cells")
+            ]
             return cls(**table, results=tuple(results))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, InvalidValue):
-                raise
             raise InvalidValue(f"{path} is no record of a table or figure ({error})") from None
 
 
@@ -167,12 +165,11 @@ def ledger(folder: Path) -> list[LedgerEntry]:
 def to_markdown(entries: Sequence[LedgerEntry]) -> str:
     """Return the ledger as Markdown: a table for each version of a paper, and below it each record."""
     blocks = []
-    not_run = {name: kind for paper in papers() for name, kind in paper.not_run.items()}
     for version, title in titles().items():
         shown = [entry for entry in entries if entry.exhibit.id.partition(".")[0] == version]
         drawings = [
             [name.partition(".")[2], escape_markdown(kind), "nothing to run", "", "", "", ""]
-            for name, kind in not_run.items()
+            for name, kind in not_run().items()
             if name.partition(".")[0] == version
         ]
         table = markdown_table(_HEADS, [*map(_overview, shown), *drawings], texts=range(len(_HEADS)))

@@ -30,11 +30,11 @@ class Measured:
     `std` is None with one value; `rounds` is the length of the runs. `best` is, beside a target, the best accuracy of any
     run, %."""
 
-    mean: float | None
-    std: float | None
-    runs: int
-    reached: int
-    rounds: int
+    mean: float | None = None
+    std: float | None = None
+    runs: int = 1
+    reached: int = 1
+    rounds: int = 0
     best: float | None = None
 
 
@@ -45,7 +45,7 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
     """
     kind, by_seed = cell.measure.kind, {run.seed: run for run in base}
     if kind == "weights":
-        return Measured(float(_weights(cell)), None, 1, 1, 0)
+        return Measured(float(_weights(cell)))
     if kind == "speedup":
         runs = [run for run in runs if run.seed in by_seed]
     if not runs:

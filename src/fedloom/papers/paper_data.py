@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files as package_files
 
-from fedloom.config.expression import Call, parse
+from fedloom.config.expression import parse
 from fedloom.data.dataset import DataSpec
 from fedloom.data.sets.origin import candidates
 
@@ -43,14 +43,6 @@ def data_of(expression: str) -> str:
     """Return the name of the data set that an expression is of, or is a part of."""
     call = parse(expression)
     return parse(str(call.named["of"])).name if call.name == "part" else call.name
-
-
-def in_folder(expression: str, folder: str | None) -> str:
-    """Return the data set's expression with its folder."""
-    if folder is None:
-        return expression
-    call = parse(expression)
-    return str(Call(call.name, call.positional, {**call.named, "folder": folder}))
 
 
 def family(name: str) -> str:

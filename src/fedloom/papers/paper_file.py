@@ -2,20 +2,20 @@
 
 A value of a table or figure is described by words, such as `dataset = "mnist"`, `heterogeneity = "dir:0.1"` and
 `method = "FedAvg"`: those of a printed number (numbers.json), or of a combination in a figure (`over`). From them follow its
-experiment, its method and its measure. The parts of a file:
+experiment, its method and its `measure`, which is a word as well. The parts of a file:
 
 `[papers]`      the versions of the paper: the prefix of their tables' and figures' names, and their titles.
 `[defaults]`    default words.
 `[setting]`     the experiment (fields of `Setting`) before any words; `as_printed` lists fields that are words themselves.
 `[methods]`     the expression of each method; `[methods_of]` says which of them a version of the paper has, if not all.
 `[words.WORD]`  for each value of a word: the `label` in the setting's name, and changes. `set` changes the setting, `methods`
-                expressions, `words` adds words, `measure` replaces the measure.
+                expressions, `words` adds words.
 `[[where]]`     changes by several words at once: `when` all of them have these values.
 `[hour]`        a check of an hour on two cores: the `exhibit`, the command's options, what it `can` show and what it `cannot`.
 `[not_run]`     tables and figures with nothing to run, and why.
 `[[exhibits]]`  tables and figures: `id` (several where versions share it), what it `shows`, and its words: those of the printed
                 `numbers`, or the combinations of words in `over`, methods innermost, with `words` that all have. It may have
-                its own `set`, `where`, `methods` and `measure`; `like` takes absent keys from an earlier one.
+                its own `set`, `where` and `methods`; `like` takes absent keys from an earlier one.
                 `cells` are the values of each combination, by default one: `row`, `column` and `baseline`, the method that it is
                 compared with, name words in braces (`{setting}`: the setting's name, `{alone}`: the method up to a plus sign);
                 `measure`, `target`; the word that is the `printed` value (by default `mean`, with `std`), and `times` which
@@ -24,8 +24,7 @@ experiment, its method and its measure. The parts of a file:
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import product
@@ -38,20 +37,6 @@ FILES = ("fedmr", "fedumf", "fedala", "mcmahan", "niid-bench")
 
 Toml = Mapping[str, Any]
 """A table of a TOML file, or words with their values."""
-
-
-@dataclass(frozen=True)
-class _Description:
-    """A value's words, the fields of its `Setting`, the expression of its method and its measure."""
-
-    words: Toml
-    fields: dict[str, Any]
-    algorithm: str
-    measure: str
-
-    def run(self) -> PaperRun:
-        """Return the method in its experiment."""
-        return PaperRun(self.words["method"], Setting(**self.fields), self.algorithm)
 
 
 class Paper:
@@ -79,25 +64,20 @@ class Paper:
 
     def setting(self, **words: Any) -> Setting:
         """Return the experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
-        return self._describe(words).run().setting
+        return self._described(words)[1].setting
 
     def algorithm(self, method: str, **words: Any) -> str:
         """Return the expression of a method in the experiment that words describe."""
-        return self._describe({**words, "method": method}).algorithm
-
-    def _combinations(self, version: str, exhibit: Toml) -> Iterator[Toml]:
-        """Yield the words of each printed number, or of each combination in a figure, the methods innermost."""
-        if "numbers" in exhibit:
-            yield from printed(*f"{version}/{exhibit['numbers']}".split("/")[-2:])
-            return
-        methods = exhibit.get("methods") or self.contents.get("methods_of", {}).get(version) or self.methods
-        for block in _listed(exhibit["over"]):
-            axes = {**block, "method": block.get("method", list(methods))}
-            for values in product(*map(_listed, axes.values())):
-                yield dict(zip(axes, values, strict=True))
+        return self._described({**words, "method": method})[1].algorithm
 
     def _cells(self, version: str, exhibit: Toml) -> list[PaperCell]:
-        combinations = list(self._combinations(version, exhibit))
+        combinations: list[Toml] = []
+        if "numbers" in exhibit:
+            combinations = printed(*f"{version}/{exhibit['numbers']}".split("/")[-2:])
+        methods = exhibit.get("methods") or self.contents.get("methods_of", {}).get(version) or self.methods
+        for block in _listed(exhibit.get("over", [])):
+            axes = {**block, "method": block.get("method", list(methods))}  # the innermost
+            combinations += [dict(zip(axes, values, strict=True)) for values in product(*map(_listed, axes.values()))]
         cells: dict[tuple[str, str], PaperCell] = {}
         for template, words in product(exhibit.get("cells", [{}]), combinations):
             cell = self._cell(template, words, exhibit, combinations)
@@ -105,73 +85,80 @@ class Paper:
                 cells.setdefault((cell.row, cell.column), cell)
         return list(cells.values())
 
-    def _describe(self, words: Toml, exhibit: Toml | None = None) -> _Description:
-        """Return the description of a value in a table or figure, or in the whole paper, that follows from its words."""
+    def _described(self, words: Toml, exhibit: Toml | None = None) -> tuple[Toml, PaperRun]:
+        """Return all words of a value in a table or figure, or in the whole paper, and its run, which follows from them."""
         paper, exhibit = self.contents, exhibit or {}
         words = {"method": "", **paper.get("defaults", {}), **exhibit.get("words", {}), **words}
-        method = str(words["method"])
         values = [table[str(words[word])] for word, table in paper["words"].items() if words.get(word) is not None]
-        rules = [rule for rule in (*paper.get("where", ()), *exhibit.get("where", ())) if _match(rule["when"], words)]
+        rules = [
+            rule
+            for rule in (*paper.get("where", ()), *exhibit.get("where", ()))
+            if all(words.get(word) in _listed(allowed) for word, allowed in rule["when"].items())
+        ]
         as_printed = {name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None}
-        setting, methods = {**paper["setting"], **as_printed}, {**self.methods}
-        measure, added = exhibit.get("measure", paper["measure"]), {"alone": method.partition("+")[0]}
-        changes = {key: exhibit[key] for key in ("set", "methods") if key in exhibit}
-        for change in (*values, *rules, changes):
-            setting = _merged(setting, change.get("set", {}))
-            methods |= change.get("methods", {})
-            added |= change.get("words", {})
-            measure = change.get("measure", measure)
-        only = method if any("set" in rule and "method" in rule["when"] for rule in rules) else ""
+        fields = {**paper["setting"], **as_printed}
+        methods, method = {**self.methods}, words["method"]
         name = " ".join(value["label"] for value in values if "label" in value)
-        setting |= {"paper": next(iter(self.titles)), "name": name, "only": only}
-        return _Description({**words, **added}, setting, methods.get(method, ""), measure)
+        described = {**words, "setting": name, "alone": method.partition("+")[0]}
+        own = {key: exhibit[key] for key in ("set", "methods") if key in exhibit}
+        for change in (*values, *rules, own):
+            fields = _merged(fields, change.get("set", {}))
+            methods |= change.get("methods", {})
+            described |= change.get("words", {})
+        only = method if any("set" in rule and "method" in rule["when"] for rule in rules) else ""
+        setting = Setting(next(iter(self.titles)), name, **fields, only=only)
+        return described, PaperRun(method, setting, methods.get(method, ""))
 
     def _cell(self, template: Toml, words: Toml, exhibit: Toml, combinations: Sequence[Toml]) -> PaperCell | None:
         """Return the cell of a template for one of the combinations; None where there is none, as for a method and itself."""
-        described = self._describe(words, exhibit)
-        run = described.run()
-        filled = {**described.words, "setting": run.setting.name}
-        baseline = template.get("baseline", "").format(**filled)
-        if filled.get(template.get("needs", "method")) is None or baseline == run.row:
+        described, run = self._described(words, exhibit)
+        baseline = template.get("baseline", "").format(**described)
+        if described.get(template.get("needs", "method")) is None or baseline == run.row:
             return None
-        relative = template.get("relative", False)
-        divisor = next(line for line in combinations if line["method"] == baseline) if relative else None
+        word = template.get("printed", "mean")
+        value, divisor = described.get(word, ""), 1
+        if template.get("relative"):
+            divisor = next(line[word] for line in combinations if line["method"] == baseline)
+        if value not in (None, ""):
+            value = value * template.get("times", 1) / divisor
         return PaperCell(
-            row=template.get("row", run.row).format(**filled),
+            row=template.get("row", run.row).format(**described),
             setting=run.setting,
             algorithm=run.algorithm,
-            column=template.get("column", run.setting.name).format(**filled),
+            column=template.get("column", run.setting.name).format(**described),
             measure=Measure(
-                template.get("measure", described.measure),
-                float(filled[template["target"]]) if "target" in template else None,
+                template.get("measure", described["measure"]),
+                float(described[template["target"]]) if "target" in template else None,
                 template.get("a_client", False),
                 template.get("interpolated", False),
             ),
-            printed=_printed(template, filled, divisor),
-            baseline=self._describe({**words, "method": baseline}, exhibit).run() if baseline else None,
+            printed=None if value == "" else Printed(value, described.get("std") if word == "mean" else None),
+            baseline=self._described({**words, "method": baseline}, exhibit)[1] if baseline else None,
         )
 
 
 @cache
 def paper(name: str) -> Paper:
-    """Return the paper of a file, such as `fedmr`."""
+    """Return the paper of a file, such as `fedmr`. Raises `UnknownName` for an unknown paper."""
+    if name not in FILES:
+        raise UnknownName("paper", name, FILES)
     return Paper(tomllib.loads((files("fedloom.papers") / f"{name}.toml").read_text(encoding="utf-8")))
-
-
-def papers() -> list[Paper]:
-    """Return all papers."""
-    return [paper(name) for name in FILES]
 
 
 def titles() -> dict[str, str]:
     """Return the titles of all versions of all papers, by the prefix of their tables and figures."""
-    return {name: title for paper in papers() for name, title in paper.titles.items()}
+    return {version: title for name in FILES for version, title in paper(name).titles.items()}
 
 
 @cache
 def exhibits() -> dict[str, Exhibit]:
     """Return every table and figure that has something to run, paper by paper."""
-    return {exhibit.id: exhibit for paper in papers() for exhibit in paper.exhibits()}
+    return {exhibit.id: exhibit for name in FILES for exhibit in paper(name).exhibits()}
+
+
+def not_run() -> dict[str, str]:
+    """Return the tables and figures with nothing to run, and why."""
+    return {exhibit: reason for name in FILES for exhibit, reason in paper(name).not_run.items()}
 
 
 def exhibit(name: str) -> Exhibit:
@@ -180,21 +167,13 @@ def exhibit(name: str) -> Exhibit:
     Raises:
         InvalidValue: For a name without anything to run, or an unknown name, with the nearest.
     """
-    entries = exhibits()
-    for paper in papers():
-        if name in paper.not_run:
-            raise InvalidValue(f"{name} is {paper.not_run[name]}: nothing to run")
+    entries, nothing = exhibits(), not_run()
+    if name in nothing:
+        raise InvalidValue(f"{name} is {nothing[name]}: nothing to run")
     if name not in entries:
         near = suggestion(name, [*entries, *titles()])
         raise InvalidValue(f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(entries)})")
     return entries[name]
-
-
-def hour_of(name: str) -> Toml:
-    """Return the check of a paper (`fedumf`) that takes two cores an hour. Raises `UnknownName` for an unknown paper."""
-    if name not in FILES:
-        raise UnknownName("paper", name, FILES)
-    return paper(name).hour
 
 
 @cache
@@ -208,22 +187,8 @@ def printed(version: str, table: str) -> list[Toml]:
     return [number for number in _numbers() if number["paper"] == version and number["table"] == table]
 
 
-def _printed(template: Toml, words: Toml, divisor: Toml | None) -> Printed | None:
-    """Return the printed number, divided by that of the baseline in `divisor`; None where the paper prints no number."""
-    word = template.get("printed", "mean")
-    value, std = words.get(word, ""), words.get("std") if word == "mean" else None
-    if value is None or value == "":
-        return None if value == "" else Printed(None)
-    return Printed(value * template.get("times", 1) / (1 if divisor is None else divisor[word]), std)
-
-
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
-
-
-def _match(conditions: Toml, words: Toml) -> bool:
-    """Return True if each of these words has its value, or one of its values."""
-    return all(words.get(word) in _listed(values) for word, values in conditions.items())
 
 
 def _merged(table: Toml, changes: Toml) -> dict[str, Any]:

@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from fedloom.config.expression import Call
+from fedloom.config.expression import Call, parse
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, put
+from fedloom.experiment.cores import runs_side_by_side
 from fedloom.experiment.events import RunName
 from fedloom.experiment.jobs import Job
 from fedloom.experiment.run import run_directory
-from fedloom.papers.paper_data import data_of, facts, families, family, in_folder
+from fedloom.papers.paper_data import data_of, facts, families, family
 from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
 from fedloom.state.digest import digest_of_json
@@ -77,6 +77,12 @@ class ReproducePlan:
     jobs: list[Job]
 
     @property
+    def configuration(self) -> Configuration:
+        """The configuration of the first setting, with the number of runs at a time."""
+        first = next(iter(self.configurations.values()))
+        return replace(first, workers=runs_side_by_side(first, len(self.jobs)))
+
+    @property
     def reasons(self) -> list[str]:
         """Everything that is left out, in any cell."""
         return list(dict.fromkeys(reason for reasons in self.partial.values() for reason in reasons))
@@ -105,12 +111,10 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
     methods: dict[str, dict[str, None]] = {}
-    for run in [run for cell in cells for run in (cell.baseline, cell) if run is not None]:
+    for run in (run for cell in cells for run in (cell.baseline, cell) if run is not None):
         key, method = run.key
         if key not in configurations:
-            seeds = options.seeds or run.setting.seeds
-            configurations[key] = _configured(run.setting, options, seeds)
-            partial[key] = _left_out(run.setting, options, seeds)
+            configurations[key], partial[key] = _configured(run.setting, options)
         if not isinstance(run, PaperCell) or run.measure.kind != "weights":
             methods.setdefault(key, {})[method] = None
     jobs = [
@@ -131,10 +135,7 @@ def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str
             hits = _hits(word, unique)
             if not hits:
                 near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
-                remainder = f", and {len(unique) - 12} more" if len(unique) > 12 else ""
-                raise InvalidValue(
-                    f"no {kind} has {word!r} in its name{near} (there are: {', '.join(unique[:12])}{remainder})"
-                )
+                raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there is {', '.join(unique[:12])})")
             matches |= hits
     return matches
 
@@ -148,36 +149,27 @@ def _hits(text: str, labels: Sequence[str]) -> set[str]:
     return equal or words or inside
 
 
-def _configured(setting: Setting, options: ReproduceOptions, seeds: Sequence[int]) -> Configuration:
-    rounds = min(setting.rounds, options.rounds or setting.rounds)
-    table = setting.table(rounds)
-    data: dict[str, Any] = table["data"]
-    name = data_of(setting.data)
-    size = facts()[name]
-    data["name"] = in_folder(setting.data, options.folders.get(family(name)))
-    if options.samples is not None and not size.generated:
-        data["name"] = str(Call("part", named={"of": data["name"], "samples": options.samples}))
+def _configured(setting: Setting, options: ReproduceOptions) -> tuple[Configuration, tuple[str, ...]]:
+    """Return the configuration of a setting and how it departs from the paper's."""
+    rounds, seeds = min(setting.rounds, options.rounds or setting.rounds), options.seeds or setting.seeds
+    departures = [f"{rounds} of {setting.rounds:,} rounds"] if rounds < setting.rounds else []
+    departures += [f"{len(seeds)} of {len(setting.seeds)} seeds"] if len(seeds) < len(setting.seeds) else []
+    table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)
+    if folder := options.folders.get(family(name)):
+        call = replace(call, named={**call.named, "folder": folder})
+    if options.samples is not None and not facts()[name].generated:
+        call = Call("part", named={"of": str(call), "samples": options.samples})
+        departures.append(f"{options.samples:,} samples of the data")
         if "steps" in table["training"]:
-            share = min(1.0, options.samples / (size.train + size.test))
+            share = min(1.0, options.samples / (facts()[name].train + facts()[name].test))
             table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
+    table["data"]["name"] = str(call)
     for change in options.changes:
         put(table, change)
+    departures += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
     # Runs with fewer rounds, say, lie beside those of the whole protocol and are never taken for them; folders and numbers of
     # workers make no different experiment.
-    name = f"{slug(setting.key.lower().replace('%', ''))}-"
-    name += digest_of_json({key: value for key, value in table.items() if key not in PLACES})[:8]
-    folder = options.directory / setting.paper / name
-    return configuration({**table, "name": setting.paper, "directory": str(folder), "seeds": list(seeds)})
-
-
-def _left_out(setting: Setting, options: ReproduceOptions, seeds: Sequence[int]) -> tuple[str, ...]:
-    """Return how runs of this setting depart from the paper's; empty when they are the same."""
-    departures = []
-    if options.rounds is not None and options.rounds < setting.rounds:
-        departures.append(f"{options.rounds} of {setting.rounds:,} rounds")
-    if len(seeds) < len(setting.seeds):
-        departures.append(f"{len(seeds)} of {len(setting.seeds)} seeds")
-    if options.samples is not None and not facts()[data_of(setting.data)].generated:
-        departures.append(f"{options.samples:,} samples of the data")
-    departures += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
-    return tuple(departures)
+    digest = digest_of_json({key: value for key, value in table.items() if key not in PLACES})[:8]
+    directory = options.directory / setting.paper / f"{slug(setting.key.lower().replace('%', ''))}-{digest}"
+    table |= {"name": setting.paper, "directory": str(directory), "seeds": list(seeds)}
+    return configuration(table), tuple(departures)

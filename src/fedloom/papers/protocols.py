@@ -1,7 +1,8 @@
 """Settings, measures and cells of the papers' tables and figures."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.config.expression import parse
@@ -14,25 +15,23 @@ class Setting:
     `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
     Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
     on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
-    runs of the protocol. `record` lists recorders: expressions; or tables of a `recorder` with `{every}`, which records `every`
-    so many rounds but at least so many `times` in a run; or tables of a `recorder` with a shorter one to run `instead` in runs
-    of less than so many `rounds`. `only` names the method that this setting is for, where a paper trains one
-    method in another way than the others in the same column.
+    runs of the protocol. `only` names the method that this setting is for, where a paper trains one method in another way
+    than the others in the same column.
     """
 
     paper: str
     name: str
-    data: str
-    clients: int
-    partition: str
-    model: str
-    training: dict[str, Any]
-    rounds: int
-    participation: float
-    evaluate_every: int
+    data: str = ""
+    clients: int = 0
+    partition: str = ""
+    model: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    participation: float = 1.0
+    evaluate_every: int = 1
     personal: bool = False
     seeds: Sequence[int] = (0,)
-    record: Sequence[str | Mapping[str, Any]] = ()
+    record: Sequence[str] = ()
     only: str = ""
 
     @property
@@ -44,9 +43,10 @@ class Setting:
         """Return the configuration of this setting for so many rounds, without methods, seeds and folders.
 
         With so few rounds that fewer than ten evaluations would be left, evaluations come closer together: ten of them, or
-        one a round.
+        one a round. So do recordings.
         """
-        every = max(1, min(self.evaluate_every, rounds // 10))
+        tenth = max(1, rounds // 10)
+        every = min(self.evaluate_every, tenth)
         data: dict[str, Any] = {"name": self.data, "clients": self.clients, "partition": self.partition}
         if self.personal:
             data |= {"local_test": 0.25, "merge": True}
@@ -57,19 +57,10 @@ class Setting:
             "evaluate_every": rounds if self.personal else every,
             **({"personal_every": every} if self.personal else {}),
             "model": self.model,
-            "record": [_recorder(recorder, rounds) for recorder in self.record],
+            "record": [re.sub(r"(?<=every=)\d+", lambda n: str(min(int(n[0]), tenth)), text) for text in self.record],
             "data": data,
             "training": dict(self.training),
         }
-
-
-def _recorder(entry: str | Mapping[str, Any], rounds: int) -> str:
-    """Return the expression of a recorder in a run of so many rounds."""
-    if isinstance(entry, str):
-        return entry
-    if "times" in entry:
-        return str(entry["recorder"].format(every=max(1, min(entry["every"], rounds // entry["times"]))))
-    return str(entry["instead"] if rounds < entry["rounds"] else entry["recorder"])
 
 
 @dataclass(frozen=True)
@@ -100,15 +91,15 @@ class Measure:
     @property
     def unit(self) -> str:
         """The unit of its figures."""
-        return _UNITS[self.kind]
+        return _UNITS.get(self.kind, self.kind)
 
 
 _UNITS = {
-    **{kind: kind for kind in ("rounds", "models", "weights", "classes")},
     **dict.fromkeys(("best", "end", "personal", "joining"), "%"),
     **dict.fromkeys(("speedup", "slower"), "x FedAvg"),
     **{"improvement": "points", "minutes": "min a round", "total": "min"},
 }
+"""Units of those whose kind is no unit."""
 
 
 @dataclass(frozen=True)

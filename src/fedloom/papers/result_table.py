@@ -1,4 +1,4 @@
-"""Paper and measurement beside each other: on the terminal, as CSV, Markdown and LaTeX."""
+"""Paper and measurement beside each other: on the terminal, as CSV and as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,10 @@ from rich.text import Text
 from fedloom.papers.measure import Measured, deviations, difference
 from fedloom.papers.protocols import Measure, PaperCell, Printed
 from fedloom.report.cells import NEVER
-from fedloom.report.export import csv_text, escape_latex, latex_file, latex_table, markdown_table
+from fedloom.report.export import csv_text, markdown_table
 
 PARTIAL = "PARTIAL"
 HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")
-LEFT = (0, 5)
-"""The columns of text."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,17 @@ class CellResult:
 
 def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
     """Return a table for the terminal, a block a column of the paper; `notes` stand below."""
-    table = Table(
-        title=Text(title),
-        caption=Text("\n".join(notes)),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
+    caption = Text("\n".join(notes))
+    table = Table(title=Text(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
     for name in HEADS:
         figures = name not in ("Method", "Status")  # words may break, figures may not
         least = len(PARTIAL) if name == "Status" else None
         table.add_column(name, justify="right" if figures else "left", no_wrap=figures, min_width=least)
-    for column, block in _by_column(lines).items():
+    blocks: dict[str, list[CellResult]] = {}
+    for line in lines:
+        blocks.setdefault(line.cell.column, []).append(line)
+    for column, block in blocks.items():
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
             row, *values = _cells(line)
@@ -65,22 +60,6 @@ def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -
     rows = [[cell.replace("|", "/") for cell in (line.cell.column, *_cells(line))] for line in lines]
     listed = "".join(f"- {note}\n" for note in notes)
     return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, texts=(0, 1, 6))}\n{listed}"
-
-
-def to_latex(exhibit: str, title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
-    """Return LaTeX tables, one a column of the paper; the notes are below `tables[0]`."""
-    tables: list[str] = []
-    for number, (column, block) in enumerate(_by_column(lines).items(), start=1):
-        rows = [list(map(escape_latex, _cells(line))) for line in block]
-        caption, note = f"{title}, {column}, {block[0].cell.measure.unit}.", "" if tables else "; ".join(notes)
-        tables.append(latex_table(HEADS, rows, caption, f"{exhibit}-{number}", note, LEFT))
-    return latex_file(tables)
-
-
-def _by_column(lines: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """Return the cells of each column of the paper."""
-    columns = dict.fromkeys(line.cell.column for line in lines)
-    return {column: [line for line in lines if line.cell.column == column] for column in columns}
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
