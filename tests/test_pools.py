@@ -15,7 +15,7 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event
 from fedloom.experiment.jobs import Job
-from fedloom.experiment.pools import RunProcess, SerialPool, WorkerPool
+from fedloom.experiment.pools import ProcessPool, SerialPool
 from ray_support import gone_soon
 
 ROUNDS = 4
@@ -36,13 +36,13 @@ def rounds(job: Job) -> list[int]:
 
 
 def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
-    pool = WorkerPool(1, lambda: RunProcess(1))
+    pool = ProcessPool(1, 1)
     heard: list[Event] = []
 
     def watch(event: Event) -> None:
         heard.append(event)
         if [event.kind for event in heard] == ["started", "round"]:
-            os.kill(pool._busy[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(*(process.pid or 0 for process in pool.processes.values()), signal.SIGKILL)
 
     first, second = jobs(tmp_path)
     failed = pool.run([first, second], watch, False, lambda: False)
@@ -56,7 +56,7 @@ def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["serial", "processes"])
 def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(tmp_path: Path, kind: str) -> None:
-    pool = SerialPool() if kind == "serial" else WorkerPool(1, lambda: RunProcess(1))
+    pool = SerialPool() if kind == "serial" else ProcessPool(1, 1)
     heard: list[Event] = []
     first, second = jobs(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -76,14 +76,15 @@ import sys
 
 if __name__ == "__main__":
     from fedloom.engines.processes.parent import ProcessesEngine
-    from fedloom.experiment.pools import RunProcess
+    from fedloom.experiment.pools import ProcessPool
     from small_task import small_task
 
     task = small_task()
     sys.path.insert(0, sys.argv[1])
     engine = ProcessesEngine(task, workers=2)
-    worker = RunProcess(1)
-    print(*engine.processes, worker.process.pid, flush=True)
+    pool = ProcessPool(1, 1)
+    pool.start()
+    print(*engine.processes, *(process.pid for process in pool.processes.values()), flush=True)
     sys.stdin.read()
 """
 """A program whose workers find another torch, under the folder given, and never come to an end of importing it."""
@@ -113,14 +114,14 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from fedloom.experiment.pools import RunProcess, WorkerPool
+    from fedloom.experiment.pools import ProcessPool
     from test_pools import jobs
 
-    pool = WorkerPool(2, lambda: RunProcess(1))
+    pool = ProcessPool(2, 1)
 
     def watch(event):
-        if event.kind == "round" and len(pool._busy) == 2:
-            print(*(worker.process.pid for worker in pool._busy), flush=True)
+        if event.kind == "round" and len(pool.busy) == 2:
+            print(*(process.pid for process in pool.processes.values()), flush=True)
 
     pool.run(jobs(Path(sys.argv[1]), rounds=10**6), watch, False, lambda: False)
 """

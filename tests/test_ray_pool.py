@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
-from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.ray.session import LOCAL, Session
 from fedloom.errors import InvalidValue
+from fedloom.experiment import pools
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event
-from fedloom.experiment.pools import RunActorHandle
-from ray_support import descendants, gone
+from fedloom.experiment.pools import RayPool
 
 pytest.importorskip("ray")
-
-
-def command(process: int) -> str:
-    """Return a process's command line."""
-    with suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_text()
-    return ""
 
 
 def plan(folder: Path, **more: object) -> Configuration:
@@ -45,11 +37,9 @@ def plan(folder: Path, **more: object) -> Configuration:
 
 
 def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path, ray_actors: RayEngine) -> None:
-    before = {*descendants()}
     events: list[Event] = []
     failed = Comparison.of(plan(tmp_path / "ray", pool="ray")).run(events.append)
     assert ray_actors.processes, "the cluster stays for the engine"
-    assert gone({process for process in {*descendants()} - before if "RunActor" in command(process)})
     assert [name.algorithm for name in failed] == ["fedavgm(learning_rate=1e+38)"]
     assert "diverged" in next(iter(failed.values()))
     assert sum(event.kind == "round" and event.run.algorithm == "fedmr" for event in events) == 5
@@ -63,16 +53,21 @@ def test_runs_in_actors_are_those_made_here_and_fail_alone(tmp_path: Path, ray_a
 
 
 @pytest.mark.parametrize("noticed", ["silence", "an error"])
-def test_a_node_that_has_died_is_told_with_how_to_go_on(noticed: str, tmp_path: Path) -> None:
-    """Both if its actors are silent and if Ray has already noticed."""
+def test_a_node_that_has_died_is_told_with_how_to_go_on(
+    noticed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both if its workers are silent and if Ray has already noticed."""
     ray = MagicMock()
     ray.exceptions.RayError = ConnectionError
     ray.wait.side_effect = lambda calls, timeout: ([], calls) if noticed == "silence" else (calls, [])
-    ray.get.side_effect = ConnectionError("The actor is temporarily unavailable")
+    ray.get.side_effect = ConnectionError("The worker is temporarily unavailable")
+    ray.nodes.return_value = [{"Alive": True, "Resources": {"CPU": 1}}]
     dead = Session(LOCAL, started=True, raylet=MagicMock(**{"is_running.return_value": False}))
+    monkeypatch.setattr(pools, "load_ray", lambda: ray)
+    monkeypatch.setattr(pools, "join", lambda *arguments: dead)
     (job, *_) = Comparison.of(plan(tmp_path)).jobs()
-    with pytest.raises(WorkerDied, match=r"^the Ray node .* has died .*: the same command goes on from the last"):
-        RunActorHandle(ray, dead, threads=1).make(job, False, lambda event: None)
+    failed = RayPool(LOCAL, 1, threads=1).run([job], lambda event: None, False, lambda: False)
+    assert re.match(r"the Ray node .* has died .*: the same command goes on from the last", failed[job.name])
 
 
 def test_a_pool_that_is_none_is_told(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
-from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
@@ -111,7 +111,5 @@ def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
         text = " ".join(str(error).split()) if isinstance(error, FedloomError) else error_text(error)
-        reason = located(error, text)
-        watch(Event("failed", job.name, text=reason))
-        return reason
+        return located(error, text)
     return None

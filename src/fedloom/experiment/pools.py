@@ -1,39 +1,38 @@
-"""Pools of runs: in this process, in worker processes or in Ray actors, several runs at a time."""
+"""Pools of runs: in this process, in worker processes or in Ray tasks, several runs at a time."""
 
 import dataclasses
 import multiprocessing
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
-from fedloom.engines.dispatch import WorkerDied
 from fedloom.engines.ray.driver import ending
-from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
+from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
+from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.cores import threads_each
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
-from fedloom.experiment.run_process import STOP, RunActor, serve
+from fedloom.experiment.run_process import EventBoard, make_in_ray, serve
 
 POLL_SECONDS = 0.2
 """Time between two checks whether the runs should stop."""
-
-ACTOR_SECONDS = 0.5
-"""Time between two requests for an actor's events."""
 
 SAVING_SECONDS = 5.0
 """Time for a run to save its state when it must end."""
 
 STORE = 128 * 1024**2
 """Bytes for objects on a Ray cluster that is started here: jobs and events are small."""
+
+News = Event | tuple[RunName, str | None]
+"""An event of a run, or that a run has ended, with the reason if it failed."""
 
 
 class SerialPool:
@@ -53,188 +52,174 @@ class SerialPool:
             if stopped():
                 raise KeyboardInterrupt
 
+        reasons = {}
         with using_threads(self.threads):
-            reasons = {job.name: attempt(job, watch_or_stop, fresh, self.tasks) for job in jobs}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+            for job in jobs:
+                if (reason := attempt(job, watch_or_stop, fresh, self.tasks)) is not None:
+                    reasons[job.name] = reason
+                    watch(Event("failed", job.name, text=reason))
+        return reasons
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class WorkerPool:
-    """At most `size` workers, each with a thread that waits for it. If a worker dies, only its run fails."""
+class ParallelPool:
+    """Base of pools with `size` runs at a time, of `threads` threads each. If a worker dies, only its run fails."""
 
-    def __init__(
-        self, size: int, start: "Callable[[], RunProcess | RunActorHandle]", release: Callable[[], None] = lambda: None
-    ) -> None:
-        self._start, self._release = start, release
-        self._executor = ThreadPoolExecutor(size)
-        self._lock = threading.Lock()
-        self._idle: list[RunProcess | RunActorHandle] = []
-        self._busy: list[RunProcess | RunActorHandle] = []
-        self._stopping = False
+    def __init__(self, size: int, threads: int) -> None:
+        self.size, self.threads = size, threads
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
         """Make the runs; see `SerialPool.run`."""
-        news: SimpleQueue[Event | Future[str | None]] = SimpleQueue()
-        self._stopping = False
-        futures = {self._executor.submit(self._make, job, fresh, news.put): job.name for job in jobs}
-        for future in futures:
-            future.add_done_callback(news.put)
-        running = set(futures)
-        while running:
-            with suppress(Empty):
-                item = news.get(timeout=POLL_SECONDS)
-                running.discard(item) if isinstance(item, Future) else watch(item)
-            if not self._stopping and stopped():
-                with self._lock:
-                    self._stopping = True
-                    for worker in self._busy:
-                        worker.stop()
-        if self._stopping:
+        waiting, running, stopping = list(jobs), set[RunName](), False
+        reasons = {}
+        while waiting or running:
+            while waiting and len(running) < self.size:
+                job = waiting.pop(0)
+                running.add(job.name)
+                self.begin(job, fresh)
+            for news in self.news():
+                if isinstance(news, Event):
+                    watch(news)
+                    continue
+                name, reason = news
+                running.remove(name)
+                if reason is not None:
+                    reasons[name] = reason
+                    watch(Event("failed", name, text=reason))
+            if not stopping and stopped():
+                stopping = True
+                waiting.clear()
+                self.stop()
+        if stopping:
             raise KeyboardInterrupt
-        reasons = {name: future.result() for future, name in futures.items()}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+        return {job.name: reasons[job.name] for job in jobs if job.name in reasons}
+
+    def begin(self, job: Job, fresh: bool) -> None:
+        """Begin a run."""
+        raise NotImplementedError
+
+    def news(self) -> Iterator[News]:
+        """Wait a little and yield what has happened."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End all runs after their rounds in progress."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """End all workers, those that are busy at once."""
-        with self._lock:
-            self._stopping = True
-            with ThreadPoolExecutor(1 + len(self._busy)) as executor:
-                for worker in self._busy:
-                    executor.submit(worker.end, True)
-        self._executor.shutdown(cancel_futures=True)
-        for worker in self._idle:
-            worker.end(busy=False)
-        self._idle.clear()
-        self._release()
-
-    def _make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make one run, in a thread."""
-        with self._lock:
-            if self._stopping:
-                return None
-            worker = self._idle.pop() if self._idle else self._start()
-            self._busy.append(worker)
-        reason, alive = None, True
-        try:
-            reason = worker.make(job, fresh, watch)
-        except WorkerDied as death:
-            reason, alive = str(death), False
-            watch(Event("failed", job.name, text=reason))
-        with self._lock:
-            self._busy.remove(worker)
-            if alive:
-                self._idle.append(worker)
-        return reason
+        """End all workers; those that are busy save their runs."""
+        raise NotImplementedError
 
 
-class RunProcess:
-    """A worker process with `threads` threads."""
+class ProcessPool(ParallelPool):
+    """Makes runs in worker processes."""
 
-    def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, remote = context.Pipe()
-        self.process = context.Process(target=serve, args=(remote, threads), daemon=True)
+    def __init__(self, size: int, threads: int) -> None:
+        super().__init__(size, threads)
+        self.context = multiprocessing.get_context("spawn")
+        self.stopping = self.context.RawValue("b", False)
+        self.processes: dict[Connection, SpawnProcess] = {}
+        self.busy: dict[Connection, RunName] = {}
+
+    def begin(self, job: Job, fresh: bool) -> None:
+        while len(self.processes) < self.size:  # all at once, since each takes seconds to import PyTorch
+            self.start()
+        connection = next(connection for connection in self.processes if connection not in self.busy)
+        self.busy[connection] = job.name
+        with suppress(OSError):  # of a dead process, which `news` notices
+            connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
+
+    def start(self) -> None:
+        """Start a worker process."""
+        connection, remote = self.context.Pipe()
+        process = self.context.Process(target=serve, args=(remote, self.stopping, self.threads), daemon=True)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # a script would run again: its classes come with the jobs
         try:
-            self.process.start()
+            process.start()
         finally:
             sys.modules["__main__"] = main
         remote.close()
+        self.processes[connection] = process
 
-    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; return why it failed, or None (also when it was stopped). Raise `WorkerDied`."""
-        try:
-            self.connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
-            while isinstance(message := self.connection.recv(), Event):
-                watch(message)
-        except (EOFError, OSError):
-            self.process.join()
-            raise WorkerDied(f"its worker process died (exit code {self.process.exitcode})") from None
-        reason: str | None = message
-        return reason
+    def news(self) -> Iterator[News]:
+        for connection in wait(list(self.busy), POLL_SECONDS):
+            assert isinstance(connection, Connection)
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                process = self.processes.pop(connection)
+                process.join()
+                message = f"its worker process died (exit code {process.exitcode})"
+            yield message if isinstance(message, Event) else (self.busy.pop(connection), message)
 
     def stop(self) -> None:
-        """End the run after the round in progress."""
-        with suppress(OSError):
-            self.connection.send(STOP)
+        self.stopping.value = True
 
-    def end(self, busy: bool) -> None:
-        """End the process; if busy, it saves its run."""
-        if busy:
-            self.process.terminate()
-            self.process.join(SAVING_SECONDS)
-            self.process.kill()
-        else:
-            self.connection.close()
-        self.process.join()
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(SAVING_SECONDS)
+            process.kill()
+            process.join()
 
 
-class RunActorHandle:
-    """A Ray actor with `threads` cores and threads. It writes its run's files: all nodes must share the file system."""
+class RayPool(ParallelPool):
+    """Makes runs in tasks of a Ray cluster. They write their runs' files: all nodes must share the file system."""
 
-    def __init__(self, ray: Any, session: Session, threads: int) -> None:
-        self.ray, self.session, self.threads = ray, session, threads
-        self.call: Any = None
-        self.actor = ray.remote(RunActor).options(num_cpus=threads, max_concurrency=2).remote(threads)
-        self.started = self.actor.take_events.remote()
-        self.stopping = False
+    def __init__(self, address: str, size: int, threads: int) -> None:
+        super().__init__(size, threads)
+        self.ray = load_ray()
+        self.session = join(address, size * threads, 0, STORE)
+        self.board = self.ray.remote(EventBoard).options(num_cpus=0).remote()
+        self.make = self.ray.remote(make_in_ray).options(num_cpus=threads, max_retries=0)
+        self.calls: dict[Any, RunName] = {}
 
-    def make(self, job: Job, fresh: bool, watch: Watch) -> str | None:
-        """Make a run; see `RunProcess.make`. Paths become absolute, since an actor has a working folder of its own."""
-        folder = str(job.configuration.folder.resolve())
+    def begin(self, job: Job, fresh: bool) -> None:
+        if not has_room(self.ray, self.threads, 0):
+            raise InvalidValue(f"no node of the Ray cluster has {self.threads} CPU for a run")
+        folder = str(job.configuration.folder.resolve())  # a worker has a working folder of its own
         configuration = dataclasses.replace(job.configuration, directory=folder)
         job = dataclasses.replace(job, configuration=configuration, path=job.path.resolve())
-        try:
-            while not self._done(self.started):
-                if self.stopping:
-                    return None
-                if not has_room(self.ray, self.threads, 0):
-                    self.end(busy=True)
-                    raise WorkerDied(f"no node of the Ray cluster has {self.threads} CPU for it")
-            call = self.call = self.actor.make.remote(job, fresh)
-            done = False
-            while not done:
-                done = self._done(call)
-                for event in self.ray.get(self.actor.take_events.remote()):
-                    watch(event)
-            reason: str | None = self.ray.get(call)
-        except self.ray.exceptions.RayError as error:
-            raise WorkerDied(DIED if self.session.died else f"its actor died: {ending(error)}") from None
-        return reason
+        self.calls[self.make.remote(job, fresh, self.threads, self.board)] = job.name
 
-    def _done(self, call: Any) -> bool:
-        """Return True if a call was answered, after a while. Raise `WorkerDied` when the local cluster has died."""
-        done, _ = self.ray.wait([call], timeout=ACTOR_SECONDS)
-        if not done and self.session.died:
-            raise WorkerDied(DIED)
-        return bool(done)
+    def news(self) -> Iterator[News]:
+        ended, _ = self.ray.wait(list(self.calls), timeout=POLL_SECONDS)
+        died, lost = self.session.died, self.ray.exceptions.RayError
+        with suppress(lost):  # then the runs that were on its node are lost too, and say so
+            yield from () if died else self.ray.get(self.board.take.remote())
+        for call in list(self.calls) if died else ended:
+            try:
+                reason = DIED if died else self.ray.get(call)
+            except lost as error:
+                reason = DIED if self.session.died else f"its worker died: {ending(error)}"
+            yield self.calls.pop(call), reason
 
     def stop(self) -> None:
-        """End the run after its round."""
-        self.stopping = True
-        self.actor.stop.remote()
+        self.board.stop.remote()
 
-    def end(self, busy: bool) -> None:
-        """End the actor; if busy, it saves its run."""
-        if busy and self.call is not None:
-            self.stop()
-            self.ray.wait([self.call], timeout=SAVING_SECONDS)
-        self.ray.kill(self.actor)
+    def close(self) -> None:
+        for call in self.calls:
+            self.ray.cancel(call)
+        if self.calls and not self.session.died:
+            self.ray.wait(list(self.calls), num_returns=len(self.calls), timeout=SAVING_SECONDS)
+        for call in self.calls:
+            self.ray.cancel(call, force=True)
+        self.ray.kill(self.board)
+        leave(self.session)
 
 
-RunPool = SerialPool | WorkerPool
+RunPool = SerialPool | ParallelPool
 
 
 def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:
     """Return the pool for those of `runs` runs that are waiting. Raises as `load_ray` and `join`."""
     size, threads = configuration.runs_at_a_time, threads_each(configuration, runs)
     if configuration.pool != "processes" and waiting > 0:
-        ray = load_ray()
-        session = join(LOCAL if configuration.pool == "ray" else configuration.pool, size * threads, 0, STORE)
-        return WorkerPool(size, lambda: RunActorHandle(ray, session, threads), lambda: leave(session))
+        return RayPool(LOCAL if configuration.pool == "ray" else configuration.pool, size, threads)
     if size > 1 and waiting > 1:
-        return WorkerPool(min(size, waiting), lambda: RunProcess(threads))
+        return ProcessPool(min(size, waiting), threads)
     return SerialPool(tasks, threads)

@@ -1,92 +1,102 @@
-"""The workers of a pool of runs: a process that makes runs until its parent closes the pipe, or a Ray actor."""
+"""The workers of a pool of runs: a process that makes runs until its parent ends it, or a Ray task for each run."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-import threading
-from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedloom.engines.worker_life import exit_with_parent, importing
 
 if TYPE_CHECKING:
     from fedloom.experiment.events import Event
-    from fedloom.experiment.jobs import Job
-
-STOP = "stop"
-"""The message that ends a run after the round in progress."""
+    from fedloom.experiment.jobs import Job, Tasks
 
 
-def serve(connection: Connection, threads: int) -> None:
-    """Make the runs that the parent sends. It is watched before PyTorch is imported, which takes seconds."""
+def serve(connection: Connection, stopping: Any, threads: int) -> None:
+    """Make the runs that the parent sends; `stopping.value` ends the one in progress after its round.
+
+    The parent is watched before PyTorch is imported, which takes seconds.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     exit_with_parent(parent.pid if parent else None)
     with importing():
-        import torch
+        _tasks()
+    from fedloom.rounds.termination import Terminated, sigterm_interrupts
 
-        from fedloom.experiment.jobs import Tasks, attempt
-        from fedloom.rounds.termination import Terminated, sigterm_interrupts
-
-    torch.set_num_threads(threads)
-    tasks = Tasks()
-
-    def watch(event: Event) -> None:
+    def send(event: Event) -> bool:
         connection.send(event)
-        if connection.poll() and connection.recv() == STOP:
-            raise KeyboardInterrupt
+        return bool(stopping.value)
 
     with suppress(EOFError, Terminated), sigterm_interrupts():
         while True:
-            message = connection.recv()
-            if message == STOP:
-                continue  # between two runs
-            job, fresh = message
-            try:
-                connection.send(attempt(job, watch, fresh, tasks))
-            except Terminated:
-                raise
-            except KeyboardInterrupt:
-                connection.send(None)
+            job, fresh = connection.recv()
+            connection.send(_make(job, fresh, threads, send))
 
 
-class RunActor:
-    """A Ray actor: one thread makes the run, another answers calls."""
+def make_in_ray(job: Job, fresh: bool, threads: int, board: Any) -> str | None:
+    """Make a run in a Ray task, whose events go to the `board`; return why it failed, or None (also when it was stopped)."""
+    import ray
 
-    def __init__(self, threads: int) -> None:
+    _exit_with_raylet()
+    return _make(job, fresh, threads, lambda event: bool(ray.get(board.add.remote(event))))
+
+
+class EventBoard:
+    """A Ray actor that keeps the events of all runs for their pool, and answers each with whether the run is to stop."""
+
+    def __init__(self) -> None:
         exit_with_parent()
-        from fedloom.experiment.jobs import Tasks
+        self.events: list[Event] = []
+        self.stopping = False
 
-        self.threads = threads
-        self.tasks = Tasks()
-        self.events: deque[Event] = deque()
-        self.stopping = threading.Event()
+    def add(self, event: Event) -> bool:
+        self.events.append(event)
+        return self.stopping
 
-    def make(self, job: Job, fresh: bool) -> str | None:
-        """Make one run; return why it failed, or None (also when it was stopped)."""
-        import torch
-
-        from fedloom.experiment.jobs import attempt
-
-        torch.set_num_threads(self.threads)
-
-        def watch(event: Event) -> None:
-            self.events.append(event)
-            if self.stopping.is_set():
-                raise KeyboardInterrupt
-
-        try:
-            return attempt(job, watch, fresh, self.tasks)
-        except KeyboardInterrupt:
-            return None
-
-    def take_events(self) -> list[Event]:
+    def take(self) -> list[Event]:
         """Return the events since the last call."""
-        return [self.events.popleft() for _ in range(len(self.events))]
+        events, self.events = self.events, []
+        return events
 
     def stop(self) -> None:
-        """End the run after the round in progress."""
-        self.stopping.set()
+        """End the runs after their rounds in progress."""
+        self.stopping = True
+
+
+@cache
+def _exit_with_raylet() -> None:
+    exit_with_parent()
+
+
+@cache
+def _tasks() -> Tasks:
+    from fedloom.experiment.jobs import Tasks
+
+    return Tasks()
+
+
+def _make(job: Job, fresh: bool, threads: int, send: Callable[[Event], bool]) -> str | None:
+    """Make a run until an event is answered with True; return why it failed, or None."""
+    import torch
+
+    from fedloom.experiment.jobs import attempt
+    from fedloom.rounds.termination import Terminated
+
+    torch.set_num_threads(threads)
+
+    def watch(event: Event) -> None:
+        if send(event):
+            raise KeyboardInterrupt
+
+    try:
+        return attempt(job, watch, fresh, _tasks())
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        return None
