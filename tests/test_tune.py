@@ -222,9 +222,7 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
         score_on_test(search, trials[0], runner)
 
 
-def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
     content = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
     texts = (
@@ -246,10 +244,7 @@ def test_optuna_suggests_the_same_trials_again_and_gives_up_hopeless_ones(
         assert 0.02 <= trial.changes["training.learning_rate"] <= 1
         assert trial.changes["training.epochs"] in (1, 2)
         assert trial.changes["algorithm.mu"] in (0, 1)
-    given_up = [trial for trial in first if trial.reason]
-    assert given_up
     assert capsys.readouterr() == ("", ""), "Optuna says of itself what it does"
-    assert all(trial.reason == "given up after 1 of 2 seeds" and list(trial.values) == [0] for trial in given_up)
     assert len({trial.changes["training.learning_rate"] for trial in first}) == 10
 
 

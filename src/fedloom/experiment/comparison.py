@@ -16,9 +16,9 @@ from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.comparison_result import ComparisonResult
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.cores import runs_side_by_side
-from fedloom.experiment.events import Event, RunName, Watch
+from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import Job, Tasks, placed, require_possible
+from fedloom.experiment.jobs import Job, Tasks, placed, require_possible, unfinished
 from fedloom.experiment.pools import make_pool
 from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import PythonObjects, TaskOf
@@ -72,14 +72,8 @@ class Comparison:
     ) -> dict[RunName, str]:
         """Run what is not finished, write the figures of all, and return why runs failed, which stops no other."""
         jobs = placed(self.configuration, self.names, reuse=not fresh)
-        if not fresh:
-            for job in jobs:
-                job.require()
-        waiting, tasks = [job for job in jobs if fresh or not job.finished], Tasks()
+        waiting, tasks = unfinished(jobs, watch, fresh), Tasks()
         require_possible(waiting, tasks)
-        for job in jobs:
-            if job not in waiting:
-                watch(Event("skipped", job.name, job.configuration.rounds))
         with closing(make_pool(self.configuration, len(jobs), len(waiting), tasks)) as pool:
             failed = pool.run(waiting, watch, fresh, stopped)
         self.result(failed).write(self.configuration)

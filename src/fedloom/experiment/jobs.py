@@ -12,7 +12,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
-from fedloom.experiment.events import RunName, Watch
+from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
@@ -60,6 +60,19 @@ def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, S
     usual = run_directory(configuration, *name).path
     alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
     return Job(configuration, name, alike[0] if alike and usual not in alike else usual)
+
+
+def unfinished(jobs: Iterable[Job], watch: Watch, fresh: bool = False) -> list[Job]:
+    """Return the runs that are to be made; `watch` hears of the others. Raises as `Job.require`."""
+    waiting = []
+    for job in jobs:
+        if not fresh:
+            job.require()
+        if fresh or not job.finished:
+            waiting.append(job)
+        else:
+            watch(Event("skipped", job.name, job.configuration.rounds))
+    return waiting
 
 
 def require_possible(jobs: Sequence[Job], tasks: "Tasks") -> None:

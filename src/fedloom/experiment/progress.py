@@ -76,7 +76,9 @@ class Display:
             text = Text(f"seed {run.seed}: {run.algorithm}{setting}").markup
             self.bars[run] = self.progress.add_task(text, total=rounds, completed=event.finished, score="", run=run)
         elif event.kind == "round":
-            self.progress.update(self.bars[run], completed=event.finished, **({"score": score} if event.score else {}))
+            self.progress.update(self.bars[run], completed=event.finished)
+            if event.score:
+                self.progress.update(self.bars[run], score=score)
         elif over and run in self.bars:
             self.progress.remove_task(self.bars.pop(run))
         done = sum(self.finished.values())

@@ -2,18 +2,14 @@
 
 import importlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
-from fedloom.errors import FedloomError, MissingExtra
-from fedloom.experiment.settings import Axis, Changes, Range
+from fedloom.errors import MissingExtra
+from fedloom.experiment.settings import Axis, Range, values_of
 from fedloom.experiment.tune import Runner, Search, Trial
 
 TRIALS = 20
 """Default number of trials."""
-
-STARTUP = 5
-"""Trials that come to their end before any is given up."""
 
 
 def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_size: int = 1) -> list[Trial]:
@@ -29,65 +25,36 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)
-    study = optuna.create_study(
-        direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
-    )
-    spaces = {key: _space(optuna, axis) for key, axis in search.axes.items()}
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    space = {key: _distribution(optuna, axis) for key, axis in search.axes.items()}
     completed: list[Trial] = []
     while len(completed) < trials:
-        suggestions = [
-            study.ask({key: space for key, (space, _) in spaces.items()})
-            for _ in range(min(batch_size, trials - len(completed)))
+        suggestions = [study.ask(space) for _ in range(min(batch_size, trials - len(completed)))]
+        batch = [
+            search.trial(number, {key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()})
+            for number, suggestion in enumerate(suggestions, start=len(completed) + 1)
         ]
-        batch: list[Trial] = []
-        for number, suggestion in enumerate(suggestions, start=len(completed) + 1):
-            changes: Changes = {key: value_of(suggestion.params[key]) for key, (_, value_of) in spaces.items()}
-            batch.append(_trial(search, number, changes))
-        _make(runner, batch, suggestions)
+        runner.run(batch)
         for trial, suggestion in zip(batch, suggestions, strict=True):
-            state = None if trial.score is not None else optuna.trial.TrialState.FAIL
-            if trial.reason.startswith(_GIVEN_UP):
-                state = optuna.trial.TrialState.PRUNED
-            study.tell(suggestion, trial.score if state is None else None, state=state)
+            failed = optuna.trial.TrialState.FAIL if trial.score is None else None
+            study.tell(suggestion, trial.score, state=failed)
         completed += batch
     return completed
 
 
-_GIVEN_UP = "given up"
+def _distribution(optuna: Any, axis: Axis) -> Any:
+    """Return Optuna's distribution of an axis, of indices for lists and steps."""
+    distributions = optuna.distributions
+    if not isinstance(axis, Range):
+        return distributions.CategoricalDistribution(tuple(range(len(axis))))
+    if axis.steps is not None:
+        return distributions.IntDistribution(0, axis.steps - 1)
+    kind = distributions.IntDistribution if axis.integral else distributions.FloatDistribution
+    return kind(axis.low, axis.high, log=axis.logarithmic)
 
 
-def _make(runner: Runner, batch: list[Trial], suggestions: list[Any]) -> None:
-    """Run the batch seed by seed, without the trials that failed or are hopeless."""
-    live = [(trial, suggestion) for trial, suggestion in zip(batch, suggestions, strict=True) if not trial.reason]
-    for step, seed in enumerate(batch[0].seeds):
-        if not live:
-            return
-        runner.run([trial for trial, _ in live], [seed])
-        for trial, suggestion in live:
-            if not trial.reason:
-                suggestion.report(trial.signed(sum(trial.values.values()) / len(trial.values)), step)
-                if step + 1 < len(trial.seeds) and suggestion.should_prune():
-                    trial.reason = f"{_GIVEN_UP} after {step + 1} of {len(trial.seeds)} seeds"
-        live = [(trial, suggestion) for trial, suggestion in live if not trial.reason]
-
-
-def _trial(search: Search, number: int, changes: Changes) -> Trial:
-    """Return the trial; values that do not fit each other fail it, not the search."""
-    try:
-        return search.trial(number, changes)
-    except FedloomError as error:
-        return Trial(number, changes, search.trial(number, next(search.corners())).configuration, reason=str(error))
-
-
-def _space(optuna: Any, axis: Axis) -> tuple[Any, Callable[[Any], Any]]:
-    """Return Optuna's distribution, of indices for lists and steps, and the function from its values to ours."""
-    if isinstance(axis, Range) and axis.steps is not None:
-        values = axis.values()
-        return optuna.distributions.IntDistribution(0, len(values) - 1), values.__getitem__
-    if isinstance(axis, Range) and axis.integral:
-        return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.logarithmic), int
-    if isinstance(axis, Range):
-        return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.logarithmic), lambda value: float(
-            f"{value:.6g}"
-        )
-    return optuna.distributions.CategoricalDistribution(tuple(range(len(axis)))), axis.__getitem__
+def _value(axis: Axis, suggested: Any) -> Any:
+    """Return the value of an axis that Optuna's suggestion stands for."""
+    if not isinstance(axis, Range) or axis.steps is not None:
+        return values_of(axis)[suggested]
+    return suggested if axis.integral else float(f"{suggested:.6g}")

@@ -17,8 +17,8 @@ import tomli_w
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
-from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible
+from fedloom.experiment.events import RunName, Watch
+from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible, unfinished
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
 from fedloom.experiment.settings import (
@@ -63,11 +63,7 @@ class Trial:
     @property
     def score(self) -> float | None:
         """The mean over the seeds, negative where less is better: the best trial has the highest score."""
-        return None if self.spread is None else self.signed(self.spread.mean)
-
-    def signed(self, value: float) -> float:
-        """Return a value of the metric as a score, of which more is better."""
-        return value if self.metric.higher_is_better else -value
+        return None if self.spread is None else self.spread.mean * (1 if self.metric.higher_is_better else -1)
 
     @property
     def algorithm(self) -> str:
@@ -170,34 +166,28 @@ class Runner:
     def __init__(self, pool: RunPool, watch: Watch, stopped: Callable[[], bool]) -> None:
         self.pool, self.watch, self.stopped = pool, watch, stopped
 
-    def jobs(self, trials: Sequence[Trial], seeds: Sequence[int] | None = None) -> dict[RunName, Job]:
-        """Return the jobs of the trials, with all their seeds or these; trials that are alike share theirs."""
+    def jobs(self, trials: Sequence[Trial]) -> dict[RunName, Job]:
+        """Return the jobs of the trials, with all their seeds; trials that are alike share theirs."""
         finished = finished_runs(trials[0].configuration.folder)
-        return {
-            name: job_of(trial.configuration, name, finished)
-            for trial in trials
-            for seed in (trial.seeds if seeds is None else seeds)
-            for name in [trial.name(seed)]
-        }
+        names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}
+        return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
 
-    def run(self, trials: Sequence[Trial], seeds: Sequence[int] | None = None) -> None:
+    def run(self, trials: Sequence[Trial]) -> None:
         """Make the runs that are not finished yet and note the measure of all."""
-        jobs = self.jobs(trials, seeds)
-        for job in jobs.values():
-            job.require()
-            if job.finished:
-                self.watch(Event("skipped", job.name, job.configuration.rounds))
-        failed = self.pool.run([job for job in jobs.values() if not job.finished], self.watch, False, self.stopped)
+        jobs = self.jobs(trials)
+        failed = self.pool.run(unfinished(jobs.values(), self.watch), self.watch, False, self.stopped)
         for trial in trials:
-            measure, evaluations = trial.configuration.measure, trial.configuration.last
-            for seed in trial.seeds if seeds is None else seeds:
+            for seed in trial.seeds:
                 name = trial.name(seed)
-                summary = None if name in failed else jobs[name].summary()
-                value = None if summary is None else measured(summary, measure, evaluations)
-                if summary is None or value is None:
+                value = None
+                if name not in failed:
+                    summary = jobs[name].summary()
+                    trial.metric = summary.metric
+                    value = measured(summary, trial.configuration.measure, trial.configuration.last)
+                if value is None:
                     trial.reason = failed.get(name, "nothing was measured")
                 else:
-                    trial.values[seed], trial.metric = value, summary.metric
+                    trial.values[seed] = value
 
 
 def search_grid(search: Search, runner: Runner, tasks: Tasks, trials: int | None = None) -> list[Trial]:
