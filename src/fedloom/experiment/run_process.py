@@ -41,10 +41,10 @@ def serve(connection: Connection, stopping: Any, threads: int) -> None:
 
 def make_in_ray(job: Job, fresh: bool, threads: int, board: Any) -> str | None:
     """Make a run in a Ray task, whose events go to the `board`; return why it failed, or None (also when it was stopped)."""
-    import ray
+    from fedloom.engines.ray.session import load_ray
 
     _exit_with_raylet()
-    return _make(job, fresh, threads, lambda event: bool(ray.get(board.add.remote(event))))
+    return _make(job, fresh, threads, lambda event: bool(load_ray().get(board.add.remote(event))))
 
 
 class EventBoard:
