@@ -93,7 +93,7 @@ def share(algorithm: Algorithm, task: Task, participation: float, cadences: int)
 
 def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
     """Milliseconds, median over turns: of the global model on all clients' own test data, in one pass and client by client; and
-    of a model of each client's own, counted together and client by client."""
+    of a model of each client's own."""
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     local_test = task.local_test
     assert local_test is not None  # every task here has it
@@ -102,9 +102,6 @@ def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
     ways: dict[str, Callable[[], object]] = {
         "together_ms": lambda: evaluator.tally(task.initial, task.train, local_test, clients),
         "apart_ms": lambda: [evaluator.tally(task.initial, task.train, local_test, [client]) for client in clients],
-        "models_together_ms": lambda: list(
-            evaluator.tallies(((k, rows[k], None) for k in clients), task.train, local_test)
-        ),
         "models_apart_ms": lambda: [evaluator.tally(rows[k], task.train, local_test, [k]) for k in clients],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}

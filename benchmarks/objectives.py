@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 from fedloom.objectives import Objective, objectives
-from fedloom.rounds.scoring import score
+from fedloom.rounds.scoring import Evaluator
 
 ROUNDS, EPOCHS, CLIENTS, TOKENS = 40, 4, 10, 16
 
@@ -82,8 +82,8 @@ def in_one_place(task: fl.Task) -> float:
             optimizer.zero_grad()
             task.objective.loss(module(task.dataset.prepare(batch.inputs)), batch.labels).backward()
             optimizer.step()
-    with torch.no_grad():
-        return float(score(module.eval(), task.dataset, task.test)[task.objective.metric.name])
+    evaluator = Evaluator(task.model, task.layout, task.dataset)
+    return evaluator.score(task.layout.flatten(module), task.test)[task.objective.metric.name]
 
 
 def by_scikit_learn(task: fl.Task) -> float:

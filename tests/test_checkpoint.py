@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedloom.state.tensors
 from fedloom.engines.rows import RowsEngine
@@ -59,17 +58,14 @@ class Disk:
 def disk(last: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
     watched = Disk(last)
-    digest, replace, unlink = fedloom.state.tensors._checksum, Path.replace, Path.unlink
+    replacing, replace, unlink = fedloom.state.tensors.replacing, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
-    def written(tensors: dict[str, Tensor], about: str, write: Any = None) -> str:
-        if write is None:
-            return digest(tensors, about)
-
-        def half() -> None:
-            digest(tensors, about, lambda chunk: write(chunk[: len(chunk) // 2]))
-
-        return str(watched.operation(lambda: digest(tensors, about, write), half))
+    @contextmanager
+    def written(path: Path, **options: Any) -> Iterator[Path]:
+        with replacing(path, **options) as temporary:
+            yield temporary
+            watched.operation(nothing, lambda: os.truncate(temporary, temporary.stat().st_size // 2))
 
     def appended(log: RoundLog, record: dict[str, Any]) -> None:
         def half() -> None:
@@ -82,7 +78,7 @@ def disk(last: float = float("inf")) -> Iterator[Disk]:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedloom.state.tensors, "_checksum", written)
+        patch.setattr(fedloom.state.tensors, "replacing", written)
         patch.setattr(RoundLog, "append", appended)
         patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
         patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))

@@ -45,7 +45,7 @@ from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.rounds.scoring import Evaluator, Tally, score
+from fedloom.rounds.scoring import Evaluator, Tally
 from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---
@@ -190,12 +190,12 @@ def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
     own = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
     evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data, batch_size=7)
     evaluator.__dict__["module"] = nn.Identity()
-    evaluator._loaded = lambda row, integers: evaluator.module  # type: ignore[method-assign]
+    evaluator.layout.load = lambda module, row, integers: None  # type: ignore[method-assign]
     tally = evaluator.tally(torch.zeros(2), data.test, own, range(clients))
     alone = Tally.joined([evaluator.tally(torch.zeros(2), data.test, own, [k]) for k in range(clients)])
     overall = tally.overall(data.objective)["r2"]
     assert alone.overall(data.objective)["r2"] == pytest.approx(overall, rel=1e-9)
-    assert float(score(nn.Identity(), data, data.test, 7)["r2"]) == pytest.approx(overall, rel=1e-5)
+    assert evaluator.score(torch.zeros(2), data.test)["r2"] == pytest.approx(overall, rel=1e-5)
     return overall
 
 

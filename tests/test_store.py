@@ -91,7 +91,7 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
                     found, wanted = store.read(client).get(name), now.get(client, {}).get(name)
                     assert (found is None) == (wanted is None)
                     assert found is None or torch.equal(found, wanted)
-            assert store._pending_bytes + store._memory_bytes <= budget
+            assert store._undo_bytes + store._memory_bytes <= budget
 
 
 def test_the_least_recently_used_clients_spill() -> None:

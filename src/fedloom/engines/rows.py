@@ -133,7 +133,8 @@ class RowsEngine(LocalEngine):
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         test = self.local_test()
         models = self._results(algorithm, client_tasks, partial(self.personalised, algorithm, round))
-        yield from self.evaluator.tallies(models, self.task.train, test)
+        for client, row, integers in models:
+            yield self.evaluator.tally(row, self.task.train, test, [client], integers)
 
     def personalised(
         self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]

@@ -4,7 +4,7 @@ import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -12,14 +12,13 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.config.expression import parse
-from fedloom.config.fields import LARGEST, Positive, require_fields
+from fedloom.config.fields import LARGEST, Positive, require_between, require_fields
 from fedloom.config.registry import Registry
 from fedloom.data.formats.limits import read_text
 from fedloom.errors import DataError, FedloomError, InvalidValue, quoted
 from fedloom.randomness import numpy_stream
 
 DAY = 86_400.0
-COLUMNS = ("speed", "down", "up", "from", "hours")
 
 SHARE_OF_TRACE = 1 / 64
 """Of the memory of a data set, how much a trace may have: its lines take many times as much when they are read."""
@@ -31,6 +30,9 @@ PerSecond = Annotated[float, Field(ge=SLOWEST, le=LARGEST)]
 
 Rate = Callable[[np.random.Generator], float]
 """Draws one client's rate, per second."""
+
+_TRACE = dict.fromkeys(("speed", "down", "up"), (SLOWEST, math.inf)) | {"from": (0.0, 24.0), "hours": (SLOWEST, 24.0)}
+"""Columns of a trace, and the range of each."""
 
 client_rates: Registry[Callable[..., Rate]] = Registry("distribution of clients' rates", "fedloom.rounds")
 
@@ -135,7 +137,16 @@ class Clock:
 
     def device(self, seed: int, client: int) -> Device:
         """Return a client's device, the same in every round."""
-        return _device(self, seed, client)
+
+        def drawn(name: str, rate: Any) -> float:
+            if isinstance(rate, str):
+                return float(_rate(rate)(numpy_stream(seed, f"clock {name}", client=client)))
+            return math.inf if rate is None else float(rate)
+
+        start = 24 * float(numpy_stream(seed, "clock hours", client=client).random())
+        speed, down, up = (drawn(name, getattr(self, name)) for name in ("speed", "down", "up"))
+        device = Device(speed, down, up, start, self.hours)
+        return replace(device, **self.lines[client % len(self.lines)]) if self.lines else device
 
     def selected(self, replies: int, clients: int) -> int:
         """Return how many clients to select for so many replies."""
@@ -147,20 +158,6 @@ def _rate(text: str) -> Rate:
     return cast(Rate, client_rates.build(parse(text)))
 
 
-@lru_cache(maxsize=100_000)
-def _device(clock: Clock, seed: int, client: int) -> Device:
-    def drawn(name: str, rate: Any) -> float:
-        if isinstance(rate, str):
-            return float(_rate(rate)(numpy_stream(seed, f"clock {name}", client=client)))
-        return math.inf if rate is None else float(rate)
-
-    start = 24 * float(numpy_stream(seed, "clock hours", client=client).random())
-    speed, down, up = (drawn(name, getattr(clock, name)) for name in ("speed", "down", "up"))
-    device = Device(speed, down, up, start, clock.hours)
-    lines = clock.lines
-    return replace(device, **lines[client % len(lines)]) if lines else device
-
-
 @cache
 def _lines(path: str) -> tuple[dict[str, float], ...]:
     """The lines of a trace. Raises `InvalidValue` where it cannot be read, with the line."""
@@ -169,20 +166,15 @@ def _lines(path: str) -> tuple[dict[str, float], ...]:
     except (DataError, csv.Error) as error:
         raise InvalidValue(f"trace: {error}") from None
     if not rows:
-        raise InvalidValue(
-            f"trace: {path} holds no client: give a line of {', '.join(COLUMNS)} and one for each client"
-        )
+        raise InvalidValue(f"trace: {path} holds no client: give a line of {', '.join(_TRACE)} and one for each client")
     entries = []
     for number, row in enumerate(rows, start=2):
         for name, text in row.items():
-            if name not in COLUMNS:
-                raise InvalidValue(f"trace: {path} has a column {quoted(name)}: there are {', '.join(COLUMNS)}")
+            if name not in _TRACE:
+                raise InvalidValue(f"trace: {path} has a column {quoted(name)}: there are {', '.join(_TRACE)}")
             try:
-                value = float(text)
+                require_between(name, float(text), *_TRACE[name])
             except (TypeError, ValueError):
-                value = math.nan
-            lowest, highest = {"from": (0.0, 24.0), "hours": (SLOWEST, 24.0)}.get(name, (SLOWEST, math.inf))
-            if not lowest <= value <= highest:
-                raise InvalidValue(f"trace: {path}, line {number}: {name} cannot be {quoted(text)}")
+                raise InvalidValue(f"trace: {path}, line {number}: {name} cannot be {quoted(text)}") from None
         entries.append({"start" if name == "from" else name: float(text) for name, text in row.items()})
     return tuple(entries)

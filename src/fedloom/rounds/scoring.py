@@ -1,10 +1,9 @@
 """How good a model is on given samples, in all or client by client."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.flat.layout import Layout
-from fedloom.objectives import Objective, Totals, prediction
+from fedloom.objectives import Objective, prediction
 from fedloom.objectives.metrics import counted, figures
 
 WORST = 0.1
@@ -83,9 +82,11 @@ class Evaluator:
         return self.layout.copy(self._original).eval().requires_grad_(False)
 
     def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
-        """The objective's figures of the model `row [P]` on all samples together."""
-        values = score(self._loaded(row, integers), self.dataset, samples, self.batch_size)
-        return {name: float(value) for name, value in values.items()}
+        """Return the objective's figures and the metrics of the model `row [P]` on all samples together."""
+        objective, sizes = self.dataset.objective, torch.tensor([len(samples)])
+        totals = objective.add_up(self._count(row, samples, integers), lambda values: values.sum(0, keepdim=True))
+        totals["samples"] = sizes.to(next(iter(totals.values())))
+        return {name: float(values[0]) for name, values in figures(objective, totals).items()}
 
     def tally(
         self,
@@ -100,62 +101,45 @@ class Evaluator:
         Clients share batches, so that many small test sets cost no more than one large one.
         """
         index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
-        predict = self._loaded(row, integers)
-        return self._tally(
-            {client: len(partition[client]) for client in clients},
-            lambda owner: count(predict, self.dataset, samples, index, self.batch_size, owner),
-        )
-
-    def tallies(
-        self, models: Iterable[tuple[int, Tensor, Tensor | None]], samples: Samples, partition: Partition
-    ) -> Iterator[Tally]:
-        """Score a model of each client's own, to the bits of `tally`: the client, its `row [P]` and its integer buffers.
-
-        Each model passes over its client's samples; what it puts out is counted together with that of others, as many as
-        share a batch.
-        """
-        waiting: list[tuple[int, Tensor, Tensor]] = []  # clients, outputs, labels
-        for client, row, integers in models:
-            index = partition[client]
-            outputs = None
-            if len(index) <= self.batch_size:
-                batch = samples[torch.from_numpy(index).to(samples.labels.device)]
-                with torch.no_grad():
-                    outputs = self._loaded(row, integers)(self.dataset.prepare(batch.inputs))
-            if not isinstance(outputs, Tensor):
-                yield self.tally(row, samples, partition, [client], integers)
-                continue
-            if waiting and sum(len(labels) for _, _, labels in waiting) + len(index) > self.batch_size:
-                yield self._together(waiting)
-                waiting = []
-            waiting.append((client, outputs, batch.labels))
-        if waiting:
-            yield self._together(waiting)
-
-    def _together(self, waiting: Sequence[tuple[int, Tensor, Tensor]]) -> Tally:
-        """The tally of several clients, each with what its model has put out and the labels of its samples."""
-        clients, outputs, labels = zip(*waiting, strict=True)
-        batch = torch.cat(outputs), torch.cat(labels)
-        return self._tally(
-            dict(zip(clients, map(len, labels), strict=True)), lambda owner: _counts(self.dataset, [batch], owner)
-        )
-
-    def _tally(self, sizes: Mapping[int, int], counts: Callable[[Tensor], Totals]) -> Tally:
-        """Add up what is counted of samples, of which each client has so many: `counts` is given the owner of each."""
-        samples = torch.tensor([*sizes.values()])
-        owner = torch.arange(len(sizes)).repeat_interleave(samples)
+        sizes = torch.tensor([len(partition[client]) for client in clients])
+        owner = torch.arange(len(clients)).repeat_interleave(sizes)
         totals = self.dataset.objective.add_up(
-            {name: values.cpu() for name, values in counts(owner).items()},
-            lambda values: _by_owner(values.numpy(), owner.numpy(), len(sizes)),
+            {name: values.cpu() for name, values in self._count(row, samples, integers, index, owner).items()},
+            lambda values: _by_owner(values.numpy(), owner.numpy(), len(clients)),
             owner,
         )
-        return Tally(torch.tensor([*sizes]), samples, totals)
+        return Tally(torch.tensor([*clients]), sizes, totals)
 
-    def _loaded(self, row: Tensor, integers: Tensor | None) -> nn.Module:
-        """The module with the weights of `row [P]`."""
+    @torch.no_grad()
+    def _count(
+        self,
+        row: Tensor,
+        samples: Samples,
+        integers: Tensor | None,
+        index: Tensor | None = None,
+        owner: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name. The data set's
+        metrics are of the samples of each `owner [n]`, or of all."""
         # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
         self.layout.load(self.module, row, integers)
-        return self.module
+        dataset, blocks, pairs = self.dataset, [], []
+        for start in range(0, len(samples) if index is None else len(index), self.batch_size):
+            span = slice(start, start + self.batch_size)
+            batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
+            outputs = self.module(dataset.prepare(batch.inputs))
+            blocks.append(dataset.objective.statistics(outputs, batch.labels))
+            if dataset.metrics:
+                pairs.append((prediction(outputs), batch.labels))
+        statistics = (
+            {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
+        )
+        if pairs:
+            predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+            predicted, targets = map(dataset.objective.in_units, (predicted, targets))
+            further = counted(dataset.metrics, predicted, targets, owner)
+            statistics |= {name: values.to(targets.device) for name, values in further.items()}
+        return statistics
 
 
 def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:
@@ -163,52 +147,3 @@ def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], cli
     columns = values.reshape(len(values), -1).T
     sums = [np.bincount(owner, weights=column, minlength=clients) for column in columns]
     return torch.from_numpy(np.stack(sums, 1).reshape(clients, *values.shape[1:]))
-
-
-def score(
-    predict: Callable[[Tensor], Any], dataset: Dataset, samples: Samples, batch_size: int = 500
-) -> dict[str, Tensor]:
-    """Return the objective's figures and the metrics over all samples, a float64 scalar by name; `predict` gives the model's
-    outputs."""
-    totals = dataset.objective.add_up(
-        count(predict, dataset, samples, batch_size=batch_size), lambda values: values.sum(0, keepdim=True)
-    )
-    totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
-    return {name: values[0] for name, values in figures(dataset.objective, totals).items()}
-
-
-def count(
-    predict: Callable[[Tensor], Any],
-    dataset: Dataset,
-    samples: Samples,
-    index: Tensor | None = None,
-    batch_size: int = 500,
-    owner: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name; `predict` gives
-    outputs. The data set's metrics are of the samples of each `owner [n]`, or of all."""
-
-    def batches() -> Iterator[tuple[Any, Tensor]]:
-        for start in range(0, len(samples) if index is None else len(index), batch_size):
-            span = slice(start, start + batch_size)
-            batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
-            yield predict(dataset.prepare(batch.inputs)), batch.labels
-
-    return _counts(dataset, batches(), owner)
-
-
-@torch.no_grad()
-def _counts(dataset: Dataset, batches: Iterable[tuple[Any, Tensor]], owner: Tensor | None) -> dict[str, Tensor]:
-    """Return the statistics of outputs and labels, batch by batch, and what the data set's metrics count."""
-    blocks, pairs = [], []
-    for outputs, labels in batches:
-        blocks.append(dataset.objective.statistics(outputs, labels))
-        if dataset.metrics:
-            pairs.append((prediction(outputs), labels))
-    statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
-    if pairs:
-        predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
-        predicted, targets = map(dataset.objective.in_units, (predicted, targets))
-        further = counted(dataset.metrics, predicted, targets, owner)
-        statistics |= {name: values.to(targets.device) for name, values in further.items()}
-    return statistics

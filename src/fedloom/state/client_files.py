@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedloom.state.files import make_folder, remove, remove_unfinished
+from fedloom.state.files import make_folder, remove
 from fedloom.state.tensors import read_tensors, write_tensors
 
 Tensors = dict[str, Tensor]
@@ -49,10 +49,6 @@ class ClientFiles:
         for number, older in self.scan():
             if number == client and older < version and older not in needed:
                 self.remove(number, older)
-
-    def remove_unfinished(self) -> None:
-        """Remove what killed writers left."""
-        remove_unfinished(self.folder)
 
     def _about(self, client: int, version: int) -> dict[str, str]:
         return dict(zip(self.labels, (str(client), str(version)), strict=True))

@@ -126,22 +126,10 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
     """Return the error to raise where `size` bytes cannot be written to `path`."""
-    if error.errno == errno.EFBIG:
-        return DiskFull(f"{path} cannot be written: its {size:,} bytes are more than the system allows a file to have")
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return CheckpointError(f"{path} cannot be written ({error.strerror or error})")
-    if error.errno == errno.ENOSPC and _lacks_inodes(path.parent):
-        return DiskFull(f"{path} cannot be written: the disk holds as many files as it can (no inodes are left)")
-    return DiskFull(f"{path} cannot be written: the disk is full, and the file needs {size:,} bytes")
-
-
-def _lacks_inodes(folder: Path) -> bool:
-    """Return True if the file system has room for bytes but for no other file."""
-    try:
-        system = os.statvfs(folder)
-    except (OSError, AttributeError):  # Windows has no statvfs
-        return False
-    return system.f_files > 0 and system.f_favail == 0 and system.f_bavail > 0
+    reason = error.strerror or error
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFull(f"{path} cannot be written: it needs {size:,} bytes ({reason})")
+    return CheckpointError(f"{path} cannot be written ({reason})")
 
 
 def flush(path: Path) -> None:

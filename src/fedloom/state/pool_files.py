@@ -3,7 +3,6 @@
 import json
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch import Tensor
 from fedloom.errors import DamagedCheckpoint
 from fedloom.state.digest import Checksum
 from fedloom.state.files import flush, flush_directory, make_folder, not_written, remove, temporary_folder
-from fedloom.state.tensors import byte_chunks
+from fedloom.state.tensors import tensor_bytes
 
-_NAME = re.compile(r"rows-(\d+)")
+_NAMES = "rows-" + 7 * "[0-9]"
 
 
 @dataclass
@@ -47,9 +46,9 @@ class PoolFiles:
         self._mapped: dict[int, _MappedFile] = {}  # by address
         self._moved: list[Tensor] = []  # to files, for the checkpoint that is being written
         # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
-        self._newest = set() if directory is None else {path.name for path in directory.glob("rows-*")}
+        self._newest = set() if directory is None else {path.name for path in directory.glob(_NAMES)}
         self._older = self._newest
-        self._next = 1 + max(map(_number, self._newest), default=-1)
+        self._next = 1 + max((int(name.removeprefix("rows-")) for name in self._newest), default=-1)
 
     def takes(self, tensor_bytes: int, device: torch.device | None = None) -> bool:
         """Return True if a tensor of so many bytes lies in a file. Tensors of an accelerator stay there."""
@@ -66,12 +65,7 @@ class PoolFiles:
         self._next += 1
         try:
             with path.open("xb") as file:
-                if hasattr(
-                    os, "posix_fallocate"
-                ):  # notices a full disk now, where a page of the map would end the process
-                    os.posix_fallocate(file.fileno(), 0, size)
-                else:
-                    file.truncate(size)
+                os.posix_fallocate(file.fileno(), 0, size)  # a page of the map on a full disk would end the process
         except OSError as error:
             remove(path)
             raise not_written(path, error, size) from None
@@ -126,7 +120,7 @@ class PoolFiles:
         if newest != self._newest or not newest:  # else this round's checkpoint is written again
             self._older, self._newest = self._newest, newest
         if newest:  # what a killed round was making is no checkpoint's
-            self._older = {name for name in self._older if _number(name) <= max(map(_number, newest))}
+            self._older = {name for name in self._older if name <= max(newest)}
         if self.directory is not None and self.directory.is_dir():
             self._remove_needless(self.directory)
 
@@ -145,7 +139,7 @@ class PoolFiles:
     def _remove_needless(self, folder: Path) -> None:
         self._mapped = {address: mapped for address, mapped in self._mapped.items() if mapped.memory() is not None}
         needed = {*self._newest, *self._older, *(mapped.name for mapped in self._mapped.values())}
-        for path in folder.glob("rows-*"):
+        for path in folder.glob(_NAMES):
             if path.name not in needed:
                 remove(path)
 
@@ -156,18 +150,10 @@ class PoolFiles:
         return self.directory
 
 
-def _number(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else -1
-
-
 def _fingerprint(tensor: Tensor) -> object:
     """Return a value that changes when the tensor is modified."""
     return tensor._version, tensor.shape, tensor.dtype
 
 
 def _checksum(tensor: Tensor) -> str:
-    checksum = Checksum()
-    for chunk in byte_chunks(tensor):
-        checksum.update(chunk)
-    return str(checksum.hexdigest())
+    return str(Checksum(tensor_bytes(tensor)).hexdigest())

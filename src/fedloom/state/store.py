@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedloom.config.fields import require_at_least
 from fedloom.state.client_files import ClientFiles, Tensors
-from fedloom.state.files import flush, flush_directory, temporary_folder
+from fedloom.state.files import flush, flush_directory, remove_unfinished, temporary_folder
 
 BUDGET = 1 << 30
-"""Bytes kept in memory by default. Beyond it, files that were used lately are still in the system's cache."""
+"""Bytes kept in memory by default."""
 
 INLINE = 16 << 20
 """Bytes up to which a checkpoint holds all client memory itself, instead of naming files of it."""
@@ -28,7 +28,7 @@ VERSIONS = "versions"
 class ClientStore:
     """Named tensors for each client that has written any.
 
-    What a round writes is pending until `commit`, and can be undone before that. Beyond `budget` bytes, the least recently used
+    What a round writes can be undone until `commit`. Beyond `budget` bytes, the least recently used
     clients are moved to files. What a client writes later goes to a new version of its file, numbered over all clients. A
     checkpoint (`state`) names the versions that are current, so that clients that did not change cost it nothing; `release`
     removes the files that only older checkpoints needed. Without a `directory`, files lie in a temporary folder.
@@ -37,23 +37,27 @@ class ClientStore:
     def __init__(self, directory: Path | None = None, budget: int = BUDGET) -> None:
         require_at_least("memory_budget", budget, 0)
         self.budget = budget
-        self._temporary: Path | None = None
+        self._directory: Path | None = None
+        self._folder: Path | None = None
         self.begin(directory)
 
     def begin(self, directory: Path | None) -> None:
         """Forget everything and use `directory` from now on; the files in it stay until `release`."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary = None
-        self.directory = directory
-        self._forget(self._scan())
+        if self._folder is not None and self._directory is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._directory = self._folder = directory
+        self._forget()
 
-    def _forget(self, existing: set[tuple[int, int]]) -> None:
-        """Hold nothing in memory, and number new files after the `existing` ones."""
-        self._pending: dict[int, Tensors] = {}
+    def _forget(self) -> None:
+        """Hold nothing in memory, and number new files after those in the directory."""
+        existing: set[tuple[int, int]] = set()
+        if self._directory is not None:
+            remove_unfinished(self._directory)
+            existing = self._files().scan()
         self._in_memory: dict[int, Tensors] = {}  # least recently used first
-        self._pending_bytes = self._memory_bytes = 0
+        self._undo: dict[int, Tensors] = {}  # before this round's writes
         self._undoable = True
+        self._memory_bytes = self._undo_bytes = 0
         self._versions: dict[int, int] = {}  # of each client's file, where one holds what it remembers
         self._next = 1 + max((version for _, version in existing), default=0)
         self._checkpointed = self._next  # older versions are on the disk, and may belong to a checkpoint
@@ -64,86 +68,70 @@ class ClientStore:
 
     def read(self, client: int) -> Tensors:
         """Return everything the client remembers, by name and not to be changed in place; empty where it has written nothing."""
-        return {**self._stored(client), **self._pending.get(client, {})}
-
-    def write(self, client: int, tensors: Tensors) -> None:
-        """Add or replace named tensors of one client, which the caller must not change any more. Pending until `commit`."""
-        pending = self._pending.get(client, {})
-        self._pending[client] = {**pending, **tensors}
-        self._pending_bytes += _bytes(self._pending[client]) - _bytes(pending)
-        if self._pending_bytes > self.budget // 2:
-            self._undoable = False  # a round that needs so much memory is repeated from a checkpoint instead
-            self._settle()
-        self._spill()
-
-    def commit(self) -> None:
-        """Keep what the round wrote."""
-        self._settle()
-        self._spill()
-        self._undoable = True
-
-    def rollback(self) -> bool:
-        """Forget what was written since `commit`. Returns False when some of it was already merged."""
-        self._pending, self._pending_bytes = {}, 0
-        return self._undoable
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted({*self._pending, *self._in_memory, *self._versions}))
-
-    # --- memory and files ---
-
-    def _stored(self, client: int) -> Tensors:
-        """Return what the client remembers without what is pending, brought back into memory if it lies in a file."""
-        if client not in self._in_memory and client not in self._versions:
-            return {}
         tensors = self._in_memory.pop(client, None)
         if tensors is None:
+            if client not in self._versions:
+                return {}
             tensors = self._files().read(client, self._versions[client])
             self._memory_bytes += _bytes(tensors)
         self._in_memory[client] = tensors  # the most recently used one comes last
         self._spill()
         return tensors
 
-    def _settle(self) -> None:
-        """Merge what is pending into what the clients remember."""
-        for client, written in self._pending.items():
-            merged = {**self._stored(client), **written}
-            self._memory_bytes += _bytes(merged) - _bytes(self._in_memory.pop(client, {}))
-            self._in_memory[client] = merged
-            version = self._versions.pop(client, None)
-            if version is not None and version < self._checkpointed:
-                self._superseded.append((client, version))
-            elif version is not None:
-                self._files().remove(client, version)
-        self._pending, self._pending_bytes = {}, 0
+    def write(self, client: int, tensors: Tensors) -> None:
+        """Add or replace named tensors of one client, which the caller must not change any more."""
+        remembered = self.read(client)
+        if self._undoable and client not in self._undo:
+            self._undo[client] = remembered
+            self._undo_bytes += _bytes(remembered)
+            if self._undo_bytes > self.budget // 2:  # the round is repeated from a checkpoint instead
+                self._undo, self._undo_bytes, self._undoable = {}, 0, False
+        self._put(client, {**remembered, **tensors})
+        self._spill()
+
+    def commit(self) -> None:
+        """Keep what the round wrote."""
+        self._undo, self._undo_bytes, self._undoable = {}, 0, True
+
+    def rollback(self) -> bool:
+        """Undo what was written since `commit`. Returns False when some of it cannot be undone."""
+        undo, self._undo, self._undo_bytes = self._undo, {}, 0
+        for client, tensors in undo.items():
+            self._put(client, tensors)
+        return self._undoable
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted({*self._in_memory, *self._versions}))
+
+    # --- memory and files ---
+
+    def _put(self, client: int, tensors: Tensors) -> None:
+        """Replace all that the client remembers."""
+        self._memory_bytes += _bytes(tensors) - _bytes(self._in_memory.pop(client, {}))
+        if tensors:
+            self._in_memory[client] = tensors
+        version = self._versions.pop(client, None)
+        if version is not None and version < self._checkpointed:
+            self._superseded.append((client, version))
+        elif version is not None:
+            self._files().remove(client, version)
 
     def _spill(self) -> None:
         """Move the least recently used clients to files until the others fit the budget."""
-        while self._in_memory and self._pending_bytes + self._memory_bytes > self.budget:
+        while self._in_memory and self._undo_bytes + self._memory_bytes > self.budget:
             client = next(iter(self._in_memory))
-            if client not in self._versions:
-                self._write_file(client)
+            self._write_file(client)
             self._memory_bytes -= _bytes(self._in_memory.pop(client))
 
     def _write_file(self, client: int) -> None:
-        version, self._next = self._next, self._next + 1
-        self._files().write(client, version, self._in_memory[client], durable=False)
-        self._versions[client] = version
+        if client not in self._versions:
+            version, self._next = self._next, self._next + 1
+            self._files().write(client, version, self._in_memory[client], durable=False)
+            self._versions[client] = version
 
     def _files(self) -> ClientFiles:
-        if self.directory is None and self._temporary is None:
-            self._temporary = temporary_folder(self, "clients")
-        folder = self.directory or self._temporary
-        assert folder is not None
-        return ClientFiles(folder)
-
-    def _scan(self) -> set[tuple[int, int]]:
-        """Return client and version of each file in the directory. Unfinished files are removed."""
-        if self.directory is None:
-            return set()
-        files = ClientFiles(self.directory)
-        files.remove_unfinished()
-        return files.scan()
+        self._folder = self._folder or temporary_folder(self, "clients")
+        return ClientFiles(self._folder)
 
     # --- checkpoints ---
 
@@ -152,13 +140,11 @@ class ClientStore:
 
         The files of these versions are on the disk when it returns, and stay until two newer checkpoints have been released.
         """
-        self._settle()
         if not self._versions and self._memory_bytes <= INLINE:
             memory = sorted(self._in_memory.items())
             return {f"{client}/{name}": tensor for client, tensors in memory for name, tensor in tensors.items()}
         for client in self._in_memory:
-            if client not in self._versions:
-                self._write_file(client)
+            self._write_file(client)
         files = self._files()
         for client, version in self._versions.items():
             if version >= self._checkpointed:
@@ -178,18 +164,17 @@ class ClientStore:
 
         Reads all files that it names. Raises `DamagedCheckpoint`, and then forgets everything, when one is missing or damaged.
         """
-        existing = self._scan()
-        self._forget(existing)
+        self._forget()
         versions = dict(state.get(VERSIONS, torch.empty(0, 2, dtype=torch.int64)).tolist())
         for client, version in versions.items():
             self._files().read(client, version)
         self._versions = versions
-        self._outdated = [file for file in existing if versions.get(file[0]) != file[1]]
+        self._outdated = [file for file in self._outdated if versions.get(file[0]) != file[1]]
         for key, tensor in state.items():
             if key != VERSIONS:
                 client_text, _, name = key.partition("/")
                 self._in_memory.setdefault(int(client_text), {})[name] = tensor
-        self._memory_bytes = sum(_bytes(tensors) for tensors in self._in_memory.values())
+        self._memory_bytes = sum(map(_bytes, self._in_memory.values()))
         self._spill()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ Each file holds a checksum of its contents, by which a reader notices a bit that
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.digest import Checksum
 from fedloom.state.files import not_written, replacing
 
-_CHUNK = 1 << 20  # bytes that are still in the processor's cache when they are written after the checksum has read them
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32",
@@ -40,13 +39,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
     plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     about = json.dumps(dict(metadata), sort_keys=True)
-    header = _header(plain, about, "0" * 32)
+    header = _header(plain, about)
     try:
-        with replacing(path, durable=durable) as temporary, temporary.open("r+b") as file:
+        with replacing(path, durable=durable) as temporary, temporary.open("wb") as file:
             file.write(header)
-            checksum = _checksum(plain, about, file.write)
-            file.seek(0)
-            file.write(_header(plain, about, checksum))
+            for tensor in plain.values():
+                file.write(tensor_bytes(tensor))
     except OSError as error:
         raise not_written(path, error, len(header) + sum(tensor.nbytes for tensor in plain.values())) from None
 
@@ -85,11 +83,9 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
     return tensors, metadata
 
 
-def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a contiguous tensor in memory, about a megabyte at a time."""
-    content = tensor.reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, len(content), _CHUNK):
-        yield content[start : start + _CHUNK].data
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in memory, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -97,9 +93,9 @@ def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _header(tensors: Mapping[str, Tensor], about: str, checksum: str) -> bytes:
+def _header(tensors: Mapping[str, Tensor], about: str) -> bytes:
     """Return the beginning of a safetensors file: the length of the header, then JSON."""
-    entries: dict[str, object] = {"__metadata__": {"digest": checksum, "fedloom": about}}
+    entries: dict[str, object] = {"__metadata__": {"digest": _checksum(tensors, about), "fedloom": about}}
     end = 0
     for name, tensor in tensors.items():
         offsets = [end, end := end + tensor.nbytes]
@@ -109,13 +105,10 @@ def _header(tensors: Mapping[str, Tensor], about: str, checksum: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _checksum(tensors: Mapping[str, Tensor], about: str, write: Callable[[memoryview], object] | None = None) -> str:
-    """Return the checksum of all that a file says. `write` is given the tensors' bytes meanwhile."""
+def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    """Return the checksum of all that a file says."""
     shapes = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
     checksum = Checksum(json.dumps([about, shapes]).encode())
     for tensor in tensors.values():
-        for chunk in byte_chunks(tensor):
-            checksum.update(chunk)
-            if write is not None:
-                write(chunk)
+        checksum.update(tensor_bytes(tensor))
     return str(checksum.hexdigest())
