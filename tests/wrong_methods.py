@@ -37,8 +37,8 @@ MISTAKES = {
     "EnclosesATensor": "reads anchor of all clients from around it",
     "LooksAtTheFirst": "clients that advance together come to other models",
     "DrawsFromTorch": "draws from torch's global generator (randn)",
-    "DrawsFromNumPy": "draws from the global generator of numpy.random",
-    "DrawsFromPython": "draws from the global generator of random",
+    "DrawsFromNumPy": "two runs with one seed come to other models: np.random.rand() is not of the seed",
+    "DrawsFromPython": "two runs with one seed come to other models: random.uniform(0.4, 0.6) is not of the seed",
     "NeverMoves": "the global model has not moved in 3 rounds",
     "Recieves": "Recieves.recieve is called by nobody",
     "HasNoType": "mu = 0.01 has no type",
@@ -50,7 +50,7 @@ MISTAKES = {
     "KeepsAGlobal": "SERVER_MODEL of wrong_methods changes while rounds go on, and each process has one of its own",
     "ReadsTheClock": "two runs with one seed come to other models: time.time() is not of the seed",
     "DrawsUnseeded": "two runs with one seed come to other models: np.random.default_rng() is not of the seed",
-    "DrawsAtAClient": "draws from the global generator of random",
+    "DrawsAtAClient": "two runs with one seed come to other models: random.random() is not of the seed",
     "TakesALogarithm": "training diverged",
     "RepliesWithIntegers": "returned 'model' as int64, not float32",
     "RepliesWithDoubles": "returned 'model' as float64, not float32",
@@ -235,11 +235,11 @@ SERVER_MODEL: dict[str, Tensor] = {}
 
 class KeepsAGlobal(fl.Algorithm):
     def send(self, round: Round) -> Message:
-        SERVER_MODEL["model"] = self.state["model"]  # wrong
+        SERVER_MODEL["model"] = self.state["model"]
         return super().send(round)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        return {"model": cohort.fit(inbox["model"]).model.lerp(SERVER_MODEL["model"], 0.1)}
+        return {"model": cohort.fit(inbox["model"]).model.lerp(SERVER_MODEL["model"], 0.1)}  # wrong
 
 
 class ReadsTheClock(fl.Algorithm):

@@ -4,7 +4,6 @@ import copy
 import difflib
 import inspect
 import os
-import random
 import re
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -106,14 +105,10 @@ def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bo
             raise
         return CheckResult(str(algorithm), [finding], {})
     trial = _Trial(method, own_task() if task is None else sample_of(task))
-    findings = [*_misread(method)]
     reference = _Reference(trial)
-    findings += reference.findings
-    if compare and not reference.stopped:
-        together = list(_in_lock_step(trial, reference.federation, bool(findings)))
-        findings += _of_no_seed(trial, reference.federation) or together if together else []
-        findings += [] if findings else _in_a_clean_process(trial, reference)
-        findings += [] if findings else _in_other_ways(trial, reference.federation)
+    findings = [*_misread(method), *reference.findings]
+    if compare and not findings:
+        findings = _in_other_ways(trial, reference)
     return CheckResult(str(method), list(dict.fromkeys(findings)), reference.sizes)
 
 
@@ -160,15 +155,6 @@ def sample_of(task: Task) -> Task:
     )  # fmt: skip
 
 
-def _proof(task: Task) -> Proof:
-    return prove(task.model, task.dataset, task.train, task.training, stack=True)
-
-
-@cache
-def _own_proof() -> Proof:
-    return _proof(own_task())
-
-
 @dataclass(frozen=True)
 class _Trial:
     """A method and the task that it is checked on."""
@@ -178,7 +164,7 @@ class _Trial:
 
     @cached_property
     def proof(self) -> Proof:
-        return _own_proof() if self.task is own_task() else _proof(self.task)
+        return prove(self.task.model, self.task.dataset, self.task.train, self.task.training, stack=True)
 
     @cached_property
     def participation(self) -> float:
@@ -191,16 +177,12 @@ class _Trial:
         return share
 
     def federation(
-        self,
-        engine: LocalEngine,
-        directory: Path | None = None,
-        rounds: int = ROUNDS,
-        participation: float | None = None,
+        self, engine: LocalEngine, folder: Path | None = None, rounds: int = ROUNDS, participation: float | None = None
     ) -> Federation:
         personal = 1 if self.task.local_test is not None else None
         options = {"evaluate_every": 1, "checkpoint_every": 1, "personal_every": personal, "personal_clients": CLIENTS}
         schedule = Schedule(rounds, participation or self.participation, **options)  # type: ignore[arg-type]
-        return Federation(copy.deepcopy(self.method), self.task, engine, schedule, directory)
+        return Federation(copy.deepcopy(self.method), self.task, engine, schedule, folder)
 
     def outcome(self, engine: LocalEngine, rounds: int = ROUNDS) -> Federation:
         """Return a federation after `ROUNDS` of its rounds."""
@@ -212,12 +194,15 @@ class _Trial:
 
     def resumed(self) -> Federation:
         """Return a federation that was killed after its first round and has gone on to its last."""
-        engines = [RowsEngine(self.task, self.proof) for _ in range(2)]
-        with tempfile.TemporaryDirectory() as folder, closing(engines[0]), closing(engines[1]):
-            killed = self.federation(engines[0], Path(folder))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            closing(RowsEngine(self.task, self.proof)) as first,
+            closing(RowsEngine(self.task, self.proof)) as second,
+        ):
+            killed = self.federation(first, Path(folder))
             killed.step()
             killed.save()
-            federation = self.federation(engines[1], Path(folder))
+            federation = self.federation(second, Path(folder))
             federation.run()
         return federation
 
@@ -247,17 +232,13 @@ def _misread(method: Algorithm) -> Iterator[Finding]:
                 continue
             near = difflib.get_close_matches(name, hooks, 1, 0.8)
             if inspect.isfunction(value) and near and not source_location(method, rf"\.{name}\b"):
-                yield Finding(
-                    f"{kind.__name__}.{name} is called by nobody", code_location(value), f"did you mean {near[0]}?"
-                )
+                problem = f"{kind.__name__}.{name} is called by nobody"
+                yield Finding(problem, code_location(value), f"did you mean {near[0]}?")
             elif isinstance(value, bool | int | float | str) and name.islower():
                 location = source_location(method, rf"^\s+{name}\s*=") or code_location(kind)
-                kind_of = type(value).__name__
-                yield Finding(
-                    f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}",
-                    location,
-                    f"write {name}: {kind_of} = {value!r}, or ClassVar where it is none",
-                )
+                problem = f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}"
+                remedy = f"write {name}: {type(value).__name__} = {value!r}, or ClassVar where it is none"
+                yield Finding(problem, location, remedy)
 
 
 # --- one client after another, instrumented ---
@@ -271,28 +252,27 @@ class _Reference:
         self.listener = Listener()
         self.findings: list[Finding] = []
         self.sizes: dict[str, float] = {}
-        self.stopped = False
-        generators, variables = _generators(), _globals(trial.method)
+        variables = _globals(trial.method)
         engine = _ListeningEngine(trial.task, trial.proof, self.listener)
         try:
             with self.listener, closing(engine):
                 self.federation = trial.federation(engine)
                 self._rounds(engine)
         except Exception as error:
-            self.stopped = True
             finding = _failure(error, trial.location)
             changed = next(iter(self.listener.notes["changed"].values()), "")
             arose = self.listener.not_finite if isinstance(error, Diverged | NotFinite) else ""
             self.findings.append(replace(finding, location=changed or arose or finding.location))
             self.listener.notes["changed"].clear()
             self.listener.faults.clear()  # the first of which is why no round came about
-        else:
-            self._note_draws(generators)
         present = _globals(trial.method)
         self.globals_changed = [name for name in present if present[name] != variables.get(name)]
         self.findings += self.listener.findings()
-        if not self.stopped and not self.findings:
-            self._require_movement()
+        moved = self.findings or not torch.equal(self.federation.algorithm.model(), trial.task.initial)
+        if not moved and not self.federation.algorithm.personal:
+            problem = f"the global model has not moved in {ROUNDS} rounds"
+            remedy = "update (or receive) must put a new model into self.state['model'], and train reply with trained weights"
+            self.findings.append(Finding(problem, trial.server_location, remedy))
 
     def _rounds(self, engine: "_ListeningEngine") -> None:
         method = self.federation.algorithm
@@ -307,15 +287,10 @@ class _Reference:
                 if not torch.equal(tensor.nan_to_num(), copies[name].nan_to_num()):
                     self.listener.note("changed", name, self.trial.location)
         self.findings += _missing_in_setup(method, initial)
-        self.findings += [
-            Finding(
-                f"self.{name} changes from round to round, and no checkpoint holds it",
-                location,
-                f"keep it as a tensor in self.state[{name!r}]",
-            )
-            for name, location in _written(method, attributes)
-            if name not in self.listener.notes["written"]
-        ]
+        for name, location in _written(method, attributes):
+            if name not in self.listener.notes["written"]:
+                problem = f"self.{name} changes from round to round, and no checkpoint holds it"
+                self.findings.append(Finding(problem, location, f"keep it as a tensor in self.state[{name!r}]"))
         participants = len(self.federation.history[0]["clients"])
         memories = [_bytes(engine.store.read(client)) for client in engine.store]
         self.sizes = {
@@ -324,28 +299,6 @@ class _Reference:
             "sent by a client": self.federation.history[-1]["bytes_up"] / participants,
             "remembered by a client": sum(memories) / max(1, len(memories)),
         }
-
-    def _note_draws(self, generators: Sequence[object]) -> None:
-        """Note the global generators that are not as before, where no draw was heard."""
-        names = ("torch", "numpy.random", "random")
-        patterns = (r"torch\.manual_seed", r"\b(np|numpy)\.random\.", r"(?<![.\w])random\.")
-        if self.listener.notes["drawn"]:
-            return
-        for name, pattern, state, present in zip(names, patterns, generators, _generators(), strict=True):
-            if state != present:
-                location = source_location(self.federation.algorithm, pattern) or self.trial.location
-                self.listener.note("drawn", f"the global generator of {name}", location)
-
-    def _require_movement(self) -> None:
-        method = self.federation.algorithm
-        if torch.equal(method.model(), self.trial.task.initial) and not method.personal:
-            self.findings.append(
-                Finding(
-                    f"the global model has not moved in {ROUNDS} rounds",
-                    self.trial.server_location,
-                    "update (or receive) must put a new model into self.state['model'], and train reply with trained weights",
-                )
-            )
 
 
 class _ListeningEngine(RowsEngine):
@@ -454,11 +407,10 @@ def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]
 
 
 class _LockStepEngine(StackedEngine):
-    """The stacked engine, which notes errors of clients that advance together."""
+    """The stacked engine with a listener, which never trains clients one by one instead."""
 
     def __init__(self, task: Task, proof: Proof) -> None:
         super().__init__(task, proof)
-        self.failure: Finding | None = None
         self.listener = Listener()
 
     def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
@@ -468,21 +420,7 @@ class _LockStepEngine(StackedEngine):
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
     ) -> tuple[list[T], list[Sequence[ClientTask]]]:
-        def noted() -> list[T]:
-            try:
-                return work()
-            except FedloomError:
-                raise
-            except Exception as error:
-                location = error_location(error) or code_location(type(algorithm).train)
-                self.failure = self.failure or Finding(
-                    f"clients cannot advance together: {error_text(error)}",
-                    location,
-                    "every tensor has a leading client axis; what belongs to clients and enters steps goes into context",
-                )
-                raise
-
-        return super()._attempt(algorithm, client_tasks, noted)
+        return work(), []
 
 
 class _ElsewhereEngine(RowsEngine):
@@ -503,85 +441,91 @@ class _ElsewhereEngine(RowsEngine):
         return sent
 
 
-def _in_lock_step(trial: _Trial, expected: Federation, explained: bool) -> Iterator[Finding]:
-    engine = _LockStepEngine(trial.task, trial.proof)
-    try:
-        outcome = trial.outcome(engine)
-    except Exception as error:
-        yield _failure(error, trial.location)
-        return
-    enclosed = list(engine.listener.findings())
-    yield from enclosed
-    if engine.failure and not enclosed:
-        yield engine.failure
-    elif not enclosed and not explained and (off := _off(outcome, expected, trial.task.initial, TOLERANCE)):
-        yield Finding(
-            f"clients that advance together come to other models than one by one ({off})",
-            trial.location,
-            "treat every row by itself: no index 0, no mean over all clients, random numbers from cohort.stream",
-        )
-
-
-_NOT_SEEDED = r"\b(time\.\w+\(.*?\)|[\w.]*(default_rng|Random)\(\)|[\w.]*urandom\(|(secrets|uuid|datetime)\.\w+\()"
+_NOT_SEEDED = (
+    r"\b(time\.\w+\(.*?\)|[\w.]*(default_rng|Random)\(\)|[\w.]*urandom\(|"
+    r"(secrets|uuid|datetime)\.\w+\(|((np|numpy)\.)?random\.\w+\(.*?\))"
+)
 """Code that gives something else each time."""
 
 
-def _of_no_seed(trial: _Trial, expected: Federation) -> list[Finding]:
-    """Find that the same run made again comes to another model."""
-    if not _off(trial.outcome(RowsEngine(trial.task, trial.proof)), expected, trial.task.initial):
-        return []
-    location, text = source_match(trial.method, _NOT_SEEDED)
-    problem = f"two runs with one seed come to other models: {text or 'a clock or a generator'} is not of the seed"
-    return [Finding(problem, location or trial.location, "draw from round.stream('...') or cohort.stream('...')")]
+class _Way(NamedTuple):
+    """A way of running the rounds, which must not fail and must come to the state of the reference."""
+
+    name: str
+    outcome: Callable[[], Federation]
+    problem: str
+    location: str
+    remedy: str
+    tolerance: float = 0.0
 
 
-def _in_a_clean_process(trial: _Trial, reference: _Reference) -> list[Finding]:
-    """Find that a variable of a module which rounds have changed is missed in a process that imports the module anew."""
-    if not reference.globals_changed or os.name != "posix":
-        return []
-    try:
-        engine = ProcessesEngine(trial.task, trial.proof, workers=1)
-        off = _off(trial.outcome(engine), reference.federation, trial.task.initial, TOLERANCE)
-    except Exception as error:
-        off = error_text(error)
-    module, name = reference.globals_changed[0]
-    problem = f"{name} of {module} changes while rounds go on, and each process has one of its own ({off})"
-    location = source_location(trial.method, rf"\b{name}\b") or trial.location
-    return [Finding(problem, location, "send it with the message; a client remembers in cohort.memory")] if off else []
-
-
-def _in_other_ways(trial: _Trial, expected: Federation) -> list[Finding]:
-    """Find the first way of running the rounds that fails, or comes to another state than the reference."""
-    ways: list[tuple[Callable[[], Federation], str, str, str, str]] = [
-        (
-            lambda: trial.outcome(_ElsewhereEngine(trial.task, trial.proof)),
-            "in worker processes: ",
+def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
+    """Return the findings of the first way of running the rounds that fails, or comes to another state than the reference."""
+    method, task, proof = trial.method, trial.task, trial.proof
+    unseeded, text = source_match(method, _NOT_SEEDED)
+    stacked = _LockStepEngine(task, proof)
+    ways = [
+        _Way(
+            "again",
+            lambda: trial.outcome(RowsEngine(task, proof)),
+            f"two runs with one seed come to other models: {text or 'a clock or a generator'} is not of the seed",
+            unseeded or trial.location,
+            "draw from round.stream('...') or cohort.stream('...')",
+        ),
+        _Way(
+            "clients that advance together",
+            lambda: trial.outcome(stacked),
+            "clients that advance together come to other models than one by one",
+            trial.location,
+            "treat every row of the leading client axis by itself: no index 0, no mean over all clients, random numbers from "
+            "cohort.stream; what belongs to clients and enters steps goes into context",
+            TOLERANCE,
+        ),
+        _Way(
+            "in worker processes",
+            lambda: trial.outcome(_ElsewhereEngine(task, proof)),
             "clients in worker processes come to other models than here",
             trial.location,
             "train may depend on its inbox, its samples, its memory and the method's fields alone",
         ),
-        (
+        _Way(
+            "killed after a round and resumed",
             trial.resumed,
-            "killed after a round and resumed: ",
             "a run that is killed and resumed comes to another model",
             trial.server_location,
             "what the server must remember goes into self.state, and every draw comes from round.stream",
         ),
-        (
-            lambda: trial.outcome(RowsEngine(trial.task, trial.proof), rounds=2 * ROUNDS),
-            "as the beginning of a longer run: ",
-            "the first rounds depend on how many there will be",
-            source_location(trial.method, r"\.rounds\b") or trial.location,
-            "a property needs_total_rounds that returns True says so",
-        ),
     ]
-    for outcome, way, problem, location, remedy in ways[: 2 if trial.method.needs_total_rounds else 3]:
+    if not method.needs_total_rounds:
+        ways.append(
+            _Way(
+                "as the beginning of a longer run",
+                lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS),
+                "the first rounds depend on how many there will be",
+                source_location(method, r"\.rounds\b") or trial.location,
+                "a property needs_total_rounds that returns True says so",
+            )
+        )
+    if reference.globals_changed and os.name == "posix":  # a process that imports the module anew
+        module, name = reference.globals_changed[0]
+        problem = f"{name} of {module} changes while rounds go on, and each process has one of its own"
+        ways[2] = _Way(
+            problem,
+            lambda: trial.outcome(ProcessesEngine(task, proof, workers=1)),
+            problem,
+            source_location(method, rf"\b{name}\b") or trial.location,
+            "send it with the message; a client remembers in cohort.memory",
+            TOLERANCE,
+        )
+    for way in ways:
         try:
-            off = _off(outcome(), expected, trial.task.initial)
+            off, failure = _off(way.outcome(), reference.federation, task.initial, way.tolerance), None
         except Exception as error:
-            return [_failure(error, trial.location, way)]
-        if off:
-            return [Finding(f"{problem} ({off})", location, remedy)]
+            off, failure = "", _failure(error, way.location, f"{way.name}: ")
+        if noted := list(stacked.listener.findings()):
+            return noted
+        if failure or off:
+            return [replace(failure or Finding(f"{way.problem} ({off})", way.location), remedy=way.remedy)]
     return []
 
 
@@ -621,11 +565,6 @@ def _in_state(full: str) -> str:
     """Return the name in a method's code of a checkpoint's tensor: `inner0.model` is self.state['model'] (inner0)."""
     path, _, name = full.rpartition(".")
     return f"self.state[{name!r}]{path and f' ({path})'}"
-
-
-def _generators() -> tuple[object, ...]:
-    """Return the states of the global random generators."""
-    return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -1,8 +1,8 @@
 """Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
 
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -145,8 +145,8 @@ class ListeningCohort(Cohort):
 
     def _note(self, functions: Any) -> None:
         for function in functions:
-            for name in enclosed(function, len(self.clients)) if callable(function) else ():
-                self.listener.note("enclosed", name, code_location(_unwrapped(function)) or calling_location())
+            for name in enclosed(function, len(self.clients)):
+                self.listener.note("enclosed", name, code_location(function) or calling_location())
 
     @classmethod
     def of(cls, cohort: Cohort, listener: Listener) -> "ListeningCohort":
@@ -158,25 +158,13 @@ class ListeningCohort(Cohort):
         return instrumented
 
 
-def enclosed(function: Callable[..., Any], clients: int) -> list[str]:
+def enclosed(function: Any, clients: int) -> list[str]:
     """Return the names under which a function holds tensors with a row for each of several clients, or a whole inbox."""
-    variables: dict[str, Any] = {}
-    if isinstance(function, functools.partial):
-        variables = {**{f"argument {k + 1}": value for k, value in enumerate(function.args)}, **function.keywords}
-    plain = _unwrapped(function)
-    closure = getattr(plain, "__closure__", None) or ()
-    for name, cell in zip(plain.__code__.co_freevars if closure else (), closure, strict=True):
-        try:
-            variables[name] = cell.cell_contents
-        except ValueError:  # assigned later
-            continue
+    try:
+        variables = inspect.getclosurevars(function).nonlocals
+    except (TypeError, ValueError):  # no function written in Python, or a variable that is assigned later
+        return []
     return [name for name, value in variables.items() if _is_of_clients(value, clients)]
-
-
-def _unwrapped(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__func__", function)
 
 
 def _is_of_clients(value: Any, clients: int) -> bool:
