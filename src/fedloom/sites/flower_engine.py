@@ -10,9 +10,7 @@ trace, and a server that goes on from a checkpoint finds every site as it was th
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +26,12 @@ from fedloom.objectives.metrics import counted_shapes
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
 from fedloom.rounds.scoring import Tally
-from fedloom.sites.known_sites import MOST_SAMPLES, NoAnswer, SiteMessenger
+from fedloom.sites.known_sites import MOST_SAMPLES, Orders, SiteMessenger
 from fedloom.sites.messages import ARRAYS, FIGURES, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.task import Task
 
 _logger = logging.getLogger("flwr.fedloom")
-
-
-@dataclass
-class Order:
-    """Work that a site was sent in a round, and its reply once that has come."""
-
-    round: Round
-    client_task: ClientTask
-    reply: Message | None = None
 
 
 class FlowerEngine(RemoteClients):
@@ -59,7 +48,7 @@ class FlowerEngine(RemoteClients):
         self.task = task
         self._versions = torch.zeros(task.clients, dtype=torch.int64)  # of each client's memory; 0 is none
         self._written: dict[int, int] = {}  # the versions of this round
-        self._orders: dict[str, Order] = {}  # those under way of an asynchronous method, by the message's id
+        self._orders: Orders = {}  # those under way of an asynchronous method
         self._saved = [self._versions, self._versions]  # those of the two newest checkpoints
         self._saving = self._versions
         self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
@@ -101,14 +90,11 @@ class FlowerEngine(RemoteClients):
             return memory | {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
 
         needed = algorithm.step_replies
-        answers = (
-            ((round, *pair) for pair in self.messenger.answers("train", round, client_tasks, words))
-            if needed is None
-            else self._arrivals(round, client_tasks, words)
-        )
-        for began, client_task, answer in answers:
-            if isinstance(answer, NoAnswer):
-                yield Fault(client_task, answer.reason, sent=answer.sent)
+        starting = [task for task in client_tasks if task.client not in self.under_way]
+        orders = None if needed is None else self._orders
+        for began, client_task, answer in self.messenger.answers("train", round, starting, words, orders=orders):
+            if isinstance(answer, Fault):
+                yield answer
                 continue
             try:
                 due = {} if client_task.slot is None else expected
@@ -128,33 +114,7 @@ class FlowerEngine(RemoteClients):
     @property
     def under_way(self) -> frozenset[int]:
         """Return the clients that train already, for an asynchronous method."""
-        return frozenset(order.client_task.client for order in self._orders.values())
-
-    def _arrivals(
-        self, round: Round, client_tasks: Sequence[ClientTask], words: Callable[[ClientTask], Words]
-    ) -> Iterator[tuple[Round, ClientTask, Message | NoAnswer]]:
-        """Send orders to sites that have none, and yield what arrives of this round's and of earlier ones', with the round of the
-        order. Simultaneous answers come in the order of the clients."""
-        began, mailbox, busy = time.monotonic(), self.sites.mailbox, self.under_way
-        starting = [task for task in client_tasks if task.client not in busy]
-        for client_task, sent in self.messenger.send("train", round, starting, words):
-            if isinstance(sent, NoAnswer):
-                yield round, client_task, sent
-            else:
-                self._orders[sent] = Order(round, client_task)
-        while self._orders and time.monotonic() - began <= self.messenger.deadline:
-            for reply in mailbox.pull([name for name, order in self._orders.items() if order.reply is None]):
-                if (order := self._orders.get(reply.metadata.reply_to_message_id)) is not None:
-                    order.reply = reply
-            answered = [
-                (order.client_task.client, name) for name, order in self._orders.items() if order.reply is not None
-            ]
-            for _, name in sorted(answered):
-                order = self._orders.pop(name)
-                assert order.reply is not None
-                yield order.round, order.client_task, self.messenger.answer(order.reply)
-            if not answered:
-                time.sleep(mailbox.pause)
+        return frozenset(client_task.client for _, client_task in self._orders.values())
 
     def _require_anybody(self, round: Round) -> None:
         """Raise `FedloomError` when every known site has failed since a reply was taken."""
@@ -206,9 +166,9 @@ class FlowerEngine(RemoteClients):
         def words(client_task: ClientTask) -> Words:
             return {"memory": self._version(client_task.client), "given": as_sent}
 
-        for client_task, answer in self.messenger.answers("evaluate", round, client_tasks, words):
+        for _, client_task, answer in self.messenger.answers("evaluate", round, client_tasks, words):
             try:
-                if isinstance(answer, NoAnswer):
+                if isinstance(answer, Fault):
                     raise FedloomError(answer.reason)
                 yield self._tally(client_task.client, words_of(answer))
             except FedloomError as error:

@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import Message
 
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.round import SIMULATED, Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import ClientTask, Fault
 from fedloom.sites.messages import Kind, Mailbox, Words, encoded, pack, whole_number, words_of
 
 MOST_SAMPLES = 1 << 48
@@ -116,19 +116,15 @@ class KnownSites:
             message_id = self.mailbox.send(node, "hello", pack(self._greeting))
             if message_id is not None:
                 self._greeted[message_id] = node
-        for reply in self.mailbox.pull(self._greeted):
-            message_id = reply.metadata.reply_to_message_id
-            if message_id in self._greeted:
-                self._take(self._greeted.pop(message_id), reply, strict)
-
-    def _take(self, node: int, reply: Message, strict: bool) -> None:
-        try:
-            self._introduce(self._site(node, words_of(reply)))
-        except FedloomError as error:
-            self._ignored.setdefault(node, None)
-            if strict:
-                raise InvalidValue(str(error)) from None
-            _logger.warning("node %d takes no part: %s", node, error)
+        for message_id, reply in self.mailbox.collect(self._greeted, 0.0):
+            node = self._greeted.pop(message_id)
+            try:
+                self._introduce(self._site(node, words_of(reply)))
+            except FedloomError as error:
+                self._ignored.setdefault(node, None)
+                if strict:
+                    raise InvalidValue(str(error)) from None
+                _logger.warning("node %d takes no part: %s", node, error)
 
     def _site(self, node: int, words: Words) -> KnownSite:
         """Return the site that a node says it is. Raises `RefusedReply` when it cannot take part."""
@@ -157,11 +153,8 @@ class KnownSites:
         self.registered.setdefault(site.number, site.samples)
 
 
-class NoAnswer(NamedTuple):
-    """The reason why a site gives no answer; `sent` is False where not even the message went out."""
-
-    reason: str
-    sent: bool = True
+Orders = dict[str, tuple[Round, ClientTask]]
+"""Work that sites were sent and have not answered, with the round in which it began, by the message's id."""
 
 
 class SiteMessenger:
@@ -191,46 +184,24 @@ class SiteMessenger:
         client_tasks: Sequence[ClientTask],
         words: Callable[[ClientTask], Words],
         parcels: Mapping[int, bytes] | None = None,
-    ) -> Iterator[tuple[ClientTask, Message | NoAnswer]]:
-        """Yield every site's answer as it comes, or why there is none. `parcels`, by client, go beside words and tensors."""
-        end, waiting = time.monotonic() + self.deadline, {}
-        for client_task, sent in self.send(kind, round, client_tasks, words, parcels):
-            if isinstance(sent, NoAnswer):
-                yield client_task, sent
-            else:
-                waiting[sent] = client_task
-        for reply in self.sites.mailbox.collect(waiting, max(0.0, end - time.monotonic())):
-            yield waiting.pop(reply.metadata.reply_to_message_id), self.answer(reply)
-        for client_task in waiting.values():
-            yield client_task, NoAnswer(f"no reply within {self.deadline:g} s")
+        orders: Orders | None = None,
+    ) -> Iterator[tuple[Round, ClientTask, Message | Fault]]:
+        """Send a message to every site, and yield the answers as they come, or why there is none.
 
-    def answer(self, reply: Message) -> Message | NoAnswer:
-        """Return a reply, or why it is none."""
-        gone = reply.has_error() and reply.error.code in _UNAVAILABLE
-        return NoAnswer("the site is not there any more") if gone else reply
-
-    def send(
-        self,
-        kind: Kind,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        words: Callable[[ClientTask], Words],
-        parcels: Mapping[int, bytes] | None = None,
-    ) -> Iterator[tuple[ClientTask, str | NoAnswer]]:
-        """Send a message to every site, and yield its id, or why it did not go out."""
-        if not client_tasks:
-            return
-        nodes = self._nodes(client_tasks)
+        `parcels`, by client, go beside words and tensors. `orders` are those of earlier rounds that are under way: these join
+        them, and are yielded with the round in which they began; when time is up, they stay under way.
+        """
+        end = time.monotonic() + self.deadline
+        under_way: Orders = {} if orders is None else orders
+        nodes = self._nodes(client_tasks) if client_tasks else {}
         tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
-        arrays = {
-            key: encoded(tensor) for key, tensor in tensors.items()
-        }  # what several sites are sent is encoded once
+        arrays = {key: encoded(tensor) for key, tensor in tensors.items()}  # what several are sent is encoded once
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
         for client_task in client_tasks:
             number = self.numbers[client_task.client]
             if number not in nodes:
-                yield client_task, NoAnswer("the site is not there", sent=False)
+                yield round, client_task, Fault(client_task, "the site is not there", sent=False)
                 continue
             content = pack(
                 common | {"site": number, "client": client_task.client} | words(client_task),
@@ -238,14 +209,25 @@ class SiteMessenger:
                 parcel=b"" if parcels is None else parcels[client_task.client],
             )
             message_id = self.sites.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
-            yield client_task, message_id or NoAnswer("Flower did not take the message", sent=False)
+            if message_id is None:
+                yield round, client_task, Fault(client_task, "Flower did not take the message", sent=False)
+            else:
+                under_way[message_id] = round, client_task
+        ids = sorted(under_way, key=lambda message_id: under_way[message_id][1].client)
+        for message_id, reply in self.sites.mailbox.collect(ids, max(0.0, end - time.monotonic())):
+            began, client_task = under_way.pop(message_id)
+            gone = reply.has_error() and reply.error.code in _UNAVAILABLE
+            yield began, client_task, Fault(client_task, "the site is not there any more") if gone else reply
+        if orders is None:
+            for _, client_task in under_way.values():
+                yield round, client_task, Fault(client_task, f"no reply within {self.deadline:g} s")
 
     def end(self) -> None:
         """Tell the sites that are there that the run is over, and wait a little until they know."""
         mailbox, seconds = self.sites.mailbox, min(ENDING, self.deadline)
         online = mailbox.nodes() & {site.node for site in self.sites.known.values()}
         ids = [mailbox.send(node, "end", pack({}), seconds=seconds) for node in sorted(online)]
-        for _ in mailbox.collect([message_id for message_id in ids if message_id is not None], seconds):
+        for _ in mailbox.collect(filter(None, ids), seconds):
             pass
 
     def _nodes(self, client_tasks: Sequence[ClientTask]) -> dict[int, int]:

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -38,6 +38,8 @@ _KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello":
 
 Words = dict[str, Any]
 """Plain values."""
+
+_RECORDS = {RECORD: ConfigRecord, ARRAYS: ArrayRecord, FIGURES: MetricRecord, PARCEL: ConfigRecord}
 
 _LONGEST_WORDS = 1 << 22
 _MOST_AXES = 32
@@ -77,28 +79,27 @@ def words_of(message: Message, *records: str) -> Words:
     """
     if message.has_error():
         raise FedloomError(one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}"))
-    record = message.content.get(RECORD)
-    if not isinstance(record, ConfigRecord):
+    if RECORD not in message.content:
         raise RefusedReply("the message is not one of fedloom's")
-    for name in message.content:
+    for name, record in message.content.items():
         if name not in (RECORD, *records):
             raise RefusedReply(f"the message holds a record {name!r:.80} that nobody asked for")
-    if record.get("protocol") != PROTOCOL:
-        raise RefusedReply(
-            f"the message follows protocol {record.get('protocol')!r:.40}, not {PROTOCOL}: versions differ"
-        )
-    foreign = sorted(set(record) - {"protocol", "words"})
-    if foreign:
+        if not isinstance(record, _RECORDS[name]):
+            raise RefusedReply(f"the message's record {name!r} is of another kind")
+    entries = message.content.config_records[RECORD]
+    if (protocol := entries.get("protocol")) != PROTOCOL:
+        raise RefusedReply(f"the message follows protocol {protocol!r:.40}, not {PROTOCOL}: versions differ")
+    if foreign := sorted(set(entries) - {"protocol", "words"}):
         raise RefusedReply(f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for")
-    text = record.get("words")
+    text = entries.get("words")
     if not isinstance(text, str) or len(text) > _LONGEST_WORDS:
         raise RefusedReply("the message has no words, or far too many")
     try:
         words = json.loads(text)
     except (ValueError, RecursionError):
-        raise RefusedReply("the message's words are not JSON") from None
+        words = None
     if not isinstance(words, dict):
-        raise RefusedReply("the message's words are no table")
+        raise RefusedReply("the message's words are not JSON, or no table")
     if "refused" in words:
         raise Refusal(words)
     return words
@@ -111,9 +112,7 @@ def encoded(tensor: Tensor) -> Array:
 
 def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = None) -> dict[str, Tensor]:
     """Return the tensors of a message. Raises `RefusedReply` for broken ones, or other names, shapes and types than expected."""
-    arrays = message.content.get(ARRAYS, ArrayRecord())
-    if not isinstance(arrays, ArrayRecord):
-        raise RefusedReply("the message's arrays are not arrays")
+    arrays = message.content.array_records.get(ARRAYS, ArrayRecord())
     if expected is not None and arrays.keys() != expected.keys():
         names = one_line(str(sorted(arrays)[:8]), 200)
         raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
@@ -153,22 +152,21 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
 
 def figures_of(message: Message, declared: Collection[str]) -> dict[str, float]:
     """Return the figures of a message. Raises `RefusedReply` for names that are not declared and numbers that are not finite."""
-    record = message.content.get(FIGURES, MetricRecord())
-    if not isinstance(record, MetricRecord):
-        raise RefusedReply("the message's figures are no figures")
-    for name, value in record.items():
+    figures = {}
+    for name, value in message.content.metric_records.get(FIGURES, MetricRecord()).items():
         if name not in declared:
             raise RefusedReply(f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is")
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise RefusedReply(f"the figure {name} is not a finite number")
-    return {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+        figures[name] = float(value)
+    return figures
 
 
 def parcel_of(message: Message) -> bytes:
     """Return the parcel that a message carries for somebody else, perhaps empty. Raises `RefusedReply` for a broken one."""
-    record = message.content.get(PARCEL, ConfigRecord({"bytes": b""}))
-    content = record.get("bytes") if isinstance(record, ConfigRecord) and set(record) == {"bytes"} else None
-    if not isinstance(content, bytes):
+    record = message.content.config_records.get(PARCEL, ConfigRecord({"bytes": b""}))
+    content = record.get("bytes")
+    if not isinstance(content, bytes) or len(record) > 1:
         raise RefusedReply("the message's parcel is none")
     return content
 
@@ -186,6 +184,7 @@ class Mailbox:
 
     def __init__(self, grid: Grid, pause: float) -> None:
         self.grid, self.pause = grid, pause
+        self._arrived: dict[str, Message] = {}  # replies that nobody has taken yet, by the message's id
 
     def nodes(self) -> set[int]:
         """Return the nodes that are connected, as far as Flower knows."""
@@ -198,21 +197,22 @@ class Mailbox:
         ttl = None if seconds == math.inf else seconds
         message = Message(content, node, _KINDS.get(kind, f"{MessageType.QUERY}.{kind}"), group_id=group, ttl=ttl)
         # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
-        ids = list(self.grid.push_messages([message]))
-        return ids[0] if ids else None
+        return next(iter(self.grid.push_messages([message])), None)
 
-    def pull(self, ids: Collection[str]) -> list[Message]:
-        """Return the replies to these messages that have come since the last look."""
-        return list(self.grid.pull_messages(list(ids))) if ids else []
+    def collect(self, ids: Iterable[str], seconds: float = math.inf) -> Iterator[tuple[str, Message]]:
+        """Yield the reply to each of these messages as they come, until all are there or `seconds` have passed.
 
-    def collect(self, ids: Collection[str], seconds: float = math.inf) -> Iterator[Message]:
-        """Yield one reply to each of these messages as they come, until all are there or `seconds` have passed."""
-        waiting, end = set(ids), time.monotonic() + seconds
+        Those that come together are yielded in the order of the ids; those that are not taken stay for the next time.
+        """
+        waiting, end = dict.fromkeys(ids), time.monotonic() + seconds
         while waiting:
-            for reply in self.pull(waiting):
-                if reply.metadata.reply_to_message_id in waiting:  # else it came twice, or was asked by nobody
-                    waiting.discard(reply.metadata.reply_to_message_id)
-                    yield reply
+            due = waiting.keys() - self._arrived.keys()
+            for reply in self.grid.pull_messages(list(due)) if due else ():
+                if reply.metadata.reply_to_message_id in due:  # else it was asked by nobody
+                    self._arrived[reply.metadata.reply_to_message_id] = reply
+            for message_id in [name for name in waiting if name in self._arrived]:
+                del waiting[message_id]
+                yield message_id, self._arrived.pop(message_id)
             remaining = end - time.monotonic()
             if waiting and remaining <= 0:
                 return

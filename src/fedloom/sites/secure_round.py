@@ -20,7 +20,7 @@ from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
 from fedloom.secure.wire import Request, unpack
-from fedloom.sites.known_sites import NoAnswer, SiteMessenger
+from fedloom.sites.known_sites import SiteMessenger
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
 
@@ -88,12 +88,12 @@ class Courier:
                 by_client[task.client] = parcel
         words = {"run": self.terms.run, "when": self.terms.when, **words}
         answers = {}
-        for task, answer in self.messenger.answers("exchange", self.round, client_tasks, lambda _: words, by_client):
+        for _, task, answer in self.messenger.answers("exchange", self.round, client_tasks, lambda _: words, by_client):
             peer = self.messenger.numbers[task.client]
             try:
-                if not isinstance(answer, NoAnswer) or answer.sent:
+                if not isinstance(answer, Fault) or answer.sent:
                     self.reached.add(peer)
-                if isinstance(answer, NoAnswer):
+                if isinstance(answer, Fault):
                     raise FedloomError(answer.reason)
                 words_of(answer, PARCEL)
                 answers[peer] = parcel_of(answer)

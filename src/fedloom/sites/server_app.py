@@ -193,8 +193,8 @@ class Gathering:
             self.mailbox.send(site.node, "statistics", pack(request)): number for number, site in sites.known.items()
         }
         answers = {}
-        for reply in self.mailbox.collect([message_id for message_id in sent if message_id is not None], seconds):
-            number = sent[reply.metadata.reply_to_message_id]
+        for message_id, reply in self.mailbox.collect(filter(None, sent), seconds):
+            number = sent[message_id]
             try:
                 answers[number] = dict(words_of(reply)["answer"])
             except (FedloomError, KeyError, TypeError, ValueError) as error:
