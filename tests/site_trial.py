@@ -50,7 +50,7 @@ class Trial:
             "checkpoint_every=1",
             *others,
         ]
-        self.configuration = write_app(self.app, overrides=changes).configuration
+        self.configuration = write_app(self.app, overrides=changes)
 
     def start(self) -> int:
         self._asked = [self._trainings(site) for site in range(self.deployment.count)]

@@ -48,7 +48,7 @@ def written(app: Path) -> set[str]:
 def test_without_a_file_it_is_the_example(tmp_path: Path) -> None:
     made = write_app(tmp_path / "my-app")
     assert written(tmp_path / "my-app") == FILES
-    assert (made.name, made.sites, made.configuration.algorithm) == ("my-app", 3, "fedmr")
+    assert (made.name, made.data.clients, made.algorithm) == ("my-app", 3, "fedmr")
     text = told(tmp_path / "my-app")["configuration"]
     assert tomllib.loads(text) == tomllib.loads(EXAMPLE)
     assert "$" not in (tmp_path / "my-app" / "pyproject.toml").read_text()
@@ -57,7 +57,7 @@ def test_without_a_file_it_is_the_example(tmp_path: Path) -> None:
 def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> None:
     text = '# Why: "quotes" and \\ and é\nalgorithm = "fedavg"\n[data]\nclients = 5 # sites\n'
     (tmp_path / "job.toml").write_text(text)
-    assert write_app(tmp_path / "app", tmp_path / "job.toml").sites == 5
+    assert write_app(tmp_path / "app", tmp_path / "job.toml").data.clients == 5
     assert told(tmp_path / "app")["configuration"].strip() == text.strip()
     assert "keys --sites 5 " in (tmp_path / "app" / "README.md").read_text()
 

@@ -159,7 +159,7 @@ def test_a_folder_that_others_can_open_is_not_used(
     folder = site_worker._folder(here, os.getpid())
     folder.mkdir()
     folder.chmod(mode)
-    assert site_worker.handed_over("hello", run[1][0].message, here) is None
+    assert site_worker.handed_over(run[1][0].message, here) is None
     assert workers == []
     assert folder.is_dir()
 
@@ -194,7 +194,7 @@ def test_only_a_process_for_one_message_has_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", arguments)
-    assert site_worker.handed_over("hello", run[1][0].message, context(run[0], tmp_path, **more)) is None
+    assert site_worker.handed_over(run[1][0].message, context(run[0], tmp_path, **more)) is None
     assert workers == []
 
 

@@ -63,9 +63,8 @@ def init(
 
     overrides = list(arguments or [])
     file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
-    app = write_app(folder, file, overrides)
-    plan = app.configuration
-    print(f"{folder}: {plan.algorithm} on {plan.data.name} over {app.sites} sites, {plan.rounds} rounds")
+    plan = write_app(folder, file, overrides)
+    print(f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds")
     print(f"how to go on: {folder / 'README.md'}")
 
 

@@ -3,30 +3,23 @@
 The process hands the message to the site's worker, which has PyTorch loaded, and answers itself where there is none.
 """
 
-from collections.abc import Callable
-
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.sites.messages import Kind, pack
+from fedloom.sites.messages import pack
 from fedloom.sites.site_worker import answer, end_worker, handed_over
 
 app = ClientApp()
 
 
-def _answering(kind: Kind) -> Callable[[Message, Context], Message]:
-    def reply(message: Message, context: Context) -> Message:
-        answered = handed_over(kind, message, context)
-        return Message(answer(kind, message, context) if answered is None else answered, reply_to=message)
-
-    return reply
+def reply(message: Message, context: Context) -> Message:
+    """Answer a message, by the worker where there is one."""
+    answered = handed_over(message, context)
+    return Message(answer(message, context) if answered is None else answered, reply_to=message)
 
 
-app.query()(_answering("hello"))
-app.query("statistics")(_answering("statistics"))
-app.query("exchange")(_answering("exchange"))
-app.train()(_answering("train"))
-app.evaluate()(_answering("evaluate"))
+for register in (app.query(), app.query("statistics"), app.query("exchange"), app.train(), app.evaluate()):
+    register(reply)
 
 
 @app.query("end")

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 import fedloom
 from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
+from fedloom.config.fields import checked
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition
 from fedloom.data.preprocessing import Preprocessing
@@ -30,7 +31,7 @@ from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
-from fedloom.sites.known_sites import KnownSite, KnownSites, SiteMessenger
+from fedloom.sites.known_sites import KnownSites, SiteMessenger
 from fedloom.sites.messages import Mailbox, Words, pack, words_of
 from fedloom.sites.secure_round import require_supported
 from fedloom.sites.site_data import DataAgreement, agreed_table, of_columns, server_table, table_roles
@@ -88,25 +89,10 @@ class Opening:
     tests: list[int | None]
     preprocessing: Words | None = None
 
-    @classmethod
-    def of(
-        cls, sites: Mapping[int, KnownSite], count: int, largest_share: float, agreed: Preprocessing | None
-    ) -> "Opening":
-        """Open a new federation of `count` sites, of which these are there; claims that nobody can check are bounded."""
-        have_data = any(site.has_own_data for site in sites.values())
-        claims = [{number: getattr(site, kind) for number, site in sites.items()} for kind in ("samples", "tests")]
-        credited = (_credited(numbers, largest_share if have_data else 1.0) for numbers in claims)
-        samples, tests = ([sizes.get(number) for number in range(count)] for sizes in credited)
-        return cls(
-            secrets.token_hex(8), have_data, samples, tests, None if agreed is None else json.loads(agreed.to_json())
-        )
-
     @property
     def agreed(self) -> Preprocessing | None:
         """The preprocessing of tables."""
-        return (
-            None if self.preprocessing is None else Preprocessing.from_json(json.dumps(self.preprocessing), str(SITES))
-        )
+        return Preprocessing.from_json(json.dumps(self.preprocessing), str(SITES)) if self.preprocessing else None
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
@@ -114,23 +100,23 @@ class Opening:
         if not path.exists():
             return None
         try:
-            opening = cls(**json.loads(path.read_text(encoding="utf-8")))
-            if len(opening.samples) == len(opening.tests) == count and isinstance(opening.federation, str):
+            opening = cls(**checked(cls, json.loads(path.read_text(encoding="utf-8"))))
+            if len(opening.samples) == len(opening.tests) == count:
                 return opening
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, InvalidValue):
             pass
         raise CheckpointError(f"{path} is damaged or of another run: use another folder")
 
 
-def _credited(claims: Mapping[int, int], share: float) -> dict[int, int]:
-    """Return the numbers of samples with which sites count that claim these (`capped`)."""
-    taken = capped(torch.tensor(list(claims.values()), dtype=torch.int64), share)
-    credited: dict[int, int] = dict(zip(claims, taken.double().round().long().tolist(), strict=True))
+def _credited(claims: Mapping[int, int], count: int, share: float) -> list[int | None]:
+    """Return the numbers of samples with which `count` sites count, of which some claim these (`capped`)."""
+    taken = capped(torch.tensor(list(claims.values()), dtype=torch.int64), share).double().round().long().tolist()
+    credited: dict[int, int] = dict(zip(claims, taken, strict=True))
     for number, claim in claims.items():
         if credited[number] < claim:
             text = f"site {number} says it has {claim} samples: it counts with {credited[number]}"
             _logger.warning("%s (largest_share = %g)", text, share)
-    return credited
+    return [credited.get(number) for number in range(count)]
 
 
 class Gathering:
@@ -153,8 +139,17 @@ class Gathering:
         self.sites = KnownSites(self.mailbox, count, self.briefing, alike)
         _logger.info("waiting for %d of %d sites", self.settings.sites, count)
         self.sites.wait(self.settings.sites, self.settings.wait)
+        known = self.sites.known
         if opening is None:
-            opening = Opening.of(self.sites.known, count, self.settings.largest_share, agreed)
+            own = any(site.has_own_data for site in known.values())
+            share = self.settings.largest_share if own else 1.0
+            opening = Opening(
+                secrets.token_hex(8),
+                own,
+                _credited({number: site.samples for number, site in known.items()}, count, share),
+                _credited({number: site.tests for number, site in known.items()}, count, share),
+                None if agreed is None else json.loads(agreed.to_json()),
+            )
             write_text(path, json.dumps(asdict(opening)) + "\n")
         self.opening = opening
         self.sites.registered |= {n: size for n, size in enumerate(opening.samples) if size is not None}
@@ -164,7 +159,13 @@ class Gathering:
             samples = [mean if size is None else size for size in opening.samples]
             return self._task_of(dataset, samples, [size or 0 for size in opening.tests], seed)
         task = configuration.task(seed, lambda name: dataset)
-        self._require_shares(task)
+        sizes = task.sizes(torch.arange(task.clients)).tolist()
+        for number, site in known.items():
+            if site.samples != sizes[number]:
+                raise InvalidValue(
+                    f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "
+                    "are the data or the versions of NumPy others there?"
+                )
         return task
 
     def _agreed_columns(self) -> Preprocessing | None:
@@ -188,17 +189,14 @@ class Gathering:
 
     def _answers(self, sites: KnownSites, request: Words) -> dict[int, Words]:
         """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
-        seconds = self.settings.deadline or self.settings.wait
-        sent = {
-            self.mailbox.send(site.node, "statistics", pack(request)): number for number, site in sites.known.items()
-        }
+        seconds, content = self.settings.deadline or self.settings.wait, pack(request)
+        sent = {self.mailbox.send(site.node, "statistics", content): number for number, site in sites.known.items()}
         answers = {}
         for message_id, reply in self.mailbox.collect(filter(None, sent), seconds):
-            number = sent[message_id]
             try:
-                answers[number] = dict(words_of(reply)["answer"])
+                answers[sent[message_id]] = dict(words_of(reply)["answer"])
             except (FedloomError, KeyError, TypeError, ValueError) as error:
-                raise InvalidValue(f"site {number} tells no statistics: {error}") from None
+                raise InvalidValue(f"site {sent[message_id]} tells no statistics: {error}") from None
         if silent := sorted({*sent.values()} - answers.keys()):
             raise InvalidValue(f"site {silent[0]} tells no statistics within {seconds:g} s")
         return answers
@@ -229,28 +227,15 @@ class Gathering:
         )
         return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))
 
-    def _require_shares(self, task: Task) -> None:
-        """Raise `InvalidValue` unless each site has the samples that a simulation gives it."""
-        sizes = task.sizes(torch.arange(task.clients)).tolist()
-        for number, site in self.sites.known.items():
-            if site.samples != sizes[number]:
-                raise InvalidValue(
-                    f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "
-                    "are the data or the versions of NumPy others there?"
-                )
-
 
 def _log_event(event: Event) -> None:
     """Write an event to Flower's log."""
     if event.kind == "round":
-        record = event.record
-        score = f", {event.metric.noun} {event.score}" if event.metric.name in record else ""
+        record, score = event.record, event.score and f", {event.metric.noun} {event.score}"
         _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
         for fault in record["faults"]:
             _logger.warning("round %d: site %d: %s", record["round"], fault["client"], fault["reason"])
     elif event.kind == "notice":
         _logger.warning("%s", event.text)
-    elif event.kind == "started":
-        _logger.info("%s: %s", event.run, f"going on after round {event.finished}" if event.finished else "starting")
-    elif event.kind == "skipped":
-        _logger.info("%s: the run is finished", event.run)
+    elif event.kind in ("started", "skipped"):
+        _logger.info("%s: %s, %d rounds are finished", event.run, event.kind, event.finished)

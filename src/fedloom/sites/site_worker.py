@@ -36,7 +36,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as RecordDictBytes
 
 from fedloom.engines.worker_life import exit_unless, start_python
 from fedloom.errors import FedloomError, one_line
-from fedloom.sites.messages import ARRAYS, PARCEL, Kind, Refusal, pack, parcel_of, tensors_of, words_of
+from fedloom.sites.messages import ARRAYS, PARCEL, Refusal, pack, parcel_of, tensors_of, words_of
 from fedloom.state.digest import digest
 from fedloom.state.files import write_bytes
 
@@ -48,10 +48,10 @@ _STARTING = 60.0  # seconds that a worker may take to listen
 _logger = logging.getLogger("flwr.fedloom")
 
 
-def answer(kind: str, message: Message, context: Context) -> RecordDict:
+def answer(message: Message, context: Context) -> RecordDict:
     """Return the site's answer, or its reason for giving none: one line, of which the site's own log tells more."""
     try:
-        return _answer(kind, message, context)
+        return _answer(message, context)
     except Refusal as refusal:
         words = {**refusal.words, "refused": str(refusal)}
     except FedloomError as error:
@@ -63,17 +63,17 @@ def answer(kind: str, message: Message, context: Context) -> RecordDict:
     return pack(words)
 
 
-def _answer(kind: str, message: Message, context: Context) -> RecordDict:
+def _answer(message: Message, context: Context) -> RecordDict:
     words = words_of(message, ARRAYS, PARCEL)
     from fedloom.sites.site import Site  # and with it PyTorch, which the process that hands a message over does without
 
     site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
-    match kind:
-        case "hello":
+    match message.metadata.message_type:
+        case "query":
             return site.hello(words)
-        case "statistics":
+        case "query.statistics":
             return site.statistics(words)
-        case "exchange":
+        case "query.exchange":
             return site.exchange(words, tensors, parcel_of(message))
         case "train":
             return site.train(words, tensors)
@@ -84,7 +84,7 @@ def _answer(kind: str, message: Message, context: Context) -> RecordDict:
 # --- in the process that Flower starts for a message ---
 
 
-def handed_over(kind: Kind, message: Message, context: Context) -> RecordDict | None:
+def handed_over(message: Message, context: Context) -> RecordDict | None:
     """Return the worker's answer to a message; None where there is no worker or it fails, and this process must answer."""
     superexec, minutes = _superexec(), context.node_config.get("worker-minutes", IDLE_MINUTES)
     if superexec is None or not isinstance(minutes, (int, float)) or not minutes > 0:
@@ -92,7 +92,6 @@ def handed_over(kind: Kind, message: Message, context: Context) -> RecordDict | 
     try:
         folder = _folder(context, superexec)
         with _connected(folder) or _started(folder, superexec, 60 * minutes) as worker:
-            worker.send_bytes(kind.encode())
             worker.send_bytes(context_to_proto(context).SerializeToString())
             worker.send_bytes(message_to_proto(message).SerializeToString())
             return recorddict_from_proto(RecordDictBytes.FromString(worker.recv_bytes()))
@@ -186,9 +185,8 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
             try:
                 with listener.accept() as connection:
                     working = True
-                    kind, context, message = (connection.recv_bytes() for _ in range(3))
+                    context, message = (connection.recv_bytes() for _ in range(2))
                     answered = answer(
-                        kind.decode(),
                         message_from_proto(MessageBytes.FromString(message)),
                         context_from_proto(ContextBytes.FromString(context)),
                     )

@@ -4,12 +4,13 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 import tomli_w
+import torch
 
 from fedloom import __version__
 from fedloom.algorithms.building import build
@@ -40,20 +41,7 @@ through the server, and is a new one when sites are added."""
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
 
 
-@dataclass(frozen=True)
-class App:
-    """A Flower app that was written to `folder`: its name, what it trains, and how many sites it is for."""
-
-    folder: Path
-    name: str
-    configuration: Configuration
-
-    @property
-    def sites(self) -> int:
-        return self.configuration.data.clients
-
-
-def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = ()) -> App:
+def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = ()) -> Configuration:
     """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by `overrides`, into `folder`.
 
     Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not one or names no method,
@@ -66,15 +54,14 @@ def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] =
             f"at most {_LONGEST} characters: Flower calls the app so"
         )
     text = _configuration_text(file, overrides)
-    app = App(folder, name, configuration({"name": name, **tomllib.loads(text)}))
-    contents = _contents(app, text)
-    taken = [path for path in contents if (folder / path).exists()]
-    if taken:
+    plan = configuration({"name": name, **tomllib.loads(text)})
+    contents = _contents(name, plan, text)
+    if taken := [path for path in contents if (folder / path).exists()]:
         raise InvalidValue(f"{folder / taken[0]} is there already: choose another folder, or remove it first")
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content, encoding="utf-8")
-    return app
+    return plan
 
 
 def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
@@ -90,56 +77,51 @@ def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
     return tomli_w.dumps({key: value for key, value in table.items() if key not in _ELSEWHERE})
 
 
-def _contents(app: App, configuration_text: str) -> dict[str, str]:
+def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
     """Return the text of every file of the app, by its path there."""
-    sites, method = app.sites, app.configuration.algorithm
-    summary = f"{app.configuration.model} with {method} for {app.configuration.schedule.rounds} rounds"
-    secure = any(isinstance(nested, Secure) for nested in build(str(method)).nested())
+    sites, method = plan.data.clients, str(plan.algorithm)
+    summary = f"{plan.model} with {method} for {plan.schedule.rounds} rounds over {sites} sites"
+    secure = any(isinstance(nested, Secure) for nested in build(method).nested())
     blanks = {
-        "name": app.name,
-        "folder": app.folder.name or app.name,
+        "name": name,
         "version": __version__,
-        "summary": f"`{app.configuration.model}` by `{method}`",
-        "description": tomli_w.dumps({"description": f"{summary} over {sites} sites"}).strip(),
+        "summary": f"`{plan.model}` by `{method}`",
+        "description": tomli_w.dumps({"description": summary}).strip(),
         "sites": str(sites),
         "last": str(sites - 1),
         "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
         "peers": _PEERS if secure else "",
-        "configuration": f"configuration = {_literal(configuration_text.strip())}",
+        "configuration": f"configuration = {_literal(text.strip())}",
     }
-    kind, path, values = _data_blanks(app.configuration)
-    blanks |= {"path": path, **values}
-    texts = {
-        path: (_TEMPLATE / name).read_text(encoding="utf-8") for name, path in {**_PATHS, f"{kind}.txt": _DATA}.items()
-    }
-    return {"federation/__init__.py": "", **{path: Template(text).substitute(blanks) for path, text in texts.items()}}
+    kind, values = _data_blanks(plan)
+    names = {**_PATHS, f"{kind}.txt": _DATA}
+    texts = {path: (_TEMPLATE / name).read_text(encoding="utf-8") for name, path in names.items()}
+    filled = {path: Template(text).substitute(blanks | values) for path, text in texts.items()}
+    return {"federation/__init__.py": "", **filled}
 
 
-def _data_blanks(plan: Configuration) -> tuple[str, str, dict[str, str]]:
-    """Return the template of a site's data that fits a configuration, the path of data that needs no function, and the blanks."""
-    roles = table_roles(plan)
-    try:
+def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
+    """Return the template of a site's data that fits a configuration, and its blanks."""
+    roles, dataset = table_roles(plan), None
+    with suppress(DataError, InvalidValue):  # where the data are elsewhere
         dataset = make_dataset(plan.data.name)
-    except (DataError, InvalidValue):  # the data are elsewhere
-        return (
-            _table_blanks(roles.inputs, roles.target)
-            if roles
-            else ("arrays", "/srv/data.npz", {"shape": "(1,)", "dtype": "float32"})
-        )
-    match dataset.preprocessing.inputs:
-        case TableInputs(columns=columns):
-            return _table_blanks([column.name for column in columns], dataset.target)
-        case TextInputs(column=column):
-            return _table_blanks([column or "text"], dataset.target or "label")
-        case PictureInputs(shape=(channels, height, width)):
-            sizes = {"mode": "L" if channels == 1 else "RGB", "width": str(width), "height": str(height)}
-            return "pictures", "/srv/pictures", {"classes": _texts(dataset.preprocessing.outputs.classes), **sizes}
-    dtype = str(dataset.train.inputs.dtype).removeprefix("torch.")
-    return "arrays", "/srv/data.npz", {"shape": repr(dataset.spec.shape), "dtype": dtype}
-
-
-def _table_blanks(columns: Sequence[str], target: str) -> tuple[str, str, dict[str, str]]:
-    return "table", "/srv/data.csv", {"columns": _texts(columns), "target": _texts([target])}
+    if dataset is None:
+        columns, target = (roles.inputs, roles.target) if roles else ((), "")
+    else:
+        columns, target = (), dataset.target or "label"
+        match dataset.preprocessing.inputs:
+            case TableInputs(columns=table):
+                columns = [column.name for column in table]
+            case TextInputs(column=column):
+                columns = [column or "text"]
+            case PictureInputs(shape=(channels, height, width)):
+                sizes = {"mode": "L" if channels == 1 else "RGB", "width": str(width), "height": str(height)}
+                classes = _texts(dataset.preprocessing.outputs.classes)
+                return "pictures", {"path": "/srv/pictures", "classes": classes, **sizes}
+    if columns:
+        return "table", {"path": "/srv/data.csv", "columns": _texts(columns), "target": _texts([target])}
+    shape, dtype = (dataset.spec.shape, dataset.train.inputs.dtype) if dataset else ((1,), torch.float32)
+    return "arrays", {"path": "/srv/data.npz", "shape": repr(shape), "dtype": f"{dtype}".removeprefix("torch.")}
 
 
 def _texts(names: Sequence[str]) -> str:
