@@ -10,7 +10,7 @@ from fedloom.report import figures
 from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.curves import AXES, learning_curves, measures, title_of
 from fedloom.report.figures import ReportFigure
-from fedloom.report.recorded import joint_landscapes, memorisation_figures, recorded_figures
+from fedloom.report.recorded import memorisation_figures, recorded_figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary, by_algorithm
 from fedloom.state.files import slug
@@ -28,14 +28,14 @@ def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[
         "curves": _curves(runs),
         "costs": _costs(runs),
         "clients": _labels(runs),
-        "recorded": _recorded(runs),
+        "recorded": recorded_figures(runs),
     }
 
 
 def image_figures(runs: Sequence[RunSummary], by: Criterion | None = None) -> list[ReportFigure]:
-    """Return every figure that the runs have data for; landscapes of several methods also side by side in one."""
+    """Return every figure that the runs have data for."""
     sections = report_figures(runs, by or criterion())
-    return [*(figure for section in sections.values() for figure in section), *joint_landscapes(runs)]
+    return [figure for section in sections.values() for figure in section]
 
 
 def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigure]:
@@ -143,16 +143,6 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     labels = f" By the labels given, of which {span} are wrong." if wrong[-1] else ""
     caption = f"Each bubble's area is the number of a client's training samples of a class{total}.{labels}{some}"
     return [ReportFigure("labels", "Label distribution.", caption, variants, "labels")]
-
-
-def _recorded(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Draw the recorders' results, under names that differ."""
-    by_name: dict[str, ReportFigure] = {}
-    for figure in recorded_figures(runs):
-        if figure.variants[""].data:
-            name = figure.name if figure.name not in by_name else f"{figure.name}-{len(by_name)}"
-            by_name[name] = replace(figure, name=name)
-    return list(by_name.values())
 
 
 def _seed_count(runs: Sequence[RunSummary]) -> int:
