@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,70 +23,40 @@ DEEPEST = 5
 QUIET = 60.0
 """Seconds without a round after which a run counts as quiet; ten rounds where these take longer."""
 
+REFRESH = 10.0
+"""Seconds between two readings of the report, at least."""
+
 _PACE = 20  # rounds whose mean time is the pace
 _LIVE = ("configuration.json", "metrics.jsonl", "timings.jsonl", "result.json", "recording.json", "model.safetensors")
 _NO_NETWORK = "default-src 'none';"
 
 
 class Watched:
-    """The runs below a folder, read again only when their files have changed. Safe to use from several threads."""
+    """The runs below a folder, read again only when their files have changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.Lock()
         self._read: dict[Path, tuple[Any, RunSummary | None]] = {}
-        self._pages: dict[str, tuple[str, str, float]] = {}
 
     def state(self) -> dict[str, Any]:
         """Return all that the page shows of the runs, by group, with a version that changes when the group's report does."""
-        with self._lock:
-            groups = self._groups()
-            time_now = time.time()
-            return {
-                "folder": str(self.folder),
-                "groups": [
-                    {
-                        "name": name,
-                        "version": self._version(paths),
-                        "refresh": self._refresh(name),
-                        "heads": self._heads(paths),
-                        "runs": [row for path in paths if (row := self._progress(name, path, time_now))],
-                    }
-                    for name, paths in groups.items()
-                ],
-            }
+        groups = [self._group(name, paths) for name, paths in self._groups().items()]
+        return {"folder": str(self.folder), "refresh": REFRESH, "groups": groups}
 
     def page(self, group: str | None) -> str | None:
         """Return the page of a group's report, or of all groups (None); None for a group that does not exist."""
-        state = self.state()
-        names = [entry["name"] for entry in state["groups"]]
-        if group is None and len(names) == 1:
-            group = names[0]
-        if group is not None and group not in names:
+        state, groups = self.state(), self._groups()
+        if group is None and len(groups) == 1:
+            (group,) = groups
+        if group is not None and group not in groups:
             return None
-        with self._lock:
-            body = None if group is None else self._report(group)
-        about = {"state": state, "group": group, "version": self._pages[group][0] if body and group else ""}
-        # Without a report: all groups, or nothing yet.
-        empty = templates().get_template("empty.html")
-        return _dressed(
-            body or empty.render(folder=self.folder, name=self.folder.resolve().name, any_runs=bool(names)), about
-        )
-
-    def _report(self, group: str) -> str | None:
-        """Return the group's report, rendered again if its figures changed; None while no run has a round."""
-        paths = self._groups()[group]
-        version = self._version(paths)
-        if group not in self._pages or self._pages[group][0] != version:
-            began = time.perf_counter()
-            runs = [run for path in paths if (run := self._summary(path)) is not None and run.records]
-            text = _rendered(group if group != "." else self.folder.resolve().name, runs)
-            self._pages[group] = version, text, time.perf_counter() - began
-        return self._pages[group][1] or None
-
-    def _refresh(self, group: str) -> float:
-        """Return the seconds between two updates: rendering takes at most a tenth of one processor."""
-        return max(5.0, 10 * self._pages[group][2]) if group in self._pages else 2.0
+        runs = [run for path in groups.get(group or "", ()) if (run := self._summary(path)) and run.records]
+        name = self.folder.resolve().name
+        version = next((entry["version"] for entry in state["groups"] if entry["name"] == group), "")
+        page = _rendered(group if group and group != "." else name, runs) or templates().get_template(
+            "empty.html"
+        ).render(folder=self.folder, name=name, any_runs=bool(groups))
+        return _dressed(page, {"state": state, "group": group, "version": version})
 
     def _groups(self) -> dict[str, list[Path]]:
         """Return the runs by the folder of their task, which holds methods, and in them seeds."""
@@ -98,8 +67,14 @@ class Watched:
             groups.setdefault(name, []).append(path)
         return groups
 
-    def _version(self, paths: Sequence[Path]) -> str:
-        return digest(repr([(str(path), _stamp(path)) for path in paths]))[:16]
+    def _group(self, name: str, paths: Sequence[Path]) -> dict[str, Any]:
+        metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
+        return {
+            "name": name,
+            "version": digest(repr([(str(path), _stamp(path)) for path in paths]))[:16],
+            "heads": [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")],
+            "runs": [row for path in paths if (row := self._progress(path))],
+        }
 
     def _summary(self, path: Path) -> RunSummary | None:
         """Return a run's figures so far; None for a run that has only begun, or whose files are damaged."""
@@ -110,56 +85,38 @@ class Watched:
                 self._read[path] = stamp, RunDirectory(path).summary()
         return self._read[path][1]
 
-    def _heads(self, paths: Sequence[Path]) -> list[str]:
-        """Return the titles of the columns of the final and the best score."""
-        metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
-        return [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")]
-
-    def _progress(self, group: str, path: Path, time_now: float) -> dict[str, Any] | None:
+    def _progress(self, path: Path) -> dict[str, Any] | None:
         """Return the progress of a run as the page's script reads it; `left` and `quiet` are seconds."""
-        run, ended = self._summary(path), (path / "result.json").exists()
+        summary, ended = self._summary(path), (path / "result.json").exists()
+        if summary is None and not ended:
+            return None
         seed = path.name.removeprefix("seed-")
-        row = {
-            "group": group,
-            "algorithm": path.parent.name,
-            "seed": int(seed) if seed.isdecimal() else 0,
-            "state": "damaged",
-            **dict.fromkeys(("rounds", "total", "quiet"), 0),
-            **dict.fromkeys(("score", "best"), "–"),
-            **dict.fromkeys(("pace", "left")),
-        }
-        if run is None:
-            return row if ended else None
-        rounds, configured = len(run.records), run.configuration.get("rounds")
-        total = configured if isinstance(configured, int) else rounds
-        seconds = [float(timing["seconds"]) for timing in run.timings[-_PACE:] if "seconds" in timing]
+        run = summary or RunSummary(path.parent.name, int(seed) if seed.isdecimal() else 0, [])
+        rounds, total = len(run.records), run.configuration.get("rounds")
+        seconds = [float(line["seconds"]) for line in run.timings[-_PACE:] if "seconds" in line]
         pace = sum(seconds) / len(seconds) if seconds else None
-        quiet = max(0.0, time_now - max((stamp[0] for stamp in _stamp(path) if stamp), default=0) / 1e9)
-        state = "finished" if ended else "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
+        quiet = max(0.0, time.time() - max((changed for _, changed, _ in _stamp(path)), default=0) / 1e9)
+        going_on = "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
         scores = {"score": figures.final(run), "best": figures.best(run)}
-        return row | {
+        return {
             "algorithm": run.algorithm,
             "seed": run.seed,
-            "state": state,
+            "state": "damaged" if summary is None else "finished" if ended else going_on,
             "rounds": rounds,
-            "total": total,
-            **{name: run.metric.text(value) for name, value in scores.items() if value is not None},
+            "total": total if isinstance(total, int) else rounds,
+            **{name: "–" if value is None else run.metric.text(value) for name, value in scores.items()},
             "pace": pace,
-            "left": None if pace is None or ended else pace * max(0, total - rounds),
+            "left": pace * max(0, total - rounds) if pace and isinstance(total, int) and not ended else None,
             "quiet": quiet,
         }
 
 
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
-    """The report of the runs, without those of which no report can be made; empty where none is left."""
+    """Return the report of the runs, without those of which none can be made; empty where none is left."""
     with suppress(CheckpointError), readable(Path(title)):
         return render(title, runs) if runs else ""
-    drawn = []
-    for run in runs:
-        with suppress(CheckpointError), readable(Path(title)):
-            render(title, [run])
-            drawn.append(run)
-    return render(title, drawn) if 0 < len(drawn) < len(runs) else ""
+    drawn = [run for run in runs if len(runs) > 1 and _rendered(title, [run])]
+    return _rendered(title, drawn) if len(drawn) < len(runs) else ""
 
 
 def _runs(folder: Path) -> Iterator[Path]:
@@ -173,14 +130,12 @@ def _runs(folder: Path) -> Iterator[Path]:
         below[:] = [name for name in below if deeper and not name.startswith(".")]
 
 
-def _stamp(path: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Return time and size of the files that change as the run goes on."""
-    stamps: dict[str, tuple[int, int] | None] = dict.fromkeys(_LIVE)
-    for name in _LIVE:
-        with suppress(OSError):
-            status = (path / name).stat()
-            stamps[name] = status.st_mtime_ns, status.st_size
-    return tuple(stamps.values())
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, time and size of the files that change as the run goes on."""
+    with suppress(OSError):
+        entries = [(entry.name, entry.stat()) for entry in os.scandir(path) if entry.name in _LIVE]
+        return sorted((name, status.st_mtime_ns, status.st_size) for name, status in entries)
+    return []
 
 
 def _dressed(page: str, about: dict[str, Any]) -> str:

@@ -134,7 +134,7 @@
       const changed = mine && mine.version !== version && mine.runs.some((run) => run.rounds);
       const drawn = document.documentElement.dataset.drawn === "all";
       const idle = !busy && !document.hidden && getSelection().isCollapsed;
-      if (changed && drawn && idle && performance.now() - began > 1000 * mine.refresh) {
+      if (changed && drawn && idle && performance.now() - began > 1000 * now.refresh) {
         keep();
         location.reload();
         return;
