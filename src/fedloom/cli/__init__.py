@@ -4,8 +4,6 @@ Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 
 after Ctrl-C or SIGTERM.
 """
 
-import atexit
-import gc
 import os
 import re
 import sys
@@ -56,9 +54,6 @@ commands: tuple[Callable[..., Any], ...] = (
     listing.schema,
 )
 
-STARTING = (50_000, 20, 100)
-"""Thresholds of garbage collection until a run begins: with Python's own it goes over all that is being imported, many times."""
-
 _LONGEST_LINE = 2000
 """Characters of an error, at most: what is quoted in it is shorter, but a path may be long."""
 
@@ -74,9 +69,6 @@ app.add_typer(federation_files.app)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    if arguments is None:  # a process of its own
-        gc.set_threshold(*STARTING)
-        atexit.register(gc.freeze)  # else its end would go over all that it has imported
     words = list(sys.argv[1:] if arguments is None else arguments)
     # PyTorch's threads read it once, at its import: those that wait for the others give up their core instead of spinning on it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import Overrides
+from fedloom.cli.options import Overrides, option
 from fedloom.errors import InvalidValue
 
 Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)]
@@ -48,9 +48,7 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
 def referee(
     a: Annotated[Path, typer.Argument(metavar="A", hidden=True)],
     b: Annotated[Path, typer.Argument(metavar="B", hidden=True)],
-    tolerance: Annotated[
-        float, typer.Option(help="Share of a tensor's way that may differ.", show_default=False)
-    ] = 1e-3,
+    tolerance: Annotated[float, option(help="Share of a tensor's way that may differ, 0.001 by default.")] = 1e-3,
 ) -> None:
     """Say where another implementation of a method parts from fedloom's.
 
@@ -61,10 +59,9 @@ def referee(
     from fedloom.evidence.trace import Trace
 
     traces = Trace(a), Trace(b)
-    if single := sorted(
-        {f"{k.stage}/{k.role}" for k in traces[0].keys() ^ traces[1].keys() if not k.stage.isdecimal()}
-    ):
-        print(f"not compared, since only one has it: {', '.join(single)}")
+    single = {f"{k.stage}/{k.role}" for k in traces[0].keys() ^ traces[1].keys() if not k.stage.isdecimal()}
+    if single:
+        print(f"not compared, since only one has it: {', '.join(sorted(single))}")
     if difference := compare(*traces, tolerance):
         print(f"they part in {difference[0]}\n  {difference[1]}\nwhat that often means:", *difference[2:], sep="\n  ")
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import Folder, first_line
+from fedloom.cli.options import Folder, first_line, option
 from fedloom.errors import InvalidValue
 
 app = typer.Typer(
@@ -19,13 +19,8 @@ app = typer.Typer(
 def keys(
     folder: Folder,
     sites: Annotated[int | None, typer.Option(help="How many sites there are.")] = None,
-    host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A name or address sites reach the server by; may be given several times."),
-    ] = None,
-    days: Annotated[
-        int, typer.Option(help="Days that the server's certificate is good for, 825 by default.", show_default=False)
-    ] = 825,
+    host: Annotated[list[str] | None, option(metavar="NAME", help="A name or address of the server.")] = None,
+    days: Annotated[int, option(help="Days that the server's certificate is good for, 825 by default.")] = 825,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
 
@@ -37,11 +32,7 @@ def keys(
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
     keys = make_keys(folder, sites, host or [], days)
     folders = f"{keys.site(0)}" + (f" ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else "")
-    print(
-        f"{len(keys.written)} files made in {keys.folder}"
-        if keys.written
-        else f"all keys were in {keys.folder} already"
-    )
+    print(f"{len(keys.written)} files made in {keys.folder}")
     print(f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
     print(f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
     print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")

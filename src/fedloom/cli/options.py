@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
 
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
     from fedloom.experiment.events import RunName
     from fedloom.experiment.progress import Display, Rounds
 
+option = partial(typer.Option, show_default=False)
+"""An option whose help names its default: typer would escape the brackets around it."""
+
 # The help of each command says what its arguments are: not every version of click shows theirs.
 File = Annotated[Path, typer.Argument(metavar="FILE.toml", hidden=True)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
-Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Start again, also where a run is finished or has other settings.")
-]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also where a run is finished.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result.")]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
-
-USUAL = gc.get_threshold()
-"""Python's own thresholds of garbage collection."""
+Places = Annotated[list[str] | None, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies.")]
 
 
 class RunsFailed(FedloomError):
@@ -64,9 +63,6 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
 
     from fedloom.experiment.progress import display
 
-    if gc.get_threshold() != USUAL:  # from now on garbage is collected with Python's thresholds
-        gc.freeze()
-        gc.set_threshold(*USUAL)
     console: Console = Console(stderr=True, quiet=quiet, highlight=False)
     stopping = False
 
@@ -81,6 +77,17 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, stop))
         yield watch, lambda: stopping
+
+
+def folders_of(places: Sequence[str] | None) -> dict[str, str]:
+    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
+    folders = {}
+    for text in places or ():
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
+        folders[name] = str(Path(folder).expanduser().resolve())
+    return folders
 
 
 def first_line(command: Callable[..., Any]) -> str:

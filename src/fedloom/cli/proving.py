@@ -7,26 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Folder, Quiet, RunsFailed, shown
-from fedloom.cli.reproducing import folders_of
+from fedloom.cli.options import Folder, Places, Quiet, RunsFailed, folders_of, option, shown
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
     from fedloom.evidence.replay import Replay
 
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
-Data = Annotated[
-    list[str] | None,
-    typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST."),
-]
 Trust = Annotated[bool, typer.Option("--trust-code", help="Run the bundle's own code, which is shown without it.")]
 
 
 def bundle(
     folder: Folder,
-    to: Annotated[
-        Path | None, typer.Option("--to", help="The file, by default named like DIR.", show_default=False)
-    ] = None,
+    to: Annotated[Path | None, option(help="The file, by default named like DIR.")] = None,
 ) -> None:
     """Put runs into one file, which fedloom replay runs again and compares.
 
@@ -46,10 +39,8 @@ def bundle(
 
 def replay(
     file: BundleFile,
-    data: Data = None,
-    directory: Annotated[
-        Path | None, typer.Option("--directory", help="Where runs go: runs/replay/NAME by default.", show_default=False)
-    ] = None,
+    data: Places = None,
+    directory: Annotated[Path | None, option(help="Where runs go: runs/replay/NAME by default.")] = None,
     trust_code: Trust = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say what it would do and how long, and stop.")] = False,
     quiet: Quiet = False,

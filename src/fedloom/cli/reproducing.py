@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Fresh, Quiet, require_finished, shown, this_command
+from fedloom.cli.options import Fresh, Places, Quiet, folders_of, option, require_finished, shown, this_command
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
@@ -19,36 +19,22 @@ if TYPE_CHECKING:
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
-Texts = list[str] | None
+Rows = Annotated[list[str] | None, option(metavar="TEXT", help="Only these methods, such as FedAvg,FedDC.")]
+Columns = Annotated[list[str] | None, option(metavar="TEXT", help='Only these settings: "MNIST IID 15%".')]
 
 
 def reproduce(
     which: Which = None,
     changes: Changes = None,
-    rows: Annotated[
-        Texts, typer.Option("--rows", metavar="TEXT", help="Only these methods, such as FedAvg,FedDC.")
-    ] = None,
-    columns: Annotated[
-        Texts, typer.Option("--columns", metavar="TEXT", help='Only these settings, such as "MNIST IID 15%".')
-    ] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="At most so many rounds: partial results.")] = None,
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="0,1,2", help="Seeds instead of the paper's runs.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", help="Only so many of the data's samples.")] = None,
-    data: Annotated[
-        Texts, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies, such as mnist=data/MNIST.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", help="Runs at a time: as many as there are cores by default.")
-    ] = None,
-    directory: Annotated[
-        Path,
-        typer.Option("--directory", help="Where runs and results go: runs/reproduce by default.", show_default=False),
-    ] = Path("runs/reproduce"),
-    hour: Annotated[
-        bool, typer.Option("--hour", help="Of one paper, such as fedmr, what two cores check in about an hour.")
-    ] = False,
+    rows: Rows = None,
+    columns: Columns = None,
+    rounds: Annotated[int | None, option(help="At most so many rounds: partial results.")] = None,
+    seeds: Annotated[str | None, option(metavar="0,1,2", help="Seeds instead of the paper's runs.")] = None,
+    samples: Annotated[int | None, option(help="Only so many of the data's samples.")] = None,
+    data: Places = None,
+    workers: Annotated[int | None, option(help="Runs at a time: as many as there are cores by default.")] = None,
+    directory: Annotated[Path, option(help="Where results go: runs/reproduce by default.")] = Path("runs/reproduce"),
+    hour: Annotated[bool, option("--hour", help="Of a paper, what two cores check in about an hour.")] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
     fresh: Fresh = False,
     quiet: Quiet = False,
@@ -177,14 +163,3 @@ def _numbers(text: str | None) -> list[int] | None:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
         raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {quoted(text)}") from None
-
-
-def folders_of(texts: Texts) -> dict[str, str]:
-    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
-    folders = {}
-    for text in texts or ():
-        name, equals, folder = text.partition("=")
-        if not equals or not folder:
-            raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
-        folders[name] = str(Path(folder).expanduser().resolve())
-    return folders

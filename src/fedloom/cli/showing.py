@@ -5,31 +5,16 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import Folder, Quiet
+from fedloom.cli.options import Folder, Quiet, option
 from fedloom.errors import InvalidValue
 
-Port = Annotated[
-    int,
-    typer.Option(
-        "--port", help="Where to listen, 8600 by default; 0 takes any free port.", min=0, max=65535, show_default=False
-    ),
-]
-Images = Annotated[
-    str,
-    typer.Option("--images", metavar="FORMATS", help="Also write every figure as png, svg or pdf: --images png,svg"),
-]
+Port = Annotated[int, option(help="Where to listen, 8600 by default; 0: any free port.", min=0, max=65535)]
+Images = Annotated[str, typer.Option(metavar="FORMATS", help="Also write every figure as png, svg or pdf: png,svg.")]
 Plain = Annotated[bool, typer.Option("--no-captions", help="Images without title and caption, as for a paper.")]
 Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--landscape",
-        metavar="METHOD",
-        help="Draw the loss around the final model of METHOD, or of all; may be repeated.",
-    ),
+    list[str] | None, option(metavar="METHOD", help="Draw the loss around METHOD's model, or all models'.")
 ]
-Options = Annotated[
-    str, typer.Option("--landscape-options", metavar="OPTIONS", help='Such as "grid=31, radius=0.5, data=test".')
-]
+Options = Annotated[str, typer.Option(metavar="OPTIONS", help='Such as "grid=31, radius=0.5, data=test".')]
 
 
 def report(

@@ -5,30 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Overrides
+from fedloom.cli.options import File, Overrides, option
 from fedloom.errors import InvalidValue
 
-Smallest = Annotated[
-    int,
-    typer.Option(
-        "--smallest", help="Fewest rows of a client that a number tells of, 5 by default.", show_default=False
-    ),
-]
-Bins = Annotated[int, typer.Option("--bins", help="Bins of a histogram, 32 by default.", show_default=False)]
-Bounds = Annotated[
-    list[str] | None,
-    typer.Option("--bounds", metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120; may be repeated."),
-]
-Epsilon = Annotated[
-    float | None, typer.Option("--epsilon", help="Add noise: all numbers cost a row that much privacy.")
-]
-Delta = Annotated[
-    float, typer.Option("--delta", help="Probability of a larger loss of privacy, 1e-5 by default.", show_default=False)
-]
-Output = Annotated[
-    list[Path] | None,
-    typer.Option("--output", metavar="FILE", help="Write a page (.html) or numbers (.json); may be repeated."),
-]
+Smallest = Annotated[int, option(help="Fewest rows of a client that a number tells of, 5 by default.")]
+Bins = Annotated[int, option(help="Bins of a histogram, 32 by default.")]
+Bounds = Annotated[list[str] | None, typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120.")]
+Epsilon = Annotated[float | None, typer.Option(help="Add noise: all numbers cost a row that much privacy.")]
+Delta = Annotated[float, option(help="Probability of a larger loss of privacy, 1e-5 by default.")]
+Output = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Write a page (.html) or numbers (.json).")]
 
 
 def statistics(
@@ -53,15 +38,10 @@ def statistics(
     from fedloom.experiment.configuration import load
 
     configuration = load(file, overrides or [])
-    survey: dict[str, Any] = {
-        "smallest": smallest,
-        "bins": bins,
-        "bounds": dict(map(_bounds, bounds or [])),
-        "epsilon": epsilon,
-        "delta": delta,
-    }
+    limits = dict(map(_bounds, bounds or []))
+    privacy: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": configuration.seed}
     task = configuration.task(configuration.seed)
-    result = federated_statistics.statistics(task, seed=configuration.seed, **survey)
+    result = federated_statistics.statistics(task, smallest=smallest, bins=bins, bounds=limits, **privacy)
     console = Console()
     console.print(*statistics_tables(result, console.width))
     for path in output or []:

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
     from fedloom.experiment.settings import Changes
     from fedloom.experiment.tune import Search, Trial
 
-Searched = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--search", metavar="KEY=VALUES", help="A key with its values, as a list or a range; may be repeated."
-    ),
-]
-Trials = Annotated[
-    int | None, typer.Option("--trials", metavar="N", help="Number of trials; of a grid, drawn at random.")
-]
+Searched = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values.")]
+Trials = Annotated[int | None, typer.Option(metavar="N", help="Number of trials; of a grid, drawn at random.")]
 Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")]
 Test = Annotated[bool, typer.Option("--test", help="Score the best choice on the test data, which can be done once.")]
 
