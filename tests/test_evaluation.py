@@ -285,7 +285,7 @@ def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(m
     following = run._first.at(3)
     asked.clear()
     clients = run.evaluation.clients
-    run.evaluation._personal(algorithm, following, clients, run.integers)
+    run.evaluation._tally(algorithm, following, run.integers, None, clients)
     models = [engine.personalised(algorithm, following, [client_task])[0][1] for client_task in asked]
     assert len(models) == len(clients) == 5
     own = any(not torch.equal(model, algorithm.model()) for model in models)

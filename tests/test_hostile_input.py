@@ -84,10 +84,10 @@ def require_one_short_line(text: str) -> None:
         ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of at most 255 bytes, not 'xxx"),
         ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names of at most 255 bytes"),
         ("model=mlp(hidden=[1000000000000000])", "cannot be built: [enforce fail"),
-        ("directory=a\udcffb", "directory must be text without halves of characters, not 'a\\udcffb'"),
+        ("directory=a\udcffb", "directory must be text without NUL or halves of characters, not 'a\\udcffb'"),
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
-        ("engine=processes(workers=100000)", "not 100000: each takes about 0.2 GB of memory"),
+        ("engine=processes(workers=100000)", ", not 100000"),
         ("algorithm=secure(fedmr, repeats=1000000)", "not 1000000: in each, every client sends and receives about one model"),
         (
             "settings={participation={from=0.1,to=0.5,steps=10000},dropout=[0,0.1]}",

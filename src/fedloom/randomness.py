@@ -7,8 +7,6 @@ So a resumed run, a run on several processes and a run over real sites draw alik
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +16,8 @@ _WORDS = 624
 `get_state` gives each in 64 bits, from byte 24 on."""
 
 
-@cache
-def _seeded_state() -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the state of a generator that has been seeded and has drawn nothing yet."""
-    state: np.ndarray[Any, np.dtype[np.uint8]] = torch.Generator().manual_seed(0).get_state().numpy()
-    return state
+_SEEDED = torch.Generator().manual_seed(0).get_state().numpy()
+"""State of a generator that has been seeded and has drawn nothing yet."""
 
 
 def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
@@ -46,7 +41,7 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
     All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams a hundred pairs would agree.
     """
     words = np.frombuffer(stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32)
-    state = _seeded_state().copy()
+    state = _SEEDED.copy()
     state[24 : 24 + 8 * _WORDS].view(np.uint64)[:] = words
     generator = torch.Generator()
     generator.set_state(torch.from_numpy(state))

@@ -152,10 +152,7 @@ class Training:
         parameters = self._parameters()
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) and name not in parameters:
-                takers = [
-                    kind for kind, make in _TORCH_OPTIMIZERS.items() if name in inspect.signature(make).parameters
-                ]
-                raise InvalidValue(f"{name} is not for {self.optimizer} but for {', '.join(takers)}")
+                raise InvalidValue(f"{self.optimizer} has no {name}: leave it at 0")
         reserved = ("params", "lr") if self.own_optimizer else _NOT_OPTIONS
         allowed = [name for name in parameters if name not in reserved]
         anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -172,10 +169,6 @@ class Training:
             infinite = any(isinstance(item, float) and not math.isfinite(item) for item in items)
             if infinite or any(isinstance(item, bool) != isinstance(default, bool) for item in items):
                 raise InvalidValue(f"optimizer_options: {name} must be like {show(default)}, not {quoted(value, show)}")
-        if self.optimizer == "sgd" and not self.momentum and any(self.optimizer_options.values()):
-            raise InvalidValue(
-                f"optimizer_options: {' and '.join(self.optimizer_options)} of sgd do nothing without momentum"
-            )
         try:
             weight = nn.Parameter(torch.ones(2, 2))
             optimizer = self.torch_optimizer([weight], self.learning_rate)
@@ -230,7 +223,7 @@ class Training:
         """Return the steps `[k]` in a round of clients with so many `samples [k]`."""
         return self.passes(smallest=smallest).count(samples)
 
-    def samples_seen(self, samples: int) -> int:
+    def samples_seen(self, samples: float) -> float:
         """Return how many samples a client with so many passes through its model in a round."""
         size = samples if self.batch_size is None else min(samples, self.batch_size)
         return self.epochs * samples if self.steps is None else self.steps * size
@@ -249,13 +242,3 @@ class Training:
         """Return round `number` of the same run, before its selection."""
         rate, previous = self.rate(number, round.rounds), self.rate(max(1, number - 1), round.rounds)
         return replace(round.at(number), learning_rate=rate, rate_change=rate / previous)
-
-
-def poisson_orders(
-    samples: int, share: float, steps: int, uniforms: Callable[[int], Tensor]
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield batches as `Passes.orders` does, for Poisson sampling: each sample enters a batch with probability `share`, so that a
-    batch may be empty. `uniforms(n)` draws n numbers in [0, 1)."""
-    for _ in range(steps):
-        drawn = (uniforms(samples) < share).nonzero()[:, 0]
-        yield drawn, [len(drawn)]

@@ -16,7 +16,6 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
-from fedloom.training import poisson_orders
 
 NUMBERS = 1 << 24
 """Floats of samples' gradients in memory at a time: 64 MiB."""
@@ -154,7 +153,9 @@ class PrivateCohort(Cohort):
         if not self._fitting:
             _ = self._samples
         steps = int(self.training.local_steps(self.sizes))
-        orders = poisson_orders(self.count, self.expected / self.count, steps, self._uniforms())
+        uniforms, share = self._uniforms(), self.expected / self.count
+        batches = ((uniforms(self.count) < share).nonzero()[:, 0] for _ in range(steps))
+        orders = ((batch, [len(batch)]) for batch in batches)
         augmented = self.training.augmentation == "flip_crop"
         noise = self.stream("dp_sgd augmentation")[0] if augmented else None
         return lock_steps(self._loaders, [orders], [noise])

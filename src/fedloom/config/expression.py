@@ -22,7 +22,7 @@ from fedloom.errors import InvalidValue, quoted, shortened
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan)(?![\w.\-(]))"
     r"|(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
-    r"|(?P<name>[A-Za-z_][\w.\-]*)|(?P<mark>[()\[\],=:]))"
+    r"|(?P<name>[A-Za-z_][\w.\-]*)|(?P<mark>[()\[\],=:])|(?P<end>\Z)|(?P<other>\S))"
 )
 _WORDS = {"true": True, "false": False, "none": None}
 DEEPEST = 50
@@ -76,30 +76,19 @@ def parse(text: str) -> Call:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens: list[tuple[str, str, int]] = []
-        position, end = 0, len(text.rstrip())
-        while position < end:
-            match = _TOKEN.match(text, position)
-            if match is None or match.lastgroup is None:
-                raise self._error(position)
-            self.tokens.append((match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
-            position = match.end()
-        self.tokens += 2 * [("end", "", len(text))]  # so that there are always two to look at
-        self.next = 0
-        self.depth = 0
-
-    def _error(self, position: int) -> InvalidValue:
-        remainder = quoted(self.text[position:])
-        before = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
-        word = (before[0] if before else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
-        remedy = (
-            f": put quotes around it, '{shortened(word)}'" if re.search(r"[/\\~.]", word) and "'" not in word else ""
-        )
-        return InvalidValue(f"cannot read {quoted(self.text)} from character {position + 1} on: {remainder}{remedy}")
+        self.text, self.next, self.depth = text, 0, 0
+        matches = ((match, match.lastgroup or "") for match in _TOKEN.finditer(text))
+        self.tokens = [(kind, match[kind], match.start(kind)) for match, kind in matches]
+        self.tokens.append(("end", "", len(text)))  # so that there are always two to look at
 
     def fail(self) -> InvalidValue:
-        return self._error(self.tokens[self.next][2])
+        position = self.tokens[self.next][2]
+        before = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
+        word = (before[0] if before else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
+        quotable = re.search(r"[/\\~.]", word) and "'" not in word
+        remedy = f": put quotes around it, '{shortened(word)}'" if quotable else ""
+        reason = f"from character {position + 1} on: {quoted(self.text[position:])}{remedy}"
+        return InvalidValue(f"cannot read {quoted(self.text)} {reason}")
 
     def _take(self, mark: str) -> bool:
         matches = self.tokens[self.next][:2] == ("mark", mark)
@@ -123,22 +112,19 @@ class _Parser:
 
     def _word(self) -> Any:
         kind, token, _ = self.tokens[self.next]
-        if kind in ("mark", "end"):
-            raise self.fail()
+        value: Any = _WORDS.get(token.lower())
         try:
             if kind == "number":
                 value = int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
             elif kind == "text":
-                with warnings.catch_warnings(
-                    action="ignore"
-                ):  # a backslash before any other character stands for itself
+                with warnings.catch_warnings(action="ignore"):  # a backslash that begins no escape stands for itself
                     value = ast.literal_eval(token)
+            elif kind != "name":
+                raise ValueError
         except (SyntaxError, ValueError):  # a broken escape, thousands of digits
             raise self.fail() from None
         self.next += 1
-        if kind == "name":
-            return _WORDS[token.lower()] if token.lower() in _WORDS else self._call(token)
-        return value
+        return self._call(token) if kind == "name" and token.lower() not in _WORDS else value
 
     def _call(self, name: str) -> Call:
         following = self.tokens[self.next + 1][1]
@@ -148,20 +134,17 @@ class _Parser:
         positional: list[Any] = []
         named: dict[str, Any] = {}
         for _ in self._until(")") if self._take("(") else ():
-            self._argument(positional, named)
+            (kind, argument, _), (_, following, _) = self.tokens[self.next : self.next + 2]
+            if kind == "name" and following == "=":
+                if argument in named:
+                    raise InvalidValue(f"{quoted(self.text)} gives {quoted(argument)} twice")
+                self.next += 2
+                named[argument] = self.value()
+            elif named:
+                raise InvalidValue(f"{quoted(self.text)}: arguments without a name come before those with one")
+            else:
+                positional.append(self.value())
         return Call(name, tuple(positional), named, plain(self.value()) if self._take(":") else None)
-
-    def _argument(self, positional: list[Any], named: dict[str, Any]) -> None:
-        (kind, name, _), (_, following, _) = self.tokens[self.next : self.next + 2]
-        if kind == "name" and following == "=":
-            if name in named:
-                raise InvalidValue(f"{quoted(self.text)} gives {quoted(name)} twice")
-            self.next += 2
-            named[name] = self.value()
-        elif named:
-            raise InvalidValue(f"{quoted(self.text)}: arguments without a name come before those with one")
-        else:
-            positional.append(self.value())
 
 
 def plain(value: Any) -> Any:

@@ -35,18 +35,15 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidValue(f"{key} {quoted(path)} must be {allowed}")
-    module = _imported(module_name, f"{key} {quoted(path)}")
+    key = f"{key} {quoted(path)}"
+    module = _imported(module_name, key)
     try:
         make = attrgetter(attribute)(module)
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise InvalidValue(
-            f"{key} {quoted(path)}: module {quoted(module_name)} has no {quoted(attribute)}{near}"
-        ) from None
+        raise InvalidValue(f"{key}: module {quoted(module_name)} has no {quoted(attribute)}{near}") from None
     if not callable(make):
-        raise InvalidValue(
-            f"{key} {quoted(path)}: {quoted(attribute)} must be a function or class, not {type(make).__name__}"
-        )
+        raise InvalidValue(f"{key}: {quoted(attribute)} must be a function or class, not {type(make).__name__}")
     return make  # type: ignore[no-any-return]
 
 

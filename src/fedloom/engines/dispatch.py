@@ -40,7 +40,7 @@ BLOCKS = 2
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 """Upper limit for workers and for the threads of each: more cannot help on this machine."""
 
-Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS, description="each takes about 0.2 GB of memory")]
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
 
 class WorkerDied(Exception):

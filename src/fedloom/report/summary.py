@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fedloom.config.fields import require_at_least, require_share
+from fedloom.config.fields import require_at_least, require_between
 from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import ACCURACY, Metric
 
@@ -97,7 +97,7 @@ class Target:
         else:
             limit = cls(metric.name, float(target), metric.higher_is_better)
         if metric.share and metric.name in limit.figure:
-            require_share(f"targets: {limit.figure}", limit.value)
+            require_between(f"targets: {limit.figure}", limit.value, 0, 1)
         return limit
 
     def reached(self, record: Mapping[str, Any]) -> bool:

@@ -87,35 +87,32 @@ class Evaluation:
                 f"(there are: {', '.join(measured) or 'none, without test samples'})"
             )
         model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
-        name = figure.removeprefix(f"{model}_")
-        if stop.evaluations is not None and stop.goal is None and name not in ("loss", objective.metric.name):
+        metric, name = objective.metric, figure.removeprefix(f"{model}_")
+        if stop.evaluations is not None and stop.goal is None and name not in ("loss", metric.name):
             raise InvalidValue(f"stop.goal: say whether {figure} should rise or fall")
-        rises = (
-            stop.goal == "rise" if stop.goal else name == objective.metric.name and objective.metric.higher_is_better
-        )
+        rises = stop.goal == "rise" or (stop.goal is None and name == metric.name and metric.higher_is_better)
         return Patience(stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every)
 
     def measure(
         self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor, ends: bool = False
     ) -> tuple[Record, Record | None]:
-        """Return the figures due after `round`, and those of each client when personal models are due. The global `model` is the
-        algorithm's, `integers` are its integer buffers. After a round that `ends` the run all figures are due."""
+        """Return the figures due after `round` (all when it `ends` the run), and those of each client when personal models are
+        due. The global `model` is the algorithm's, `integers` are its integer buffers."""
         figures: Record = {}
-        ends = ends or algorithm.spent
-        if ends or self._due(round, self.every):
+        ends = ends or algorithm.spent or round.number == self.rounds
+        due = ends or round.number % self.every == 0
+        personal = self.personal_every > 0 and (ends or round.number % self.personal_every == 0)
+        if due:
             figures |= self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
             figures |= algorithm.diagnose()
         tallies: dict[str, Tally] = {}
-        personal = self.personal_every > 0 and (ends or self._due(round, self.personal_every))
-        upcoming = self.task.training.round_at(round, round.number + 1)
-        scored = partial(self._global, algorithm, upcoming, model=model, integers=integers)
-        personalised = partial(self._personal, algorithm, upcoming, integers=integers) if algorithm.personal else scored
-        if self.personal_every and (personal or ends or self._due(round, self.every)):
-            tallies["client"] = scored(self.clients)
+        scored = partial(self._tally, algorithm, self.task.training.round_at(round, round.number + 1), integers)
+        if personal or (due and self.personal_every):
+            tallies["client"] = scored(model, self.clients)
         if personal:
-            tallies["personal"] = personalised(self.clients) if algorithm.personal else tallies["client"]
+            tallies["personal"] = scored(None, self.clients) if algorithm.personal else tallies["client"]
             if self.newcomers:
-                tallies["new_client"] = personalised(self.newcomers)
+                tallies["new_client"] = scored(None if algorithm.personal else model, self.newcomers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
@@ -124,25 +121,18 @@ class Evaluation:
         table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
         return figures, table if personal else None
 
-    def _due(self, round: Round, every: int) -> bool:
-        return every > 0 and (round.number % every == 0 or round.number == self.rounds)
-
-    def _global(
-        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], model: Tensor, integers: Tensor
+    def _tally(
+        self, algorithm: Algorithm, upcoming: Round, integers: Tensor, model: Tensor | None, clients: Sequence[int]
     ) -> Tally:
-        local_test = self.task.local_test
-        assert local_test is not None  # else there are no clients to evaluate
-        if self.task.elsewhere:
+        """Score the global `model`, or else the models that the clients would use, on the clients' own test data."""
+        if model is not None and not self.task.elsewhere and self.task.local_test is not None:
+            return self.evaluator.tally(model, self.task.train, self.task.local_test, clients, integers)
+        if model is not None:
             plain = Algorithm()  # with it, clients use what they are sent
             plain.plan, plain.state = algorithm.plan, {"model": model}
-            return self._personal(plain, upcoming, clients, integers)
-        return self.evaluator.tally(model, self.task.train, local_test, clients, integers)
-
-    def _personal(self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor) -> Tally:
-        tallies: list[Tally] = []
-        for client_tasks in self.deployed(algorithm, upcoming, clients, integers):
-            tallies += self.engine.evaluate(algorithm, upcoming, client_tasks)
-        return Tally.joined(tallies)
+            algorithm = plain
+        blocks = self.deployed(algorithm, upcoming, clients, integers)
+        return Tally.joined([t for block in blocks for t in self.engine.evaluate(algorithm, upcoming, block)])
 
     def deployed(
         self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
@@ -156,7 +146,6 @@ class Evaluation:
             yield [ClientTask(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
 
     def _table(self, tally: Tally) -> Record:
-        """Each client's accuracy, or whatever the metric is, and number of test samples."""
         metric = self.task.objective.metric.name
         return {
             "clients": [self.numbers[client] for client in tally.clients.tolist()],
@@ -174,10 +163,7 @@ def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tu
     method here does more) and with m own test samples for the global and for the personal model. So the choice depends on no
     clock and on no method, and methods that are compared are evaluated in the same rounds.
     """
-    settings, sizes = task.training, task.partition.sizes[:trainers]
-    mean = float(sizes.mean())
-    batch = mean if settings.batch_size is None else min(mean, settings.batch_size)
-    local = TRAINING_PASSES * (settings.epochs * mean if settings.steps is None else settings.steps * batch)
+    local = TRAINING_PASSES * task.training.samples_seen(float(task.partition.sizes[:trainers].mean()))
     training = schedule.participants(trainers) * local
     if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
         return schedule.evaluate_every or max(1, math.ceil(len(task.test) / (SHARE * training))), 0
@@ -199,8 +185,7 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     if count >= task.clients:
         raise InvalidValue(f"new_clients leaves none of the {task.clients} clients to train")
     drawn = torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count].sort().values.tolist()
-    newcomers = set(drawn)
-    numbers = [client for client in range(task.clients) if client not in newcomers] + drawn
+    numbers = [client for client in range(task.clients) if client not in {*drawn}] + drawn
     local_test = None if task.local_test is None else task.local_test.take(numbers)
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 

@@ -56,20 +56,17 @@ DIVERGED = 1000
 
 
 class Observer(Protocol):
-    """Records something of the rounds of a federation, and has no influence on them."""
+    """Records something of the rounds of a federation, and has no influence on them.
+
+    `begin` is called when the federation is set up, before it resumes; `observe` before the method receives what came back, in a
+    round that may still fail; `commit` when it has succeeded. `log` is cut where a run resumes, and checkpoints know it.
+    """
 
     @property
-    def log(self) -> RoundLog:
-        """Its file with a line per round: like those of the federation it is cut where a run resumes, and checkpoints know it."""
-
-    def begin(self, federation: "Federation") -> None:
-        """Called when the federation is set up, before it resumes."""
-
-    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
-        """Record what clients were sent and what came back, before the method receives it. The round may still fail."""
-
-    def commit(self, number: int) -> None:
-        """The round that was observed has succeeded."""
+    def log(self) -> RoundLog: ...
+    def begin(self, federation: "Federation") -> None: ...
+    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None: ...
+    def commit(self, number: int) -> None: ...
 
 
 class Federation:
@@ -139,8 +136,7 @@ class Federation:
 
     @property
     def history(self) -> list[Record]:
-        """The figures of each round. Like the next two they are read anew where there is a directory, so that the memory of a run
-        does not grow with its rounds."""
+        """The figures of each round, read anew where there is a directory."""
         return self._logs[0].read()
 
     @property
@@ -236,16 +232,13 @@ class Federation:
         if INTEGERS in expected:
             message[INTEGERS] = self.integers.unsqueeze(0)
         client_tasks, absent = self._client_tasks(round, selection, message)
-        upload = sum(tensor.bytes for tensor in expected.values())
-        finish = self._finish_times(client_tasks, upload) if simulated else {}
+        finish = self._finish_times(client_tasks, sum(spec.bytes for spec in expected.values())) if simulated else {}
         seconds = self._now
         if simulated and not self.algorithm.asynchronous:
             numbers = [self.numbers[selection.clients[slot]] for slot in finish]
             taken, seconds = round.on_time([*finish.values()], numbers, self._awaited, self._now)
             late = {slot: time - self._now for k, (slot, time) in enumerate(finish.items()) if k not in taken}
-            absent += [
-                Fault(task, f"late: after {late[task.slot]:.6g} s") for task in client_tasks if task.slot in late
-            ]
+            absent += [Fault(t, f"late: after {late[t.slot]:.6g} s") for t in client_tasks if t.slot in late]
             client_tasks = [task for task in client_tasks if task.slot not in late]
         awaited = torch.zeros(len(selection.clients), dtype=torch.bool)
         awaited[[task.slot for task in client_tasks if task.slot is not None]] = True
@@ -279,7 +272,6 @@ class Federation:
         faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= sum(not fault.sent for fault in faults) + len(under_way)
-        measured = {name: float(values[~values.isnan()].mean()) for name, values in answers.metrics.items()}
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients if client not in under_way],
@@ -290,7 +282,8 @@ class Federation:
         }
         if not simulated:
             del record["simulated_seconds"]
-        record |= {name: value for name, value in measured.items() if name not in record}
+        for name, values in answers.metrics.items():
+            record.setdefault(name, float(values[~values.isnan()].mean()))
         figures, clients = self.evaluation.measure(self.algorithm, round, model, self.integers)
         self._require_converging(round, model, figures.get("loss"))
         for name, value in (record | figures).items():  # JSON cannot express an infinite or undefined figure
@@ -305,9 +298,8 @@ class Federation:
             "train_seconds": trained - began,
             "server_seconds": received - observed,
             "evaluate_seconds": ended - received,
+            **({"record_seconds": observed - trained} if self.observers else {}),
         }
-        if self.observers:
-            timing["record_seconds"] = observed - trained
         return record, timing, clients
 
     def _accounted(self) -> dict[str, Accounted]:
@@ -422,10 +414,9 @@ class Federation:
             logs = self._checked_logs()
             for log in logs:
                 log.sync()
-            server = {**self.algorithm.full_state(), INTEGERS: self.integers}
-            files = {name: self._pools.write(tensor) for name, tensor in server.items()}
-            pools = {name: written for name, written in files.items() if written is not None}
-            server = {name: tensor for name, tensor in server.items() if name not in pools}
+            state = {**self.algorithm.full_state(), INTEGERS: self.integers}
+            pools = {name: file for name, tensor in state.items() if (file := self._pools.write(tensor)) is not None}
+            server = {name: tensor for name, tensor in state.items() if name not in pools}
             digests = {log.name: log.digest for log in logs}
             self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
             self._pools.keep(pools.values())
@@ -434,8 +425,7 @@ class Federation:
 
     def _checked_logs(self) -> list[RoundLog]:
         """Return the logs of figures, which must be as a checkpoint knows them; times need not."""
-        figures, _, clients = self._logs
-        return [figures, clients, *(observer.log for observer in self.observers)]
+        return [self._logs[0], self._logs[2], *(observer.log for observer in self.observers)]
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
         for log in self._checked_logs():
@@ -447,13 +437,11 @@ class Federation:
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
-        records = self._logs[0].read()
         if self._ledger is not None:
-            shown = max([0, *(record["round"] for record in records), *self.checkpoints.rounds()])
+            shown = max([0, *(record["round"] for record in self.history), *self.checkpoints.rounds()])
             self._ledger.resume(shown)
-        logs = [(self._logs[0], records), *((observer.log, observer.log.read()) for observer in self.observers)]
-        recorded = min(log.complete(lines) for log, lines in logs)
-        checkpoint = self.checkpoints.latest(recorded, self._adopt)
+        recorded = [log.complete(log.read()) for log in (self._logs[0], *(observer.log for observer in self.observers))]
+        checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
         history, timings, _ = (log.resume(finished) for log in self._logs)
         self.finished = self._saved = finished
@@ -504,32 +492,26 @@ def _untrained(algorithm: Algorithm) -> list[str]:
     """Return a notice that names the layers of the global model that no client sends, where there are any."""
     layout, plan = algorithm.layout, algorithm.plan
     unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
-    kept = [
-        tensor.layer
-        for tensor in layout.slices
-        if tensor.stop <= layout.trainable and not any(s.start <= tensor.start and tensor.stop <= s.stop for s in unit)
-    ]
-    if not kept:
-        return []
-    return [
-        f"the global model of {algorithm} has {', '.join(dict.fromkeys(kept))} as drawn at first, since they never leave the "
-        "clients: judge it by the clients' own models (personal_every, measure = personal)"
-    ]
+    trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
+    kept = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
+    reason = f"has {', '.join(kept)} as drawn at first, since they never leave the clients"
+    remedy = "judge it by the clients' own models (personal_every, measure = personal)"
+    return [f"the global model of {algorithm} {reason}: {remedy}"] if kept else []
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
     """Raise why a round has no reply at all, unless its clients were merely absent."""
     if faults and all(fault.diverged for fault in faults):
         raise _diverged(round, "no client's model is finite any more")
-    failed = [fault for fault in faults if fault.error is not None]
-    if failed and isinstance(failed[0].error, RefusedReply):
-        kind = type(algorithm)
-        raise RefusedReply(
-            f"round {round.number}: no reply to {kind.__name__} can be used; that of client {failed[0].client_task.client}: "
-            f"{failed[0].reason}{in_brackets(code_location(kind.train))}"
-        ) from failed[0].error
-    if failed and failed[0].error is not None:
-        raise failed[0].error
+    for fault in faults:
+        if isinstance(fault.error, RefusedReply):
+            kind = type(algorithm)
+            raise RefusedReply(
+                f"round {round.number}: no reply to {kind.__name__} can be used; that of client {fault.client_task.client}: "
+                f"{fault.reason}{in_brackets(code_location(kind.train))}"
+            ) from fault.error
+        if fault.error is not None:
+            raise fault.error
 
 
 def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) -> None:
@@ -547,17 +529,17 @@ def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) 
 
 def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> Tensor:
     """Return the global model. Raise `InvalidValue` unless `hook` left one like `initial`, and a state for checkpoints."""
-    model, wrong = initial, _wrong_state(algorithm)
-    if not wrong:
-        model = algorithm.model()
-        if model.shape != initial.shape:
-            wrong = (
-                f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client "
-                "take one, such as weighted_mean(replies['model'], replies.weights)"
-            )
-        elif model.dtype != initial.dtype:
-            convert = "convert it, such as model.to(self.state['model'])"
-            wrong = f"left a global model of {model.dtype}, not {initial.dtype}: {convert}"
+    wrong = _wrong_state(algorithm)
+    model = initial if wrong else algorithm.model()
+    if model.shape != initial.shape:
+        wrong = (
+            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client "
+            "take one, such as weighted_mean(replies['model'], replies.weights)"
+        )
+    elif model.dtype != initial.dtype:
+        wrong = (
+            f"left a global model of {model.dtype}, not {initial.dtype}: convert it, such as model.to(torch.float32)"
+        )
     if wrong:
         location = in_brackets(code_location(getattr(type(algorithm), hook)))
         raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")

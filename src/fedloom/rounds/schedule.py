@@ -119,13 +119,8 @@ class Schedule:
 
     def newcomers(self, clients: int) -> int:
         """Return how many of the clients never train."""
-        return _floor(self.new_clients * clients)
+        return int(self.new_clients * clients + 1e-9)  # 0.3 * 10 gives 3, which is 2.9999999999999996 in binary
 
     def participants(self, trainers: int) -> int:
         """Return how many of the clients that train do so in one round."""
-        return max(1, _floor(self.participation * trainers))
-
-
-def _floor(product: float) -> int:
-    """floor, but 0.3 * 10 must give 3 although the product is 2.9999999999999996 in binary."""
-    return int(product + 1e-9)
+        return max(1, int(self.participation * trainers + 1e-9))
