@@ -105,10 +105,9 @@ def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
     roles, dataset = table_roles(plan), None
     with suppress(DataError, InvalidValue):  # where the data are elsewhere
         dataset = make_dataset(plan.data.name)
-    if dataset is None:
-        columns, target = (roles.inputs, roles.target) if roles else ((), "")
-    else:
-        columns, target = (), dataset.target or "label"
+    columns, target = (roles.inputs, roles.target) if roles and dataset is None else (None, "")
+    if dataset is not None:
+        target = dataset.target or "label"
         match dataset.preprocessing.inputs:
             case TableInputs(columns=table):
                 columns = [column.name for column in table]
@@ -118,7 +117,7 @@ def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
                 sizes = {"mode": "L" if channels == 1 else "RGB", "width": str(width), "height": str(height)}
                 classes = _texts(dataset.preprocessing.outputs.classes)
                 return "pictures", {"path": "/srv/pictures", "classes": classes, **sizes}
-    if columns:
+    if columns is not None:
         return "table", {"path": "/srv/data.csv", "columns": _texts(columns), "target": _texts([target])}
     shape, dtype = (dataset.spec.shape, dataset.train.inputs.dtype) if dataset else ((1,), torch.float32)
     return "arrays", {"path": "/srv/data.npz", "shape": repr(shape), "dtype": f"{dtype}".removeprefix("torch.")}
