@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,14 +40,8 @@ KINDS = {
 }
 """Name of one entry of each kind, and the module of the registry."""
 
-
-class Listed(TypedDict):
-    """An entry: its family, parameters with defaults, the docstring, and the parameters' descriptions."""
-
-    family: str
-    parameters: list[str]
-    text: str
-    arguments: dict[str, str]
+Listed = dict[str, dict[str, Any]]
+"""For each name its family, parameters with defaults, the docstring, and the parameters' descriptions."""
 
 
 def command(kind: str, purpose: str) -> Callable[..., None]:
@@ -80,15 +74,7 @@ def schema(file: Schemed = None) -> None:
     print(f"{path}: named by the first line of {file}")
 
 
-def listed(kind: str) -> dict[str, Listed]:
-    """Return all entries of a kind by name, from `listings.json` or, if there may be plugins, from the registry."""
-    if os.environ.get(VARIABLE):
-        return registered(kind)
-    entries: dict[str, Listed] = json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
-    return entries
-
-
-def registered(kind: str) -> dict[str, Listed]:
+def registered(kind: str) -> Listed:
     """Return all entries of a kind from the registry."""
     from fedloom.algorithms.families import FAMILIES, family_of
 
@@ -125,7 +111,8 @@ def _parameter(name: str, parameter: inspect.Parameter) -> str:
 
 
 def _list(kind: str, name: str | None) -> None:
-    entries = listed(kind)
+    plugins = os.environ.get(VARIABLE)
+    entries: Listed = registered(kind) if plugins else json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
     if name is not None:
         if name not in entries:
             raise UnknownName(KINDS[kind][0], name, entries)

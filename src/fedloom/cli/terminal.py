@@ -53,21 +53,18 @@ def _sizes(table: Plain) -> list[int]:
 
 def difference_table(sheet: Sheet) -> Table:
     """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
-    lines = sheet.difference_lines
-    table = _frame(f"minus {lines[0][1]}", sheet.difference_title)
-    *figures, verdict = DIFFERENCE_HEADS
-    for title in ("Diff.", *figures[1:]):
-        table.add_column(title.replace(", ", ",\n"), justify="right", no_wrap=True)
-    table.add_column(verdict, no_wrap=True)
-    for method, _, *cells in lines:
-        table.add_row(*map(Text, (method, *cells)))
-    return table
+    heads = (
+        f"minus {sheet.difference_lines[0][1]}",
+        "Diff.",
+        *(head.replace(", ", ",\n") for head in DIFFERENCE_HEADS[1:]),
+    )
+    return text_table(heads, [[method, *cells] for method, _, *cells in sheet.difference_lines], sheet.difference_title)
 
 
-def trial_table(columns: Sequence[str], lines: Sequence[Sequence[str]], best: int, caption: str) -> Table:
-    """Return the trials of a search, the best in bold."""
-    table = _frame(columns[0], caption)
-    for title in columns[1:]:
+def text_table(heads: Sequence[str], lines: Sequence[Sequence[str]], caption: str, best: int | None = None) -> Table:
+    """Return a table of texts, the line `best` in bold."""
+    table = _frame(heads[0], caption)
+    for title in heads[1:]:
         table.add_column(title, justify="right", overflow="fold")
     for number, line in enumerate(lines):
         table.add_row(*(Text(text, "bold" if number == best else "") for text in line))
@@ -78,15 +75,13 @@ def statistics_tables(statistics: Statistics, width: int) -> list[Table]:
     """Return the clients' statistics in tables that fit the width."""
     from fedloom.experiment.column_statistics import caption, statistics_table
 
-    return _fitting(
-        statistics_table(statistics), width - max(map(len, [*statistics.columns, " " * _SHORTEST])), caption(statistics)
-    )
+    room = width - max(_SHORTEST, *map(len, statistics.columns))
+    return _fitting(statistics_table(statistics), room, caption(statistics))
 
 
 def _frame(title: str, caption: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption=caption or None, caption_justify="left"
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, caption_justify="left")
+    table.caption = caption or None
     table.add_column(title, justify="left", overflow="fold", min_width=_SHORTEST)
     return table
 

@@ -107,27 +107,22 @@ def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:
     """Print the best trials, then those without a figure."""
     from rich.console import Console
 
-    from fedloom.cli.terminal import trial_table
+    from fedloom.cli.terminal import text_table
     from fedloom.experiment.settings import plain_text
     from fedloom.report.sheet import measure_name
 
     ranked = sorted(trials, key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number))[:_SHOWN]
     keys = list(search.axes)
-    lines = [
-        [str(trial.number), *(plain_text(trial.changes[key]) for key in keys), _score(trial)] for trial in ranked
-    ]  # fmt: skip
+    lines = [[str(trial.number), *(plain_text(trial.changes[k]) for k in keys), _score(trial)] for trial in ranked]
     measure = measure_name(search.configuration.measure, search.configuration.last, best.metric)
     caption = f"{measure} on validation data{', %' if best.metric.share else ''}"
     if len(trials) > len(ranked):
         caption = f"{len(ranked)} best of {len(trials)} trials; {caption}"
-    console = Console(highlight=False)
-    console.print(trial_table(["Trial", *keys, "Validation"], lines, ranked.index(best), caption))
+    table = text_table(["Trial", *keys, "Validation"], lines, caption, ranked.index(best))
+    Console(highlight=False).print(table)
 
 
 def _score(trial: Trial) -> str:
     from fedloom.report.cells import score_cell
 
-    spread = trial.spread
-    if spread is None:
-        return trial.reason or "–"
-    return score_cell(spread, trial.metric).text
+    return score_cell(trial.spread, trial.metric).text if trial.spread else trial.reason or "–"

@@ -14,18 +14,18 @@ import re
 import stat
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 import fedloom
 from fedloom.config.expression import Call, parse
 from fedloom.config.plugins import import_plugins
-from fedloom.errors import DataError, InvalidValue, first_line, is_user_code, quoted
+from fedloom.data.formats.limits import reading
+from fedloom.errors import DataError, InvalidValue, is_user_code, quoted
 from fedloom.experiment.directory import RunDirectory, to_json
 from fedloom.experiment.finished import read_runs
 from fedloom.state.digest import digest
@@ -144,28 +144,13 @@ def relocated(value: Any, locate: Callable[[str, str, str], str | None]) -> Any:
 
 def unpack(path: Path, folder: Path) -> Bundle:
     """Write the files of a bundle into a folder. Raise `DataError`, in one line, where it holds what no bundle does."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    try:
-        files = _unpacked(content)
+    with reading(path, "no bundle, or a damaged one"), path.open("rb") as file:
+        files = _unpacked(file.read(LARGEST + 1))
         bundle = TypeAdapter(Bundle).validate_json(files.pop("bundle.json"))
-    except (
-        ValidationError,
-        KeyError,
-        ValueError,
-        OSError,
-        EOFError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
-        raise DataError(f"{path} is no bundle, or a damaged one: {first_line(error)}") from None
     if bundle.format != FORMAT:
-        written = f"{path} is of format {bundle.format}, written by fedloom {quoted(bundle.fedloom)}"
-        raise DataError(f"{written}: fedloom {fedloom.__version__} reads format {FORMAT}")
+        raise DataError(
+            f"{path} is of format {bundle.format}, of fedloom {quoted(bundle.fedloom)}: this reads {FORMAT}"
+        )
     if not all(f"{run.setting}{run.algorithm}{bundle.title}".isprintable() for run in bundle.runs):
         raise DataError(f"{path} is no bundle: it has names with control characters")
     digests = {name: digest(content) for name, content in files.items()}

@@ -53,12 +53,8 @@ def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
                 for key in sorted(here, key=lambda key: _ROLES.index(key.role) if key.role in _ROLES else 0):
                     if _share(a, b, key) > tolerance:
                         alike = [k for k in here if k.role == key.role and _share(a, b, k) > tolerance]
-                        moment = _STAGES.get(stage, f"local step {stage}")
-                        return [
-                            f"{location}, {moment}: {key.role} {key.tensor}",
-                            _size(a, b, alike),
-                            *_causes(a, b, alike),
-                        ]
+                        location += f", {_STAGES.get(stage, f'local step {stage}')}: {key.role} {key.tensor}"
+                        return [location, _size(a, b, alike), *_causes(a, b, alike)]
             if all(steps) and steps[0] != steps[1]:
                 cause = "the number of local epochs, or a last, smaller batch, which one of them drops"
                 return [location, f"A takes {len(steps[0])} local steps, B {len(steps[1])}", cause]
@@ -96,15 +92,10 @@ def _causes(a: Trace, b: Trace, alike: Sequence[Key]) -> Iterator[str]:
     if all(map(_is_statistic, alike)):
         yield "running statistics of batch norm: averaged or kept, their momentum, evaluation mode in training"
     elif key.role == "samples":
-        positions = [
-            sorted(int(i) for k in t if k[:2] + k[3:] == key[:2] + key[3:] for i in t[k].ravel()) for t in (a, b)
-        ]
-        same = positions[0] == positions[1]
-        yield (
-            "order of batches: the same samples, shuffled otherwise"
-            if same
-            else "other samples: split, batch size, replacement"
-        )
+        alike_keys = [k for k in a if k[:2] + k[3:] == key[:2] + key[3:] and k in b]
+        same = [sorted(np.concatenate([t[k].ravel() for k in alike_keys]).tolist()) for t in (a, b)]
+        ordered = "order of batches: the same samples, shuffled otherwise"
+        yield ordered if same[0] == same[1] else "other samples: split, batch size, replacement"
     elif vector_a is None or vector_b is None or vector_a.shape != vector_b.shape:
         yield "another model"
     elif key.stage in ("in", "end"):
@@ -136,13 +127,12 @@ def _explanation(difference: Array, causes: Mapping[str, Array | None]) -> str:
 
 
 def _of_client(a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Array) -> dict[str, Array | None]:
-    """Return vectors that may explain a difference from the same start, by the cause that each stands for."""
+    """Return vectors that may explain a difference from the same start, by their cause."""
     number, client, stage, role, _ = key
     sent, causes = a.vector(number, client, "in", "model", names), dict[str, Array | None]()
     if role == "loss":
-        causes[
-            "the loss is {+1} times A's with the same weights and samples: a sum in place of a mean, another weight"
-        ] = outcome
+        cause = "the loss is {+1} times A's with the same weights and samples: a sum in place of a mean, another weight"
+        causes[cause] = outcome
     elif role == "before":
         cause = "B starts {+1} times as far from what it is sent (0: a local initialisation is left out)"
         causes[cause] = None if sent is None else outcome - sent
@@ -156,9 +146,7 @@ def _of_client(a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Arra
         causes["{} times the step before: momentum"] = b.way(number, client, str(int(stage) - 1), names)
     trained = [earlier for earlier in a.clients if earlier < number and client in a.clients[earlier]]
     if stage == "0" and trained and (steps := b.steps(trained[-1], client)):
-        cause = (
-            "{} times the client's last step of an earlier round: momentum is kept from one training to the next in B"
-        )
+        cause = "{} times the client's last step of an earlier round: momentum is kept between trainings in B"
         causes[cause] = b.way(trained[-1], client, steps[-1], names)
     for sort in sorted({k.role for k in a if k[:3] == (number, client, "in")} - {"model"}):
         received = a.vector(number, client, "in", sort, names)

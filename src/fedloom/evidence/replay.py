@@ -70,12 +70,11 @@ class Replay:
         changes = version_changes(stored | {"threads": present["threads"]}, present)
         if stored.get("processor") != present["processor"]:
             changes = f"{changes}{', ' if changes else ''}{stored.get('processor')} (now {present['processor']})"
+        machine = f"made with {one_line(changes)}: the last digits may differ"
         return [
             f"{self.bundle.title}: {len(cells)} cells, {len(self.jobs)} runs, {rounds:,} rounds, on {', '.join(data)}",
             f"it took {time_text(seconds)} where it was made; runs go to {self.directory}",
-            f"made with {one_line(changes)}: the last digits may differ"
-            if changes
-            else "the same versions and processor",
+            machine if changes else "the same versions and processor",
         ]
 
     @cached_property

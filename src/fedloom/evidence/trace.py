@@ -47,7 +47,7 @@ class Trace(dict[Key, Array]):
             raise DataError(f"{path} is no file of a trace ({first_line(error)})") from None
         if not self.clients:
             raise DataError(
-                f"{folder} holds no trace: run with 'record=[\"steps\"]', or write recorded.jsonl and its tensors"
+                f'{folder} holds no trace: record=["steps"] writes one, or recorded.jsonl and its tensors do'
             )
 
     def steps(self, round: int, client: str) -> list[str]:

@@ -4,7 +4,6 @@ A record, a JSON file, holds the cells of one table or figure as one command mea
 versions and the machine. `reasons.toml` beside the records says, by name or pattern, why a table or figure was not reproduced.
 """
 
-import dataclasses
 import datetime
 import itertools
 import json
@@ -52,16 +51,10 @@ class ExhibitRecord:
 
     def to_json(self) -> str:
         """Return the contents of the record's file. Folders of this machine are left out of the command."""
-        cells = [
-            {
-                "row": line.cell.row,
-                "column": line.cell.column,
-                **{name: value for name, value in dataclasses.asdict(line.result).items() if value is not None},
-                "left_out": line.left_out,
-            }
-            for line in self.results
-            if line.result is not None
-        ]
+        cells = []
+        for line in (line for line in self.results if line.result is not None):
+            figures = {name: value for name, value in vars(line.result).items() if value is not None}
+            cells.append({"row": line.cell.row, "column": line.cell.column, **figures, "left_out": line.left_out})
         words = shlex.split(self.command)
         anywhere = [
             re.sub(r"^(\w+=)?.*", r"\1FOLDER", word) if option in ("--data", "--directory") else word
@@ -107,11 +100,6 @@ class LedgerEntry:
     reason: str
 
     @property
-    def anchor(self) -> str:
-        """The name of its section in a page."""
-        return self.exhibit.id.replace(".", "-")
-
-    @property
     def results(self) -> list[CellResult]:
         """The cells of all records."""
         return [line for record in self.records for line in record.results]
@@ -124,14 +112,13 @@ class LedgerEntry:
     @property
     def pairs(self) -> tuple[int, int]:
         """Pairs in the paper's order and all pairs: methods of a record's column that are printed with different numbers."""
-        same_order = total = 0
+        in_order = []
         for a, b in (pair for record in self.records for pair in itertools.combinations(record.results, 2)):
             if (a.cell.column, a.cell.measure) == (b.cell.column, b.cell.measure) and a.cell.printed and b.cell.printed:
                 printed = _value(a.cell.printed) - _value(b.cell.printed)
                 if printed != 0 and not math.isnan(printed):
-                    total += 1
-                    same_order += (_value(a.result) - _value(b.result)) * printed > 0
-        return same_order, total
+                    in_order.append((_value(a.result) - _value(b.result)) * printed > 0)
+        return sum(in_order), len(in_order)
 
     @property
     def state(self) -> str:
@@ -144,8 +131,8 @@ class LedgerEntry:
             return "partial"
         if all(map(_within, self.judged)):
             return "within"
-        same_order, total = self.pairs
-        return "order" if same_order == total > 0 else "differs"
+        in_order, pairs = self.pairs
+        return "order" if in_order == pairs > 0 else "differs"
 
 
 def ledger(folder: Path) -> list[LedgerEntry]:
@@ -166,43 +153,39 @@ def to_markdown(entries: Sequence[LedgerEntry]) -> str:
     """Return the ledger as Markdown: a table for each version of a paper, and below it each record."""
     blocks = []
     for version, title in titles().items():
-        shown = [entry for entry in entries if entry.exhibit.id.partition(".")[0] == version]
+        entries_here = [entry for entry in entries if entry.exhibit.id.startswith(f"{version}.")]
         drawings = [
             [name.partition(".")[2], escape_markdown(kind), "nothing to run", "", "", "", ""]
             for name, kind in not_run().items()
-            if name.partition(".")[0] == version
+            if name.startswith(f"{version}.")
         ]
-        table = markdown_table(_HEADS, [*map(_overview, shown), *drawings], texts=range(len(_HEADS)))
-        blocks += [f"## {title}\n", table]
-        blocks += [
-            f"### {entry.exhibit.id} {{#{entry.anchor}}}\n\n" + "\n".join(map(_details, entry.records))
-            for entry in shown
-            if entry.records
-        ]
+        lines = [*map(_overview, entries_here), *drawings]
+        blocks += [f"## {title}\n", markdown_table(_HEADS, lines, texts=range(len(_HEADS)))]
+        for entry in (entry for entry in entries_here if entry.records):
+            heading = f"### {entry.exhibit.id} {{#{entry.exhibit.id.replace('.', '-')}}}"
+            blocks.append("\n".join([f"{heading}\n", *map(_details, entry.records)]))
     return "\n".join(blocks)
 
 
 def _overview(entry: LedgerEntry) -> list[str]:
     name = entry.exhibit.id.partition(".")[2]
     recorded = len({(line.cell.row, line.cell.column) for line in entry.results})
-    same_order, pairs = entry.pairs
+    in_order, pairs = entry.pairs
     return [
-        f"[{name}](#{entry.anchor})" if entry.records else name,
+        f"[{name}](#{entry.exhibit.id.replace('.', '-')})" if entry.records else name,
         escape_markdown(entry.exhibit.shows),
         STATES[entry.state],
         f"{recorded} of {len(entry.exhibit.cells)}",
         f"{sum(map(_within, entry.judged))} of {len(entry.judged)}" if entry.judged else "",
-        f"{same_order} of {pairs} pairs" if pairs else "",
+        f"{in_order} of {pairs} pairs" if pairs else "",
         entry.reason if entry.state not in ("within", "curves") else "",
     ]
 
 
 def _details(record: ExhibitRecord) -> str:
-    """Return the command with versions and machine, and each cell beside the print."""
     computed = record.environment
-    parts = [f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed]
-    processor = computed.get("processor") or computed.get("machine", "")
-    machine = f"{processor}, {computed.get('processors', '?')} cores"
+    versions = ", ".join(f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed)
+    machine = f"{computed.get('processor') or computed.get('machine', '')}, {computed.get('processors', '?')} cores"
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
     for line in record.results:
@@ -217,7 +200,7 @@ def _details(record: ExhibitRecord) -> str:
         )
         lines.append(list(map(escape_markdown, values)))
     table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5))
-    return f"`{record.command}` ({record.date}; {', '.join(parts)}; {machine}{source})\n\n{table}"
+    return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
 
 
 def _complete(line: CellResult) -> bool:

@@ -15,7 +15,7 @@ from fedloom.papers.paper_data import facts
 from fedloom.papers.protocols import PaperCell, Printed
 from fedloom.report import summary as figures
 from fedloom.report.sheet import Criterion, criterion
-from fedloom.report.summary import RunSummary, Spread
+from fedloom.report.summary import RunSummary
 from fedloom.task import make_dataset
 
 LAST = 10
@@ -53,20 +53,14 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
     rounds = max(len(run.records) for run in runs)
     if kind == "end":
         return _end(runs, rounds)
-    values = [_value(cell, run, by_seed) for run in runs]
-    reached = [value for value in values if value is not None]
+    reached = [value for run in runs if (value := _value(cell, run, by_seed)) is not None]
     if not reached and cell.measure.target is None:
         return None
-    spread = Spread.of(reached) if cell.measure.target is None or len(reached) == len(values) else None
-    best = max((100 * share for run in runs if (share := figures.best(run)) is not None), default=None)
-    return Measured(
-        None if spread is None else spread.mean,
-        None if spread is None or spread.count == 1 else spread.std,
-        len(runs),
-        len(reached),
-        rounds,
-        best if kind == "rounds" else None,
-    )
+    shares = [share for run in runs if kind == "rounds" and (share := figures.best(run)) is not None]
+    counts = (len(runs), len(reached), rounds, 100 * max(shares) if shares else None)
+    if cell.measure.target is not None and len(reached) < len(runs):
+        return Measured(None, None, *counts)
+    return Measured(statistics.fmean(reached), statistics.stdev(reached) if reached[1:] else None, *counts)
 
 
 def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> float | None:
@@ -77,14 +71,14 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
             return crossing(run, target) if cell.measure.interpolated else figures.rounds_to(run, target)
         case "speedup":
             theirs, ours = (figures.rounds_to(summary, target) if summary else None for summary in (baseline, run))
-            return theirs / ours if theirs is not None and ours is not None else None
+            return theirs / ours if theirs and ours else None
         case "improvement":
             reference, best = (_best_personal(summary) if summary else None for summary in (baseline, run))
             return None if best is None or reference is None else 100 * best - 100 * reference
         case "minutes":
             return _minutes(run)
         case "slower":
-            minutes, baselines = _minutes(run), [minutes for entry in base.values() if (minutes := _minutes(entry))]
+            minutes, baselines = _minutes(run), list(filter(None, map(_minutes, base.values())))
             return minutes / statistics.fmean(baselines) if minutes and baselines else None
         case "total":
             return _total(run)
@@ -155,12 +149,10 @@ def _best_joining(run: RunSummary) -> float | None:
 
 
 def _seconds(line: Mapping[str, float]) -> float:
-    """Return the seconds of training and server work in a round."""
     return float(line["train_seconds"] + line["server_seconds"])
 
 
 def _minutes(run: RunSummary) -> float | None:
-    """Return the median minutes of a round."""
     return statistics.median(map(_seconds, run.timings)) / 60 if run.timings else None
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import DataSpec
@@ -47,13 +46,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     tensors, metadata = read_tensors(path)
     try:
         built = _built(metadata) if module is None else copied(module)
-        expected = {name for name, t in built.state_dict().items() if isinstance(t, Tensor)}
-        if expected != tensors.keys():
-            odd = sorted(expected ^ tensors.keys())[0]
-            raise CheckpointError(f"{path} does not fit the model: {odd!r} is only in one of them")
-        with torch.no_grad():
-            for name, tensor in built.state_dict().items():
-                tensor.copy_(tensors[name])
+        built.load_state_dict(tensors)
     except CheckpointError:
         raise
     except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -70,9 +63,7 @@ def load_row(folder: Path, client: int) -> Tensor:
     path = folder / PERSONAL
     rows = read_tensors(path)[0] if path.is_file() else {}
     if str(client) not in rows:
-        clients = (
-            ", ".join(sorted(rows, key=int)) or "none: methods such as ditto write them where the task has local_test"
-        )
+        clients = ", ".join(rows) or "none: methods such as ditto write them where the task has local_test"
         raise InvalidValue(f"client={client}: {folder} has no such personal model (there are: {clients})")
     return rows[str(client)]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.data.preprocessing import PictureInputs, Preprocessing, TextInputs
+from fedloom.data.preprocessing import PictureInputs, Preprocessing
 from fedloom.errors import InvalidValue, MissingExtra, first_line
 from fedloom.objectives import prediction
 from fedloom.serving.predictor import Predictor
@@ -36,10 +36,10 @@ class Deployed(nn.Module):
         self.module = predictor.module
         inputs, outputs = predictor.preprocessing.inputs, predictor.preprocessing.outputs
         self.pictures, self.numbers = isinstance(inputs, PictureInputs), bool(outputs.mean)
-        mean, deviation = (inputs.mean, inputs.deviation) if isinstance(inputs, PictureInputs) else ((), ())
         # Buffers, which an exporter writes as constants.
-        self.register_buffer("shift", torch.tensor(mean or (0.0,)).view(-1, 1, 1))
-        self.register_buffer("scale", torch.tensor(deviation or (1.0,)).view(-1, 1, 1))
+        if isinstance(inputs, PictureInputs):
+            self.register_buffer("shift", torch.tensor(inputs.mean or (0.0,)).view(-1, 1, 1))
+            self.register_buffer("scale", torch.tensor(inputs.deviation or (1.0,)).view(-1, 1, 1))
         self.register_buffer("offset", torch.tensor(outputs.mean or (0.0,)))
         self.register_buffer("unit", torch.tensor(outputs.deviation or (1.0,)))
 
@@ -95,14 +95,8 @@ def example(preprocessing: Preprocessing) -> Tensor:
     generator, shape = torch.Generator().manual_seed(0), (5, *preprocessing.shape)
     if preprocessing.dtype.is_floating_point:
         return torch.randn(shape, generator=generator)
-    encoding = preprocessing.inputs
-    most = (
-        256
-        if preprocessing.dtype == torch.uint8
-        else len(encoding.words) + 2
-        if isinstance(encoding, TextInputs)
-        else 2
-    )
+    words = getattr(preprocessing.inputs, "words", ())  # of a text
+    most = 256 if preprocessing.dtype == torch.uint8 else len(words) + 2
     return torch.randint(0, most, shape, generator=generator, dtype=preprocessing.dtype)
 
 
@@ -113,9 +107,8 @@ def _onnx(program: Any, path: Path, metadata: dict[str, str]) -> Callable[[Tenso
         importlib.import_module("onnxscript")
     except ImportError as error:
         raise MissingExtra(str(error.name), "onnx", "export to ONNX") from error
-    written: Any = torch.onnx.export(
-        program, input_names=["inputs"], output_names=["outputs"], dynamo=True, verbose=False
-    )
+    names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
+    written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     model = written.model_proto
     onnx.helper.set_model_props(model, metadata)
     onnx.save_model(model, str(path))
