@@ -16,6 +16,7 @@ from fedloom.algorithms.ala import Blend as LearnedBlend
 from fedloom.algorithms.building import build
 from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.private import Accounted
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
@@ -193,9 +194,9 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "quantised": "quantised(fedavg)",
         "sparse": "sparse(fedavg)",
         "lowrank": "lowrank(fedavg)",
-        "private": "private(fedavg, clip=none, noise=0)",
-        "local_private": "local_private(fedavg, clip=none, noise=0)",
-        "dp_sgd": "dp_sgd(fedavg, clip=none, noise=0)",
+        "private": "private(fedavg, noise=1.0)",
+        "local_private": "local_private(fedavg, noise=1.0)",
+        "dp_sgd": "dp_sgd(fedavg, noise=1.0)",
         "fedntd": "fedntd(fedavg)",
         "fedlc": "fedlc(fedavg)",
         "feddecorr": "feddecorr(fedavg)",
@@ -214,7 +215,7 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         with pytest.raises(InvalidValue, match=f"{name}.* are not sent one model"):
             Ala(inner)
         return
-    if isinstance(inner, Compressed):
+    if isinstance(inner, Compressed | Accounted):
         with pytest.raises(InvalidValue, match=f"put {name} around ala"):
             Ala(inner)
         return

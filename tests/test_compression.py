@@ -175,7 +175,7 @@ def test_what_feedback_has_not_sent_yet_is_remembered(code: type[Compressed], op
     torch.testing.assert_close(models[0][:size] + made.mean(0), models[3][:size] + kept.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_full_share_full_rank_and_no_bits_are_the_inner_method() -> None:
+def test_full_share_full_rank_and_buckets_of_one_are_the_inner_method() -> None:
     expected = ran("fedavg").algorithm.model()
     for text in ("sparse(fedavg, share=1.0)", "lowrank(fedavg, rank=100)"):
         torch.testing.assert_close(ran(text).algorithm.model(), expected, rtol=1e-4, atol=1e-5)
@@ -183,7 +183,9 @@ def test_full_share_full_rank_and_no_bits_are_the_inner_method() -> None:
 
 
 def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
-    simulation = federation("quantised(fedavg(weighted=false), bits=none, down=1, bucket=4096)", participation=1.0)
+    simulation = federation(
+        "quantised(fedavg(weighted=false), down=1, bucket=4096, stochastic=false)", participation=1.0
+    )
     method = simulation.algorithm
     exact = method.model().clone()
     coded = method.send(method.plan.opening())
@@ -199,8 +201,12 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
     method.method = inner  # type: ignore[attr-defined]
     inner.setup(method.plan)
     simulation.step()
-    moved = torch.stack(list(inner.seen.values())).mean(0)
-    torch.testing.assert_close(method.model(), exact + moved, rtol=1e-5, atol=1e-6)
+    moved = torch.stack(list(inner.seen.values()))
+    step = (
+        float(moved[:, :size].max() - moved[:, :size].min()) / 255
+    )  # of an upload's 8 bits, far below that of one bit
+    torch.testing.assert_close(method.model(), exact + moved.mean(0), rtol=1e-5, atol=step)
+    assert step < 0.05 * float(exact[:size].max() - exact[:size].min())
 
 
 def numbers_sent(expression: str) -> tuple[float, float]:
@@ -217,7 +223,7 @@ def test_bytes_are_those_of_the_packed_arrays() -> None:
     for bits in (1, 2, 4, 8):
         packed = math.ceil(size * bits / 8) + 8 * math.ceil(size / 50)
         assert numbers_sent(f"quantised(fedavg, bits={bits}, bucket=50)") == (whole, packed)
-        assert numbers_sent(f"quantised(fedavg, bits=none, down={bits}, bucket=50)") == (packed, whole)
+        assert numbers_sent(f"quantised(fedavg, bits=8, down={bits}, bucket=50)")[0] == packed
     kept = int(0.1 * size)
     assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * whole, 2 * 8 * kept)
     # Of 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers, and all others as they are.
@@ -263,7 +269,6 @@ def test_codes_go_with_other_methods(expression: str) -> None:
         ("sparse(sparse(fedavg))", "coded already"),
         ("quantised(stages(quantised(fedavg):1, fedmr))", "coded already"),
         ("quantised(fedavg, bits=3)", "bits must be"),
-        ("quantised(fedavg, bits=none)", "give it down=8"),
         ("sparse(fedavg, share=0)", "share must be"),
         ("lowrank(fedavg, rank=0)", "rank must be"),
     ],

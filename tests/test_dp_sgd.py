@@ -135,7 +135,6 @@ def test_without_noise_and_with_a_clip_that_never_matters_it_is_plain_training(i
     on = task(batch_size=None, steps=None, epochs=3, momentum=0.9, clip=1.0)
     found, plain = ran(f"dp_sgd({inner}, clip=1e12, noise=0)", on), ran(inner, on)
     assert torch.allclose(found.algorithm.model(), plain.algorithm.model(), rtol=0, atol=1e-12)
-    assert torch.equal(ran(f"dp_sgd({inner}, clip=none, noise=0)", on).algorithm.model(), plain.algorithm.model())
 
 
 @given(st.floats(1e-2, 10), st.floats(-1e4, 1e4), st.integers(0, 9))

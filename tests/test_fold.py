@@ -39,7 +39,7 @@ KEEP_ALL = {
     "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg)", WRAPPERS["cfl"],
     "ala(fedmr)", "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedgen", "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
-    "local_private(fedmr, clip=none, noise=0)", "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
+    "robust(fedavg)", "robust(feddc)", "secure(fedmr)", "feddyn(evaluate=all)",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from every_method import EVERYBODY, WRAPPERS
+from every_method import EVERYBODY, PRIVATE, WRAPPERS
 from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
@@ -39,7 +39,7 @@ SIZES = (9, 22, 5, 14, 13, 7)
 TRAINING = Training(learning_rate=0.05, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4)
 OPTIONS = {"pfedme": "pfedme(regularisation=5.0)"}
 METHODS = sorted(
-    {WRAPPERS.get(entry.name, OPTIONS.get(entry.name, entry.name)) for entry in algorithms}
+    {WRAPPERS.get(entry.name, OPTIONS.get(entry.name, entry.name)) for entry in algorithms if entry.name not in PRIVATE}
     | {
         "stages(fedavg:auto, fedmr, patience=1)",
         "umf(moon)",

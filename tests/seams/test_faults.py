@@ -210,7 +210,6 @@ WITH_FEW = [
     for inner in ("fedavg", "fedmut", "scaffold")
     for wrapper in (
         f"private({inner}, noise=0.5)",
-        f"private({inner}, clip=none, noise=0)",
         f"private({inner}, noise=0.5, quantile=0.5)",
         f"local_private({inner}, noise=0.5)",
         f"dp_sgd({inner}, noise=0.5)",

@@ -59,7 +59,7 @@ def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner
     "expression",
     [
         "local_private({}, clip=0.05, noise=0)",
-        "quantised(local_private({}, clip=0.05, noise=0), bits=none, down=8)",
+        "quantised(local_private({}, clip=0.05, noise=0), bits=8, down=8)",
         "clustered(local_private({}, clip=0.05, noise=0), by=size)",
         "local_private(umf({}), clip=0.05, noise=0)",
         "local_private(ala({}), clip=0.05, noise=0)",

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 Bits = Literal[1, 2, 4, 8]
-
 Shape = tuple[int, ...]
 
 
@@ -48,6 +47,7 @@ class Compressed(Wrapper):
     averages: ClassVar[bool] = False  # a wrapper that reads the replies must be inside
     numbers: ClassVar[str] = ""  # the tensor of floats in the code, which `quantised` may code again
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors in the code that differ from the model's dtype
+    feedback = False  # clients store the coding error, and add it to the next update
 
     @abstractmethod
     def code_shapes(self, size: int) -> dict[str, Shape]:
@@ -61,17 +61,13 @@ class Compressed(Wrapper):
     def decode(self, code: Mapping[str, Tensor], size: int) -> Tensor:
         """Return the rows `[k, size]` of a code."""
 
-    @property
-    def keeps_error(self) -> bool:
-        """Return True if clients store the coding error, and add it to the next update."""
-        return bool(getattr(self, "feedback", False))
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.method.nested():
             if isinstance(inner, Secure):
-                reason = "which are no update of the model that they were sent"
-                raise InvalidValue(f"{name_of(self)}: clients of {inner} upload layers of each other, {reason}")
+                raise InvalidValue(
+                    f"{name_of(self)}: clients of {inner} upload layers of each other, which are no update"
+                )
             if isinstance(inner, Compressed) and (type(inner) is type(self) or not isinstance(self, Quantised)):
                 raise InvalidValue(f"{name_of(self)}: {inner} is coded already; only quantised goes around it")
 
@@ -109,9 +105,9 @@ class Compressed(Wrapper):
 
     @property
     def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        names = self.coded(self.method.expects(self.plan.opening()), self.plan.opening())
-        coded = {f"{name}.{key}": dtype for name in names for key, dtype in self.dtypes.items()}
-        return {**super().reply_dtypes, **coded}
+        opening = self.plan.opening()
+        names = self.coded(self.method.expects(opening), opening)
+        return {**super().reply_dtypes, **{f"{n}.{key}": dtype for n in names for key, dtype in self.dtypes.items()}}
 
     # --- the server half ---
 
@@ -152,10 +148,10 @@ class Compressed(Wrapper):
             if name == "model":
                 rows = rows - inbox["model"]
             coded, error_name = rows[:, :size], f"{name_of(self)}_error_{name}_{size}"
-            if self.keeps_error:
+            if self.feedback:
                 coded = coded + cohort.memory.get(error_name, torch.zeros_like(coded[:1]))
             code = self.encode(coded, partial(cohort.stream, f"{name_of(self)}/{name}"))
-            if self.keeps_error:
+            if self.feedback:
                 cohort.memory.write(error_name, coded - self.decode(code, size), cohort.uploads)
             reply |= packed(name, rows, size, code)
         return reply
@@ -189,36 +185,23 @@ class Quantised(Compressed):
     errors of rounding average out.
 
     Args:
-        bits: Bits of a number in an upload; none codes the download alone.
+        bits: Bits of a number in an upload.
         stochastic: Draw u uniformly from [0, 1), so that E[decoded] = x; otherwise u = 1/2, the nearest level.
         down: Bits of a number in a download; none sends it in full.
         bucket: Numbers that share a scale.
     """
 
-    bits: Bits | None = 8
+    bits: Bits = 8
     stochastic: bool = True
     down: Bits | None = None
     bucket: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"levels": torch.uint8}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits is None and self.down is None:
-            raise InvalidValue("quantised: bits=none codes the download alone: give it down=8")
-
-    def coded(self, shapes: Mapping[str, Shape], round: Round) -> dict[str, int]:
-        sizes = super().coded(shapes, round)
-        return {name: size for name, size in sizes.items() if self.bits or name == "model"}
-
     def code_shapes(self, size: int) -> dict[str, Shape]:
-        if self.bits is None:
-            return {"update": (size,)}
         return {"levels": (math.ceil(size * self.bits / 8),), "scales": (math.ceil(size / self.bucket), 2)}
 
     def encode(self, rows: Tensor, streams: Callable[[], list[torch.Generator]]) -> dict[str, Tensor]:
-        if self.bits is None:
-            return {"update": rows}
         drawn = None
         if self.stochastic:
             drawn = torch.stack([torch.rand(rows.shape[1], generator=stream) for stream in streams()]).to(rows)
@@ -226,8 +209,6 @@ class Quantised(Compressed):
         return {"levels": levels, "scales": scales}
 
     def decode(self, code: Mapping[str, Tensor], size: int) -> Tensor:
-        if self.bits is None:
-            return code["update"].clone()
         return dequantise(code["levels"], code["scales"], size, self.bits, self.bucket)
 
     def outgoing(self, round: Round, message: Message) -> Message:
@@ -285,20 +266,6 @@ class Sparse(Compressed):
         return rows.scatter_add_(1, indices.clamp(0, size - 1), values * inside)
 
 
-class Matrix(NamedTuple):
-    """A tensor of the model as a matrix `[height, width]` that begins at column `start`; `rank` is 0 where it saves nothing."""
-
-    start: int
-    height: int
-    width: int
-    rank: int
-
-    @property
-    def sent(self) -> int:
-        """Number of floats that travel."""
-        return self.rank * (self.height + self.width) or self.height * self.width
-
-
 @algorithms.register("lowrank")
 @dataclass
 class LowRank(Compressed):
@@ -322,41 +289,38 @@ class LowRank(Compressed):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        expected = self.method.expects(plan.opening())
-        if expected.get("model") != (plan.layout.size,):
+        if self.method.expects(plan.opening()).get("model") != (plan.layout.size,):
             raise InvalidValue(f"lowrank: clients of {self.method} do not return whole models")
 
-    def matrices(self, size: int) -> Iterator[Matrix]:
-        """Yield the tensors in the first `size` columns of a row."""
+    def matrices(self, size: int) -> Iterator[tuple[slice, int, int, int]]:
+        """Yield columns, height and width of each tensor in the first `size` columns of a row, and how many numbers travel."""
         for tensor in self.layout.slices:
             if tensor.stop <= size:
                 height = tensor.shape[0] if len(tensor.shape) > 1 else 1
                 width = (tensor.stop - tensor.start) // max(1, height)
-                saves = self.rank * (height + width) < height * width
-                yield Matrix(tensor.start, height, width, self.rank if saves else 0)
+                yield tensor.slice, height, width, min(self.rank * (height + width), height * width)
 
     def code_shapes(self, size: int) -> dict[str, Shape]:
-        return {"factors": (sum(matrix.sent for matrix in self.matrices(size)),)}
+        return {"factors": (sum(sent for *_, sent in self.matrices(size)),)}
 
     def encode(self, rows: Tensor, streams: Callable[[], list[torch.Generator]]) -> dict[str, Tensor]:
         factors, generators = [], streams()
-        for start, height, width, rank in self.matrices(rows.shape[1]):
-            matrix = rows[:, start : start + height * width].reshape(len(rows), height, width)
-            if rank:
-                start_factor = torch.stack([torch.randn(width, rank, generator=stream) for stream in generators])
-                basis, factor = low_rank(matrix, start_factor.to(rows))
-                factors += [basis.flatten(1), factor.flatten(1)]
-            else:
-                factors.append(matrix.flatten(1))
+        for columns, height, width, sent in self.matrices(rows.shape[1]):
+            if sent == height * width:
+                factors.append(rows[:, columns])
+                continue
+            start = torch.stack([torch.randn(width, self.rank, generator=stream) for stream in generators])
+            basis, factor = low_rank(rows[:, columns].reshape(-1, height, width), start.to(rows))
+            factors += [basis.flatten(1), factor.flatten(1)]
         return {"factors": torch.cat(factors, 1)}
 
     def decode(self, code: Mapping[str, Tensor], size: int) -> Tensor:
-        matrices, rows = list(self.matrices(size)), []
-        for matrix, values in zip(matrices, code["factors"].split([m.sent for m in matrices], 1), strict=True):
-            if matrix.rank:
-                basis, factor = values.split([matrix.height * matrix.rank, matrix.width * matrix.rank], 1)
-                basis = basis.reshape(-1, matrix.height, matrix.rank)
-                values = (basis @ factor.reshape(-1, matrix.width, matrix.rank).mT).flatten(1)
+        rows, begin = [], 0
+        for _, height, width, sent in self.matrices(size):
+            values, begin = code["factors"][:, begin : begin + sent], begin + sent
+            if sent < height * width:
+                basis, factor = values.split([height * self.rank, width * self.rank], 1)
+                values = (basis.unflatten(1, (height, -1)) @ factor.unflatten(1, (width, -1)).mT).flatten(1)
             rows.append(values)
         return torch.cat(rows, 1)
 

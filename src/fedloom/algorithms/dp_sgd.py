@@ -1,9 +1,8 @@
 """Differential privacy of single samples: clients that train by DP-SGD (`dp_sgd`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,25 +44,19 @@ class DPSGD(AccountedByClient):
     Use it where clients are few and hold data of many people each: hospitals rather than telephones.
     """
 
+    stackable: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.protects and (source := source_of(self.method, "fits_once")) is not None:
+        if (source := source_of(self.method, "fits_once")) is not None:
             raise InvalidValue(_uncounted(name_of(source)))
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        if not self.protects:
-            return
         if any(isinstance(layer, _BatchNorm) for layer in plan.module.modules()):
             raise InvalidValue("dp_sgd: batch norm mixes the samples of a batch: use group norm instead")
         if plan.remote and self.noise is None:
-            raise InvalidValue(
-                "dp_sgd: over real sites give noise: a site does not know the others' samples, to choose it"
-            )
-
-    @property
-    def stackable(self) -> bool:
-        return not self.protects and super().stackable
+            raise InvalidValue("dp_sgd: over real sites give noise: a site cannot choose it by the others' samples")
 
     def counted(self, selection: Selection) -> tuple[int, ...]:
         return (*selection.clients, *selection.idle)  # those that upload nothing too
@@ -92,8 +85,6 @@ class DPSGD(AccountedByClient):
         return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        if not self.protects:
-            return self.method.train(cohort, inbox)
         private = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, str(self.method))
         reply = self.method.train(private, inbox)
         cohort.metrics.clear()  # losses are of the client's data too
@@ -133,11 +124,9 @@ class PrivateCohort(Cohort):
                 chunk = Batch(batch.inputs[:, columns], batch.labels[:, columns], batch.step)
                 losses, gradients = self.flat_module.sample_gradients(rows, chunk, loss_fn, context)
                 shares, lengths = clip_factors(gradients, self.clip)
-                if not bool(lengths.isfinite().all()):  # such a sample counts as zero: a refused reply would show it
-                    finite = lengths.isfinite()
-                    shares, gradients = shares.where(finite, 0), gradients.where(finite.unsqueeze(1), 0)
-                    losses = losses.where(finite, 0)
-                loss, total = loss + losses.sum(), total + shares.to(gradients).unsqueeze(0) @ gradients
+                finite = lengths.isfinite()  # another sample counts as zero: a refused reply would show it
+                shares, gradients = shares.where(finite, 0).to(gradients), gradients.where(finite.unsqueeze(1), 0)
+                loss, total = loss + losses.where(finite, 0).sum(), total + shares.unsqueeze(0) @ gradients
             if self.noise:
                 total = total + (self.noise * self.clip * normal(total, stream)).to(total)
             return loss / self.expected, total / self.expected
@@ -152,18 +141,18 @@ class PrivateCohort(Cohort):
         """Return the batches of `fit`, which each sample enters by chance."""
         if not self._fitting:
             _ = self._samples
-        steps = int(self.training.local_steps(self.sizes))
-        uniforms, share = self._uniforms(), self.expected / self.count
-        batches = ((uniforms(self.count) < share).nonzero()[:, 0] for _ in range(steps))
+        generator, share = self.stream("dp_sgd batches")[0], self.expected / self.count
+
+        def drawn() -> Tensor:
+            plain = torch.rand(self.count, generator=generator, dtype=torch.float64)
+            uniforms = torch.from_numpy(secret_uniforms(self.count)) if self.remote else plain
+            return (uniforms < share).nonzero()[:, 0]
+
+        batches = (drawn() for _ in range(int(self.training.local_steps(self.sizes))))
         orders = ((batch, [len(batch)]) for batch in batches)
         augmented = self.training.augmentation == "flip_crop"
         noise = self.stream("dp_sgd augmentation")[0] if augmented else None
         return lock_steps(self._loaders, [orders], [noise])
-
-    def _uniforms(self) -> Callable[[int], Tensor]:
-        if self.remote:
-            return lambda count: torch.from_numpy(secret_uniforms(count))
-        return partial(torch.rand, generator=self.stream("dp_sgd batches")[0], dtype=torch.float64)
 
 
 def _uncounted(method: str) -> str:

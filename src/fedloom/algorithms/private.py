@@ -4,7 +4,7 @@ import math
 import secrets
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,14 +45,14 @@ class Accounted(Wrapper):
     it and, over real sites, a ledger beside them (`fedloom.state.released`).
 
     Args:
-        clip: C, the largest length of an update; `clip=none, noise=0` protects nothing and runs the inner method unchanged.
+        clip: C, the largest length of an update.
         noise: Standard deviation of the noise in units of C; none chooses it before round 1 for `target_epsilon` after all
             rounds.
         delta: Probability of a larger loss, well below 1 over the number of clients.
         target_epsilon: Largest epsilon; with `noise` the run ends before the round that would exceed it.
     """
 
-    clip: Positive | None = 1.0
+    clip: Positive = 1.0
     noise: NonNegative | None = None
     delta: OpenShare = 1e-5
     target_epsilon: Positive | None = None
@@ -62,8 +62,6 @@ class Accounted(Wrapper):
         self._solved, name = self.noise, name_of(self)
         if self.noise is None and self.target_epsilon is None:
             raise InvalidValue(f"{name}: give noise, such as 0.8 (times clip), or target_epsilon, to choose it")
-        if self.clip is None and self.noise != 0:
-            raise InvalidValue(f"{name}: without a clip no noise hides a client: only noise=0 goes with clip=none")
         for inner in self.method.nested():
             if isinstance(inner, Compressed):
                 raise InvalidValue(f"{name}: put {name_of(inner)} around {name}")
@@ -71,21 +69,16 @@ class Accounted(Wrapper):
                 raise InvalidValue(f"{name}: {name_of(inner)} counts an epsilon of its own: take one of them")
 
     @property
-    def protects(self) -> bool:
-        """True if updates are clipped and counted."""
-        return self.clip is not None
-
-    @property
     def needs_total_rounds(self) -> bool:
         return self.noise is None or super().needs_total_rounds
 
     @property
     def releases_once(self) -> bool:
-        return (self.protects and self.plan.remote) or super().releases_once
+        return self.plan.remote
 
     def bound(self) -> float:
         """Return the length of the longest update."""
-        return math.inf if self.clip is None else self.clip
+        return self.clip
 
     @abstractmethod
     def cost(self, extra: int = 0) -> float:
@@ -105,8 +98,6 @@ class Accounted(Wrapper):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["releases"] = torch.zeros(1, dtype=torch.int64)
-        if not self.protects:
-            return
         name, opening = name_of(self), plan.opening()
         if extra := sorted(self.method.expects(opening).keys() - {"model"}):
             raise InvalidValue(
@@ -114,22 +105,20 @@ class Accounted(Wrapper):
             )
         require_one_model(name, self.method, opening)
         if plan.layout.integers:
-            reason = "the model counts its batches (batch norm), which would leak: use group norm instead"
-            raise InvalidValue(f"{name}: {reason}")
+            raise InvalidValue(f"{name}: the model counts its batches (batch norm), which would leak: use group norm")
 
     @property
     def spent(self) -> bool:
         # Over real sites a round that is repeated costs again, so that the chosen noise may not last for all rounds.
-        limited = self.protects and (self.noise is not None or self.plan.remote)
-        exceeds = limited and self.target_epsilon is not None and self.cost(extra=1) > self.target_epsilon
-        return exceeds or super().spent
+        limit = None if self.noise is None and not self.plan.remote else self.target_epsilon
+        return limit is not None and self.cost(extra=1) > limit
 
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
         """Return the clients whom a round costs a release each; None if it is one release for all."""
         return None
 
     def account(self) -> dict[str, float]:
-        return super().account() | ({"epsilon": self.cost()} if self.protects else {})
+        return super().account() | {"epsilon": self.cost()}
 
 
 @algorithms.register("private")
@@ -164,9 +153,12 @@ class Private(Accounted):
     quantile: OpenShare | None = None
     clip_learning_rate: Positive = 0.2
 
+    needs_every_reply: ClassVar[bool] = True
+    updates_without_replies: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in self.method.nested() if self.protects else ():
+        for inner in self.method.nested():
             if isinstance(inner, Secure):
                 raise InvalidValue(f"private: in {inner} an upload holds layers of several clients, unclipped")
             if not inner.averages:
@@ -176,16 +168,14 @@ class Private(Accounted):
                 )
 
     def require_inside(self, outer: Algorithm) -> None:
-        if self.protects and not isinstance(outer, Compressed | Accounted):
+        if not isinstance(outer, Compressed | Accounted):
             name = name_of(outer)
             raise InvalidValue(f"private: {name} would change what is summed or released: put private around {name}")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         if self.quantile is not None:
-            self.state["clip"] = torch.tensor([super().bound()], dtype=torch.float64)
-        if not self.protects:
-            return
+            self.state["clip"] = torch.tensor([self.clip], dtype=torch.float64)
         if (inner := source_of(self.method, "one_model_each")) is not None:
             raise InvalidValue(
                 f"private: {inner} sends every client a model of its own, by its place in the round, so that one "
@@ -193,21 +183,15 @@ class Private(Accounted):
             )
         self.select(plan.opening())
 
-    @property
-    def share(self) -> float:
-        """q, the probability that a client takes part in a round."""
-        return self.plan.participants / self.plan.clients
-
     def cost(self, extra: int = 0) -> float:
-        return epsilon(self.noise_multiplier(), self.share, int(self.state["releases"]) + extra, self.delta)
+        share = self.plan.participants / self.plan.clients
+        return epsilon(self.noise_multiplier(), share, int(self.state["releases"]) + extra, self.delta)
 
     def solve(self, target: float, rounds: int) -> float:
-        return noise_for(target, self.share, rounds, self.delta)
+        return noise_for(target, self.plan.participants / self.plan.clients, rounds, self.delta)
 
     def select(self, round: Round) -> Selection:
         selection = self.method.select(round)
-        if not self.protects:
-            return selection
         if not round.poisson and round.participants < round.clients:
             raise InvalidValue(
                 "private: epsilon is that of clients who take part by chance, each for itself: set participation_mode "
@@ -219,29 +203,16 @@ class Private(Accounted):
         return selection
 
     @property
-    def needs_every_reply(self) -> bool:
-        return self.protects or super().needs_every_reply
-
-    @property
-    def updates_without_replies(self) -> bool:
-        return self.protects or super().updates_without_replies
-
-    @property
     def folds(self) -> bool:
-        return self.protects or self.method.folds
+        return True
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        if not self.protects:
-            return super().fold(round, replies)
         clip = self.bound()
         updates, lengths = clipped(replies["model"] - replies.sent("model"), clip)
         below = (lengths <= clip).double().sum(0, keepdim=True) - len(replies) / 2
         return AggregatedReplies({}, {"update": updates.double().sum(0), "below": below}, len(replies), len(replies))
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        if not self.protects:
-            super().update(round, aggregate)
-            return
         sent, expected, clip = aggregate.sent("model")[0], round.participants, self.bound()
         nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
         multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
@@ -267,20 +238,16 @@ class Private(Accounted):
         return (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
 
     def receive(self, round: Round, replies: Replies) -> None:
-        if self.protects:
-            Algorithm.receive(self, round, replies)
-        else:
-            super().receive(round, replies)
+        Algorithm.receive(self, round, replies)
 
     def bound(self) -> float:
-        return super().bound() if self.quantile is None else float(self.state["clip"])
+        return self.clip if self.quantile is None else float(self.state["clip"])
 
     def _normal(self, round: Round, purpose: str, like: Tensor) -> Tensor:
         return normal(like, None if self.plan.remote else round.stream(f"privacy {purpose}"))
 
     def diagnose(self) -> dict[str, float]:
-        shown = {} if self.quantile is None or not self.protects else {"clip": self.bound()}
-        return self.method.diagnose() | shown
+        return self.method.diagnose() | ({} if self.quantile is None else {"clip": self.bound()})
 
 
 @dataclass
@@ -292,7 +259,7 @@ class AccountedByClient(Accounted):
     """
 
     def require_inside(self, outer: Algorithm) -> None:
-        if self.protects and not isinstance(outer, Compressed | Accounted) and type(outer).train is not Wrapper.train:
+        if not isinstance(outer, Compressed | Accounted) and type(outer).train is not Wrapper.train:
             wrapper, name = name_of(self), name_of(outer)
             raise InvalidValue(f"{wrapper}: {name} works on the clients too: put {wrapper} around {name}")
 
@@ -301,8 +268,7 @@ class AccountedByClient(Accounted):
         self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
 
     def select(self, round: Round) -> Selection:
-        if self.protects:
-            self.cost(extra=1)
+        self.cost(extra=1)
         return self.method.select(round)
 
     def counted(self, selection: Selection) -> tuple[int, ...]:
@@ -338,8 +304,6 @@ class LocalPrivate(AccountedByClient):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = self.method.train(cohort, inbox)
-        if not self.protects:
-            return reply
         updates, _ = clipped(reply["model"] - inbox["model"], self.bound())
         streams = [None] * len(updates) if self.plan.remote else cohort.stream("privacy noise")
         noise = torch.stack([normal(updates[0], stream) for stream in streams])

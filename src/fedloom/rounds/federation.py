@@ -307,7 +307,7 @@ class Federation:
         return {
             f"{k}.{name_of(method)}": method
             for k, method in enumerate(self.algorithm.nested())
-            if isinstance(method, Accounted) and method.protects
+            if isinstance(method, Accounted)
         }
 
     def _note_releases(self, round: Round, selection: Selection) -> None:
