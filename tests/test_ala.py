@@ -170,14 +170,6 @@ def test_start_round_switches_blending_on_late() -> None:
     assert run.federation.history[5]["ala_epochs"] == 1
 
 
-def test_frozen_weights_are_those_of_the_initial_stage() -> None:
-    world = World(participation=1.0, rounds=4)
-    run = world.run(build(f"fedala(frozen=true, {RATES})"))
-    counts = [record.get("ala_epochs", 0) for record in run.federation.history]
-    assert counts[1] > 10
-    assert [counts[0], *counts[2:]] == [0, 0, 0]
-
-
 # --- every method takes the start that it is handed ---
 
 
@@ -279,15 +271,6 @@ def test_the_loss_of_every_epoch_can_be_observed(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(torch.tensor(seen[3, last]), torch.tensor(blend.losses))
     figure = run.federation.history[2]
     assert figure["ala_loss"] == pytest.approx(sum(seen[3, i][-1] for i in range(5)) / 5)
-
-
-def test_after_train_scores_what_training_left() -> None:
-    world = World(participation=1.0)
-    run = world.run(build(f"fedala(eval_point=after_train, {RATES})"))
-    for i, row in enumerate(run.moments[-1].personal):
-        assert torch.equal(row, run.engine.store.read(i)["ala_trained"])
-    begun = world.run(build(f"fedala({RATES})"))
-    assert not torch.allclose(begun.moments[-1].personal[0], run.moments[-1].personal[0], atol=1e-4)
 
 
 def test_memory_holds_only_what_is_blended() -> None:

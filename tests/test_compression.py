@@ -283,7 +283,7 @@ def test_what_makes_no_sense_is_refused(expression: str, message: str) -> None:
     [
         ("quantised(fedfomo)", "fedfomo do not return an update of one model that they are sent"),
         ("lowrank(fedper)", "fedper do not return whole models"),
-        ("stages(quantised(fedavg):auto, fedmr)", "do not return whole models, which staging by :auto needs"),
+        ("stages(quantised(fedavg):auto, fedmr)", "do not exchange one whole model, which :auto needs"),
     ],
 )
 def test_what_a_plan_shows_to_make_no_sense_is_refused(expression: str, message: str) -> None:

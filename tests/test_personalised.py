@@ -302,7 +302,7 @@ def test_after_train_scores_what_training_left(expression: str) -> None:
 ALL = [
     "fedavg_c(finetune_epochs=2)", "fedprox_c(finetune_epochs=2)", "per_fedavg", "per_fedavg(variant=hessian_free)", "fedrep",
     "pfedme(regularisation=5)", "ditto", "fedamp", "fedphp", "fedfomo", "fedfomo(models=2)", "apple", "partialfed", "fedper",
-    "lg_fedavg", "silobn", "fedbn", "fedala", "ala(fedrep)", "ala(fedprox, evaluation=reuse)",
+    "lg_fedavg", "silobn", "fedbn", "fedala", "ala(fedrep)", "ala(fedprox)",
 ]  # fmt: skip
 
 

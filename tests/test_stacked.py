@@ -45,7 +45,7 @@ METHODS = sorted(
         "umf(moon)",
         "umf(fedmr, simulate_all=true)",
         "ala(fedavg, p=3, window=2, max_epochs=4)",
-        "fedala(frozen=true, eval_point='after_train', window=2, max_epochs=3)",
+        "fedala(window=2, max_epochs=3)",
         "scaffold(option=1)",
         "per_fedavg(variant='hessian_free')",
         "fedasam(statistics_once=true)",

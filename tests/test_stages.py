@@ -64,7 +64,7 @@ def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
     ("expression", "message"),
     [
         ("stages()", "at least one method"),
-        ("stages(fedavg, fedmr)", "needs its last round"),
+        ("stages(fedavg, fedmr)", "of all but the last their last rounds"),
         ("stages(fedavg:0, fedmr)", "must grow from 1 on"),
         ("stages(fedavg:5, fedmr:5, fedavg)", "must grow from 1 on"),
         ("stages(fedavg:atuo, fedmr)", "did you mean 'auto'"),
@@ -277,5 +277,5 @@ def test_only_stages_that_wait_cost_a_message_more() -> None:
 
 def test_a_part_of_a_model_cannot_wait() -> None:
     world = World()
-    with pytest.raises(InvalidValue, match="clients of fedrep do not return whole models"):
+    with pytest.raises(InvalidValue, match="clients of fedrep do not exchange one whole model"):
         world.run(Stages([(build("fedrep"), "auto"), (build("fedavg"), None)]))

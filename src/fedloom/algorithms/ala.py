@@ -60,13 +60,10 @@ class Ala(Wrapper):
         window: Epochs of that standard deviation (authors: 10).
         max_epochs: Most epochs of the first learning.
         epochs: Epochs of W in later rounds.
-        frozen: Learn W the first time only.
         initial_weight: W before learning.
         sampling: A `random` subset, or a contiguous `window` at a random offset (the authors' code).
         epoch_loss: `mean` over batches, or the `last` batch's (the authors' code).
         start_round: First round with ALA.
-        eval_point: Score the blend (`after_init`) or the trained model (`after_train`).
-        evaluation: `reuse` scores the blend without learning W first.
     """
 
     p: Count = 1
@@ -76,13 +73,10 @@ class Ala(Wrapper):
     window: Annotated[int, Field(ge=2)] = 10
     max_epochs: Count = 200
     epochs: Count = 1
-    frozen: bool = False
     initial_weight: Probability = 1.0
     sampling: Literal["random", "window"] = "random"
     epoch_loss: Literal["mean", "last"] = "mean"
     start_round: Count = 1
-    eval_point: Literal["after_init", "after_train"] = "after_init"
-    evaluation: Literal["learn", "reuse"] = "learn"
 
     client_figures: ClassVar[tuple[str, ...]] = ("ala_epochs", "ala_loss")
     fits_once: ClassVar[bool] = False
@@ -93,8 +87,7 @@ class Ala(Wrapper):
             if isinstance(method, Ala):
                 raise InvalidValue(f"ala({self.method}): the start is blended once, not twice")
         if (inner := source_of(self.method, "single_download")) is not None:
-            reason = "are not sent one model, which could be blended with their own"
-            raise InvalidValue(f"ala: clients of {inner} {reason}")
+            raise InvalidValue(f"ala: clients of {inner} are not sent one model, which could be blended with their own")
 
     # --- the client half ---
 
@@ -103,25 +96,18 @@ class Ala(Wrapper):
         blend = self.blend(cohort, inbox["model"], top)
         reply = self.method.train(cohort, self._handed(inbox, blend))
         memory, uploads = cohort.memory, cohort.uploads
-        trained = self.method.complete(cohort, reply["model"])
         trained_before = memory.knows(_name("model", top))  # other clients had nothing to blend or to learn
-        memory.write(_name("model", top), take(trained, top), uploads)
+        memory.write(_name("model", top), take(self.method.complete(cohort, reply["model"]), top), uploads)
         if blend.losses:
             memory.write(_name("weights", top), blend.weights, uploads & trained_before)
             memory.write(_name("learned", top), blend.learned, uploads & trained_before)
-        if self.eval_point == "after_train":
-            memory.write("ala_trained", trained, uploads)
         self.report(cohort, blend)
         return reply
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        if self.eval_point == "after_train" and bool(cohort.memory.knows("ala_trained").all()):
-            return cohort.memory.get("ala_trained", inbox["model"])
         if self.method.scores_start:
-            learn = self.evaluation == "learn"
-            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], self.top(cohort), learn=learn))
-        model = self.method.personalise(cohort, inbox)
-        return cohort.memory.get("ala_trained", model) if self.eval_point == "after_train" else model
+            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], self.top(cohort)))
+        return self.method.personalise(cohort, inbox)
 
     @staticmethod
     def _handed(inbox: Message, blend: Blend) -> Message:
@@ -135,13 +121,14 @@ class Ala(Wrapper):
         groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
         groups = [names for names in groups if names]
         if self.p > len(groups):
-            most = f"{len(groups)}, the number of blocks of this model that travel"
-            raise InvalidValue(f"ala: p must be at most {most}, not {self.p}")
+            raise InvalidValue(
+                f"ala: p must be at most {len(groups)}, the blocks of this model that travel, not {self.p}"
+            )
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 
-    def blend(self, cohort: Cohort, received: Tensor, top: Unit, *, learn: bool = True) -> Blend:
-        """Return the start in place of the download `received [k, m]`, after learning its weights if `learn`."""
+    def blend(self, cohort: Cohort, received: Tensor, top: Unit) -> Blend:
+        """Return the start in place of the download `received [k, m]`, after learning its weights."""
         memory = cohort.memory
         rows = self.method.complete(cohort, received)
         download = take(rows, top)
@@ -154,11 +141,9 @@ class Ala(Wrapper):
         previous = memory.get(_name("model", top), download)
         update = download - previous
         losses: list[Tensor] = []
-        if learn and self.rate:
-            initial_stage = ~learned.cpu()
-            active = trained_before & initial_stage if self.frozen else trained_before.clone()
+        if self.rate:
             state = {"model": rows.clone(), "weights": weights.expand_as(update).clone(), "old": previous}
-            weights, losses = self._learned(cohort, top, state | {"update": update}, active, initial_stage)
+            weights, losses = self._learned(cohort, top, state | {"update": update}, trained_before, ~learned.cpu())
             learned = learned | trained_before.to(learned.device)
         start = put(rows, top, previous + update * weights)
         return Blend(take(start, self.method.travels(cohort)), weights, learned, losses)

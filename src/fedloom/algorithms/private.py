@@ -74,7 +74,7 @@ class Accounted(Wrapper):
 
     @property
     def releases_once(self) -> bool:
-        return self.plan.remote
+        return self.plan.remote or super().releases_once
 
     def bound(self) -> float:
         """Return the length of the longest update."""
@@ -111,7 +111,7 @@ class Accounted(Wrapper):
     def spent(self) -> bool:
         # Over real sites a round that is repeated costs again, so that the chosen noise may not last for all rounds.
         limit = None if self.noise is None and not self.plan.remote else self.target_epsilon
-        return limit is not None and self.cost(extra=1) > limit
+        return (limit is not None and self.cost(extra=1) > limit) or super().spent
 
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
         """Return the clients whom a round costs a release each; None if it is one release for all."""

@@ -1,14 +1,13 @@
 """Stages: one method after another on the same model."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import (
-    AggregatedReplies,
     Algorithm,
     AnyClient,
     Exchange,
@@ -16,13 +15,14 @@ from fedloom.algorithm import (
     Plan,
     Replies,
     Selection,
+    Wrapper,
     algorithms,
     server_model,
 )
 from fedloom.algorithms.statistics import divided_samples
 from fedloom.config.fields import Count, Probability
 from fedloom.data.dataset import Samples
-from fedloom.errors import InvalidValue, quoted, suggestion
+from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -34,13 +34,13 @@ STAGE, HELD_OUT_LOSS = "@stage", "@held_out_loss"
 HELD_OUT = 0.1
 """Share of a client's samples that are held out in a stage that ends by itself."""
 
-Stage = tuple[Algorithm, int | str | None]
+Stage = tuple[Algorithm, int | Literal["auto"] | None]
 """A method and its last round: a number, "auto", or None for the end of the run."""
 
 
 @algorithms.register("stages")
 @dataclass
-class Stages(Algorithm):
+class Stages(Wrapper):
     """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 
     The number after a method's colon is its last round; the next method starts from the global model of that round.
@@ -60,22 +60,21 @@ class Stages(Algorithm):
     patience: Count = 5
     improvement: Probability = 0.01
 
+    method: Algorithm = field(
+        init=False, repr=False, compare=False
+    )  # of the round in progress, or else of the next one
+
     wraps: ClassVar[tuple[str, ...]] = ("stages",)
     variadic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ends = [end for _, end in self.stages]
-        if not ends:
-            raise InvalidValue("stages needs at least one method, such as stages(fedavg:100, fedmr)")
-        if None in ends[:-1]:
+        if not ends or None in ends[:-1]:
+            example = "such as stages(fedavg:100, fedmr)"
             raise InvalidValue(
-                "stages: every method but the last needs its last round, such as stages(fedavg:100, fedmr)"
+                f"stages needs at least one method, and of all but the last their last rounds, {example}"
             )
-        for end in ends:
-            if isinstance(end, str) and end != "auto":
-                hint = suggestion(end, ["auto"])
-                raise InvalidValue(f"stages: a last round is a number or auto, not {quoted(end)}{hint}")
         if ends[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")
         if self.automatic and any(isinstance(p, Stages) and p.automatic for m in self.inner() for p in m.nested()):
@@ -83,6 +82,7 @@ class Stages(Algorithm):
         rounds = [0, *(end for end in ends if isinstance(end, int))]
         if rounds != sorted(set(rounds)):
             raise InvalidValue(f"stages: last rounds must grow from 1 on, not {', '.join(map(str, rounds[1:]))}")
+        self.method = self.stages[0][0]
 
     @property
     def automatic(self) -> bool:
@@ -99,15 +99,19 @@ class Stages(Algorithm):
 
     @property
     def personal(self) -> bool:
-        return self._current.personal
+        return self.method.personal
 
     @property
     def one_model_each(self) -> bool:
-        return bool(self._current.one_model_each)
+        return bool(self.method.one_model_each)
 
     @property
     def updates_without_replies(self) -> bool:
-        return bool(self._current.updates_without_replies)
+        return bool(self.method.updates_without_replies)
+
+    @property
+    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
+        return self.method.reply_dtypes
 
     def active(self, number: int) -> Iterator[Algorithm]:
         yield self
@@ -116,33 +120,25 @@ class Stages(Algorithm):
     # --- the server half: the state is the stage's index and, where the run chooses, its last held-out losses ---
 
     def setup(self, plan: Plan) -> None:
-        self.plan, self.state = plan, self._at(0)
+        self.plan, self.state, self.method = plan, self._at(0), self.stages[0][0]
         for method in self.inner():
             method.setup(plan)
-            if not self.automatic:
-                continue
-            if method.expects(plan.opening()).get("model") != (plan.layout.size,):
-                raise InvalidValue(
-                    f"stages: clients of {method} do not return whole models, which staging by :auto needs"
-                )
-            if not method.single_download:
-                raise InvalidValue(
-                    f"stages: clients of {method} are not sent one model, whose loss :auto could measure"
-                )
+            whole = method.single_download and method.expects(plan.opening()).get("model") == (plan.layout.size,)
+            if self.automatic and not whole:
+                raise InvalidValue(f"stages: clients of {method} do not exchange one whole model, which :auto needs")
 
     def _at(self, stage: int) -> dict[str, Tensor]:
         """Return the state at the beginning of a stage."""
         state = {"stage": torch.tensor([stage])}
         return state | {"losses": torch.empty(0, dtype=torch.float64)} if self.automatic else state
 
-    @property
-    def _current(self) -> Algorithm:
-        """The method of the round in progress, or, between two rounds, of the next one."""
-        return self.stages[int(self.state["stage"])][0]
+    def restore(self, full: Mapping[str, Tensor]) -> None:
+        super().restore(full)
+        self.method = self.stages[int(self.state["stage"])][0]
 
     def _leading(self, number: int) -> Algorithm:
-        """The method of round `number`; where the run chooses, the current one."""
-        return self._current if self.automatic else self.stages[self._stage_of(number)][0]
+        """Return the method of round `number`; where the run chooses, the current one."""
+        return self.method if self.automatic else self.stages[self._stage_of(number)][0]
 
     def _stage_of(self, number: int) -> int:
         """Return the index of the first stage that lasts until round `number`; else of the last one."""
@@ -156,76 +152,48 @@ class Stages(Algorithm):
     def select(self, round: Round) -> Selection:
         return self._leading(round.number).select(round)
 
-    def send(self, round: Round) -> Message:
-        return self._with_stage(self._current.send(round))
-
-    def exchange(self, round: Round, selection: Selection) -> Exchange:
-        inner = self._current.exchange(round, selection)
-        return Exchange(round, selection, self._with_stage(inner.sent), inner)
-
-    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        return self._with_stage(self._current.deploy(round, clients))
-
-    def _with_stage(self, message: Message) -> Message:
+    def outgoing(self, round: Round, message: Message) -> Message:
         return message | {STAGE: self.state["stage"].unsqueeze(0)} if self.automatic else message
 
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        expected = dict(self._current.expects(round))
-        return expected | {HELD_OUT_LOSS: ()} if self._waits else expected
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.outgoing(round, self.method.deploy(round, clients))
 
-    @property
-    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._current.reply_dtypes
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {**self.method.expects(round), **({HELD_OUT_LOSS: ()} if self._waits else {})}
 
     def decoded(self, round: Round, tensors: Message) -> Message:
         # Workers, which decode too, have no state; stages that the run chooses return whole models, which are not encoded.
         return tensors if self.automatic else self._leading(round.number).decoded(round, tensors)
 
-    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        return self._current.merge_integers(rows, current)
-
-    def returns_whole(self, round: Round) -> bool:
-        return self._current.returns_whole(round)
-
-    def receive(self, round: Round, replies: Replies) -> None:
-        if self._waits:
-            if len(replies):
-                loss = weighted_mean(replies[HELD_OUT_LOSS].double(), replies.weights)
-                self.state["losses"] = torch.cat([self.state["losses"], loss.reshape(1).cpu()])[-2 * self.patience :]
-            matrices = {name: matrix for name, matrix in replies.matrices.items() if name != HELD_OUT_LOSS}
-            replies = replace(replies, matrices=matrices)
-        self._current.receive(round, replies.inward())
+    def incoming(self, round: Round, replies: Replies) -> Replies:
+        if not self._waits:
+            return replies.inward()
+        if len(replies):
+            loss = weighted_mean(replies[HELD_OUT_LOSS].double(), replies.weights)
+            self.state["losses"] = torch.cat([self.state["losses"], loss.reshape(1).cpu()])[-2 * self.patience :]
+        return replies.inward({name: matrix for name, matrix in replies.matrices.items() if name != HELD_OUT_LOSS})
 
     @property
     def folds(self) -> bool:
-        return not self._waits and self._current.folds and type(self).receive is Stages.receive
-
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        return self._current.fold(round, replies.inward())
-
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        self._current.update(round, aggregate.inward())
+        return not self._waits and super().folds
 
     def finish(self, round: Round, exchange: Exchange) -> None:
-        self._current.finish(round, exchange.within())
+        super().finish(round, exchange)
         stage, end = int(self.state["stage"]), len(self.stages) - 1
         over = self._waits and has_stopped_improving(self.state["losses"], self.patience, self.improvement)
         # A stage whose last round passed during an earlier one is skipped.
         remaining = (k for k in range(stage + over, end) if _contains(self.stages[k][1], round.number + 1))
         if (successor := next(remaining, end)) != stage:
             following = self.stages[successor][0]
-            following.setup(self.plan.starting_from(self._current.model()))
+            following.setup(self.plan.starting_from(self.model()))
             for method in following.nested():
                 if isinstance(method, Stages):  # last rounds count from the first round of the run
                     method.state = method._at(method._stage_of(round.number + 1))
-            self.state = self._at(successor)
-
-    def model(self) -> Tensor:
-        return self._current.model()
+                    method.method = method._leading(round.number + 1)
+            self.state, self.method = self._at(successor), following
 
     def diagnose(self) -> dict[str, float]:
-        stage = {"stage": float(self.state["stage"])} if self.automatic else {}
-        return self._current.diagnose() | stage
+        return super().diagnose() | ({"stage": float(self.state["stage"])} if self.automatic else {})
 
     # --- the client half: the server sends the stage where the run chooses it ---
 
@@ -235,8 +203,7 @@ class Stages(Algorithm):
             return method.train(cohort, message)
         loss = cohort.subset(lambda *drawn: divided(*drawn)[0], "held_out", lasting=True).loss(server_model(inbox))
         training = cohort.subset(lambda *drawn: divided(*drawn)[1], "held_out", lasting=True)
-        reply = method.train(training, message)
-        return reply | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
+        return method.train(training, message) | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         (method, _), message = self._read_stage(cohort, inbox)
@@ -250,10 +217,10 @@ class Stages(Algorithm):
     def travels(self, cohort: Cohort | AnyClient) -> Unit:
         if self.automatic:
             return (slice(0, cohort.layout.size),)
-        return self.stages[self._stage_of(cohort.round.number)][0].travels(cohort)
+        return self._leading(cohort.round.number).travels(cohort)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        return model if self.automatic else self.stages[self._stage_of(cohort.round.number)][0].complete(cohort, model)
+        return model if self.automatic else self._leading(cohort.round.number).complete(cohort, model)
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
