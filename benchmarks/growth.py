@@ -57,7 +57,6 @@ METHODS = (
     "robust(fedavg, rule=krum)",
     "robust(fedavg, rule=median)",
     "fedmr(blend=auto)",
-    "feddyn(evaluate=all)",
 )
 RECORDERS = ("similarity(every=1)", "aggregate(every=1)", "objective(every=1)")
 

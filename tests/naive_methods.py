@@ -158,9 +158,7 @@ def ditto(setting: Setting, *, strength: float, epochs: int) -> list[Moment]:
     return shared_model(setting, work, lambda m, i, t: personal.get(i, m))
 
 
-def fedphp(
-    setting: Setting, *, mu: float, transfer: float, deployed: str = "history", clock: str = "own"
-) -> list[Moment]:
+def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "history") -> list[Moment]:
     world = setting.world
     history: dict[int, nn.Module] = {}
     local: dict[int, nn.Module] = {}
@@ -185,10 +183,7 @@ def fedphp(
             return (1 - transfer) * F.cross_entropy(logits, y) + transfer * distance
 
         world.train(start, i, t, loss=loss)
-        passed = (
-            (t - 1) / world.rounds if clock == "round" else seen[i] * world.clients / world.participants / world.rounds
-        )
-        share = min(mu, mu * passed)
+        share = min(mu, mu * seen[i] * world.clients / world.participants / world.rounds)
         mixed = copy.deepcopy(start)
         with torch.no_grad():
             for p, q in zip([*mixed.parameters(), *mixed.buffers()], [*old.parameters(), *old.buffers()], strict=True):

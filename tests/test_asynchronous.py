@@ -142,7 +142,7 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
         ("fedbuff(fedmr, k=2)", "does more than average whole models"),
         ("private(fedbuff(fedavg, k=2), noise=1.0)", "says itself who trains when"),
         ("stages(fedbuff(fedavg, k=2):2, fedavg)", "says itself who trains when"),
-        ("fedmr_async(k=2, blend=auto)", "give a share"),
+        ("fedmr_async(k=2, blend=auto)", "blend must be a number"),
     ],
 )
 def test_what_cannot_be_is_refused(method: str, said: str) -> None:

@@ -287,7 +287,7 @@ SERVER_READS = {
 }
 """Methods whose server half reads what lies on the device."""
 
-SERVER_VARIANTS = ["feddyn(evaluate=all)", "feddc(evaluate=all)", "feddyn(evaluate=selected)", "fedmr(blend=0.5)"]
+SERVER_VARIANTS = ["fedmr(blend=0.5)"]
 
 
 @pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in SERVER_READS] + SERVER_VARIANTS)

@@ -48,8 +48,6 @@ def fedgen(
     beta: float = 0.2,
     teacher: float = 1.0,
     diversity: float = 1.0,
-    decay: float = 1.0,
-    ratio: bool = False,
 ) -> Iterator[State]:
     with torch.random.fork_rng():
         torch.set_rng_state(stream(world.seed, "generator").get_state())
@@ -75,7 +73,6 @@ def fedgen(
                 wanted: Tensor = wanted,
                 free: Tensor = free,
                 bound: Tensor = bound,
-                factor: float = decay ** (number - 1),
             ) -> Tensor:
                 logits = module(x)
                 with torch.no_grad():
@@ -83,9 +80,8 @@ def fedgen(
                     imagined = imaginer(wanted[step], free[step])
                 predicted = logits.softmax(1)
                 divergence = (target * (target.log() - predicted.log())).sum() / len(y)
-                share = BATCH / len(y) if ratio else 1.0
                 taught = F.cross_entropy(module.head(imagined), wanted[step])
-                return F.cross_entropy(logits, y) + factor * (beta * divergence + alpha * share * taught)
+                return F.cross_entropy(logits, y) + beta * divergence + alpha * taught
 
             uploads.append(world.train(state, number, i, loss=loss if number > 1 else None)[0])
         teach(world, imaginer, number, clients, uploads, teacher, diversity)
@@ -132,7 +128,6 @@ def teach(
     [
         ("", {}),
         (", alpha=10, beta=1, teacher=0.5, diversity=2", {"alpha": 10, "beta": 1, "teacher": 0.5, "diversity": 2}),
-        (", coefficient_decay=0.9, batch_ratio=true", {"decay": 0.9, "ratio": True}),
     ],
 )
 def test_agrees_with_the_second_computation(options: str, naive: dict[str, float], norm: bool) -> None:

@@ -46,11 +46,9 @@ METHODS = sorted(
         "umf(fedmr, simulate_all=true)",
         "ala(fedavg, p=3, window=2, max_epochs=4)",
         "fedala(window=2, max_epochs=3)",
-        "scaffold(option=1)",
+        "scaffold(size_scaled=true)",
         "per_fedavg(variant='hessian_free')",
-        "fedasam(statistics_once=true)",
-        "fedgen(batch_ratio=true)",
-        "fedfomo(models=2, exploration=0.3)",
+        "fedfomo(models=2)",
         "fedphp(transfer=0.5)",
         "fedper(buffers='average')",
     }
@@ -365,7 +363,7 @@ def test_a_chain_folds_its_update_into_the_products(
     ("method", "training"),
     [
         ("fedprox(mu=0.3)", {}),
-        ("scaffold(option=1)", {"clip": 0.5}),
+        ("scaffold", {"clip": 0.5}),
         ("fedasam", {"optimizer": "adam", "momentum": 0.0}),
         ("per_fedavg(variant='hessian_free')", {}),
         ("pfedme(regularisation=5.0)", {}),

@@ -35,14 +35,14 @@ class Apple(EveryModel):
         relation_rate: Learning rate of the relations q.
         mu: Weight of the pull of q towards the shares of data q0.
         decline: Share of the rounds over which that pull falls to 0.
-        initial: Start of q_i: q0 (`shares`, the authors), 1 / N (`uniform`, PFLlib) or the client itself (`own`).
+        initial: Start of q_i: q0 (`shares`, the authors) or 1 / N (`uniform`, PFLlib).
         variant: `pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G * c_j), uploads theta_i.
     """
 
     relation_rate: NonNegative = 0.01
     mu: NonNegative = 0.1
     decline: Probability = 0.2
-    initial: Literal["shares", "uniform", "own"] = "shares"
+    initial: Literal["shares", "uniform"] = "shares"
     variant: Literal["paper", "pfllib"] = "paper"
 
     own_model: ClassVar[str] = "apple_model"
@@ -73,7 +73,8 @@ class Apple(EveryModel):
         count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
         trainable = cores[:, :count]
         rate = cohort.round.learning_rate * (len(cores) if self.variant == "pfllib" else 1)
-        hold = self.strictness(cohort.round) * self.mu
+        end, passed = self.decline * cohort.round.rounds, cohort.round.number - 1
+        hold = self.mu * (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
         def mix(state: dict[str, Tensor]) -> None:
             relation, index = state["relation"], state["index"]
@@ -91,7 +92,8 @@ class Apple(EveryModel):
             mix(state)
             return loss
 
-        relation = cohort.memory.get("apple_relation", self._first_relation(shares, owner)).clone()
+        first = shares if self.initial == "shares" else torch.full_like(shares, 1 / len(cores))
+        relation = cohort.memory.get("apple_relation", first).clone()
         state = {"core": trainable[owner], "relation": relation, "shares": shares, "index": owner.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
@@ -101,18 +103,6 @@ class Apple(EveryModel):
         if self.variant == "paper":
             uploaded[:, :count] = state["core"]
         return self.upload(cohort, uploaded)
-
-    def _first_relation(self, shares: Tensor, owner: Tensor) -> Tensor:
-        if self.initial == "shares":
-            return shares
-        if self.initial == "uniform":
-            return torch.full_like(shares, 1 / shares.shape[1])
-        return torch.eye(shares.shape[1], dtype=shares.dtype, device=shares.device)[owner]
-
-    def strictness(self, round: Round) -> float:
-        """Return l(t), the weight of the pull of the relations towards the shares of data."""
-        end, passed = self.decline * round.rounds, round.number - 1
-        return (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
 
 def mean_by_tensor(gradient: Tensor, layout: Layout) -> Tensor:

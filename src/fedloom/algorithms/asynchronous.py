@@ -19,7 +19,7 @@ from fedloom.algorithm import (
     uniform,
 )
 from fedloom.algorithms.compression import Compressed
-from fedloom.algorithms.fedmr import FedMR, blend_at
+from fedloom.algorithms.fedmr import FedMR, Schedule, blend_at
 from fedloom.algorithms.private import AccountedByClient
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.errors import InvalidValue
@@ -255,11 +255,7 @@ class FedMRAsync(Asynchronous, FedMR):
     """
 
     k: Count = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.blend == "auto":
-            raise InvalidValue("fedmr_async: blend=auto looks at all models of a round together: give a share")
+    blend: Schedule = 0.0  # without `auto`, which looks at all models of a round together
 
     @property
     def step_replies(self) -> int:

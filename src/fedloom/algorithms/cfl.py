@@ -18,9 +18,9 @@ class CFL(Algorithm):
     """Clustered federated learning: each cluster's model moves by the unweighted mean of its clients' updates D_i.
 
     After `first_round` a cluster of more than two clients with ||mean D|| < mean_norm and max ||D_i|| > client_norm splits in
-    two by complete linkage on -cos(D_i, D_j), over the trainable parameters; both parts move by their own mean. The norms
-    are in units of those of round 1 (the mean's and the largest client's) where `relative`. A client deploys its cluster's
-    model; the global model is the mean over clients. Needs all clients in every round; one without a reply stays where it is.
+    two by complete linkage on -cos(D_i, D_j), over the trainable parameters; both parts move by their own mean. A client
+    deploys its cluster's model; the global model is the mean over clients. Needs all clients in every round; one without a reply
+    stays where it is.
     Source: Sattler et al. 2020, algorithm 2; thresholds of the authors' code.
     Use it when clients' data contradict each other and the number of groups is unknown.
 
@@ -28,13 +28,11 @@ class CFL(Algorithm):
         mean_norm: epsilon_1: below it a cluster stands still; 0 never splits and is FedAvg with equal weights.
         client_norm: epsilon_2: above it its clients still move.
         first_round: Rounds before the first split.
-        relative: Measure both in units of round 1's norms, since they depend on the model and the learning rate.
     """
 
     mean_norm: NonNegative = 0.4
     client_norm: NonNegative = 1.6
     first_round: NonNegativeInt = 20
-    relative: bool = False
 
     one_model_each: ClassVar[bool] = True
     averages: ClassVar[bool] = False
@@ -45,7 +43,6 @@ class CFL(Algorithm):
         self.state = {
             "models": plan.initial.unsqueeze(0).clone(),  # [C, P]
             "cluster": torch.zeros(plan.clients, dtype=torch.int64),
-            "units": torch.ones(2, dtype=torch.float64),
         }
 
     def send(self, round: Round) -> Message:
@@ -58,9 +55,6 @@ class CFL(Algorithm):
     def receive(self, round: Round, replies: Replies) -> None:
         updates = replies["model"] - replies.sent("model")
         moved = updates[:, : self.layout.trainable].double()
-        if round.number == 1 and self.relative:
-            norms = moved.mean(0).norm(), moved.norm(dim=1).max()
-            self.state["units"] = torch.stack(norms).clamp_min(torch.finfo(torch.float64).tiny)
         models, cluster = list(self.state["models"]), self.state["cluster"].clone()
         for number in range(len(models)):
             order = replies.clients.argsort()  # so that clusters are numbered by their clients, not by the slots
@@ -78,8 +72,7 @@ class CFL(Algorithm):
 
     def _stands_still(self, moved: Tensor) -> bool:
         mean, largest = float(moved.mean(0).norm()), float(moved.norm(dim=1).max())
-        unit_mean, unit_client = self.state["units"].tolist()
-        return len(moved) > 2 and mean < self.mean_norm * unit_mean and largest > self.client_norm * unit_client
+        return len(moved) > 2 and mean < self.mean_norm and largest > self.client_norm
 
     def model(self) -> Tensor:
         shares = self.state["cluster"].bincount(minlength=len(self.state["models"])).to(self.state["models"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, algorithms
-from fedloom.config.fields import Count, NonNegative, Positive, Share
+from fedloom.config.fields import NonNegative, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort
@@ -25,19 +25,13 @@ class SharpnessAware(Algorithm, ABC):
 
     Args:
         rho: Size of the perturbation e(w) (FedMR: 0.1; Caldarola et al.: 0.1 for SAM, 0.7 for ASAM).
-        statistics_once: Update batch-norm statistics in the second pass only, instead of in both.
-        swa: Evaluate the mean of the server's models at the ends of cycles (before the first end, the server's model).
-        swa_start: Share of the rounds after which cycles begin.
-        swa_cycle: Rounds of a cycle.
-        swa_learning_rate: Clients' rate at the end of a cycle, reached in equal steps; none keeps the round's.
+        swa: Evaluate the mean of the server's models of the last rounds (before these, the server's model).
+        swa_start: Share of the rounds after which that mean begins.
     """
 
     rho: NonNegative = 0.1
-    statistics_once: bool = False
     swa: bool = False
     swa_start: Share = 0.75
-    swa_cycle: Count = 1
-    swa_learning_rate: Positive | None = None
 
     fits_once: ClassVar[bool] = False
 
@@ -49,7 +43,7 @@ class SharpnessAware(Algorithm, ABC):
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         super().update(round, aggregate)
-        if self.swa and self._round_in_cycle(round) == self.swa_cycle:
+        if self.swa and round.number >= math.ceil(self.swa_start * round.rounds - 1e-9):
             count = int(self.state["swa_count"])
             mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)
             self.state |= {"swa_model": mean, "swa_count": torch.full((1,), count + 1)}
@@ -62,34 +56,19 @@ class SharpnessAware(Algorithm, ABC):
     def needs_total_rounds(self) -> bool:
         return self.swa
 
-    def _round_in_cycle(self, round: Round) -> int:
-        """Return the position of a round in its cycle, from 1 to `swa_cycle`; 0 before the first cycle."""
-        start = max(1, math.ceil(self.swa_start * round.rounds - 1e-9))
-        return 0 if round.number < start else (round.number - start) % self.swa_cycle + 1
-
-    def _learning_rate(self, round: Round) -> float | None:
-        """Return the cyclic rate of a round; None for the round's usual one."""
-        position = self._round_in_cycle(round)
-        if not self.swa or self.swa_learning_rate is None or position == 0:
-            return None
-        return round.learning_rate + (self.swa_learning_rate - round.learning_rate) * position / self.swa_cycle
-
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         layout = cohort.layout
 
         def gradient_fn(rows: Tensor, batch: Batch, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            weights, statistics = rows[:, : layout.trainable], rows[:, layout.trainable :]
-            current = (weights.clone(), statistics.clone())
+            weights = rows[:, : layout.trainable]
+            current = weights.clone()
             loss, gradient = cohort.gradient(rows, batch)
             weights.add_(self.ascent(layout, weights, gradient))
-            if self.statistics_once:
-                statistics.copy_(current[1])
             _, gradient = cohort.gradient(rows, batch)
-            weights.copy_(current[0])
+            weights.copy_(current)
             return loss, gradient
 
-        rate = self._learning_rate(cohort.round)
-        return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True, learning_rate=rate).model}
+        return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 
     @abstractmethod
     def ascent(self, layout: Layout, weights: Tensor, gradient: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """FedDyn: a regulariser with a memory, which aligns the clients' optima with the server's."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from torch import Tensor
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
-from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
 from fedloom.round import Round
 
@@ -22,34 +20,17 @@ class Drifting(Algorithm):
 
     Args:
         alpha: Weight of the proximal term (FedDC's code: 0.01, for MNIST 0.1).
-        evaluate: Global model: w_bar + drift, which is sent (`cloud`); w_bar (`selected`); or the mean of every client's
-            last upload (`all`; the server then holds N models).
     """
 
     alpha: NonNegative = 0.01
-    evaluate: Literal["cloud", "selected", "all"] = "cloud"
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["drift"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
         self.state["mean_size"] = mean_size(plan)
-        if self.evaluate == "selected":
-            self.state["selected"] = plan.initial.clone()
-        if self.evaluate == "all":
-            self.state["uploads"] = plan.initial.repeat(plan.clients, 1)
 
     def send(self, round: Round) -> Message:
         return {name: self.state[name].unsqueeze(0) for name in ("model", "mean_size")}
-
-    def receive(self, round: Round, replies: Replies) -> None:
-        super().receive(round, replies)
-        if self.evaluate == "all":
-            clients = replies.clients.to(replies["model"].device)
-            self.state["uploads"] = self.state["uploads"].index_copy(0, clients, replies["model"])
-
-    @property
-    def folds(self) -> bool:
-        return self.evaluate != "all" and type(self).receive is Drifting.receive
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         trainable = slice(self.layout.trainable)
@@ -61,16 +42,8 @@ class Drifting(Algorithm):
         trainable = slice(self.layout.trainable)
         self.state["drift"] = self.state["drift"] + aggregate.total["moved"] / self.plan.clients
         mean = aggregate.mean["model"]
-        cloud = mean.clone()
-        cloud[trainable] += self.state["drift"]
-        self.state["model"] = cloud
-        if self.evaluate == "selected":
-            self.state["selected"] = mean
-
-    def model(self) -> Tensor:
-        if self.evaluate == "all":
-            return weighted_mean(self.state["uploads"])
-        return self.state["selected" if self.evaluate == "selected" else "model"]
+        mean[trainable] += self.state["drift"]
+        self.state["model"] = mean
 
 
 @algorithms.register("feddyn")

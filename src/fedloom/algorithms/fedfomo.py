@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided_samples
-from fedloom.config.fields import Count, Probability, Share
+from fedloom.config.fields import Count, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -34,12 +34,10 @@ class FedFomo(PartlyShared):
     Args:
         models: M, downloads of a client (none: all models; FedALA: all).
         train_share: Share of a client's samples to train on, the same in every round; the rest validate (FedALA: 0.8).
-        exploration: Probability of M random downloads.
     """
 
     models: Count | None = None
     train_share: Share = 0.8
-    exploration: Probability = 0.0
 
     own_model: ClassVar[str] = "fedfomo_model"
     single_download: ClassVar[bool] = False
@@ -86,9 +84,8 @@ class FedFomo(PartlyShared):
     def model(self) -> Tensor:
         if not len(self.state["known"]):
             return self.state["initial"]
-        return self.whole(
-            self.state["initial"], weighted_mean(self.state["models"], self.plan.sizes(self.state["known"]))
-        )
+        mean = weighted_mean(self.state["models"], self.plan.sizes(self.state["known"]))
+        return self.whole(self.state["initial"], mean)
 
     def _sent(self) -> int:
         """Number of models that each client is sent."""
@@ -104,14 +101,11 @@ class FedFomo(PartlyShared):
         count, sent = len(self.state["known"]), self._sent()
         rows = []
         for client in round.selected:
-            row, generator = self._row(client), round.stream("explore", client)
-            if self.exploration and float(torch.rand((), generator=generator)) < self.exploration:
-                order = torch.randperm(count, generator=generator)
-            else:
-                valued = torch.zeros(count) if row is None else self.state["relation"][row]
-                order = valued.argsort(descending=True, stable=True)
+            row = self._row(client)
+            valued = torch.zeros(count) if row is None else self.state["relation"][row]
             # All models go out as they lie, so that everybody is sent the same message.
-            rows.append(torch.arange(count) if sent == count else order[:sent])
+            order = torch.arange(count) if sent == count else valued.argsort(descending=True, stable=True)
+            rows.append(order[:sent])
         return torch.stack(rows)
 
     # --- the client half ---
@@ -135,13 +129,10 @@ class FedFomo(PartlyShared):
     def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
         """Return o_n for each download, `[k, M]`."""
         validation = cohort.subset(lambda *drawn: self._divided(*drawn)[1], "fedfomo", lasting=True)
-        count = cohort.layout.trainable
-        reference_loss = validation.loss(reference)
-        gains = [
-            (reference_loss - validation.loss(model)) / ((model - reference)[:, :count].norm(dim=1) + 1e-5)
-            for model in downloads
-        ]
-        return torch.stack(gains, 1).to(reference)
+        loss, trainable = validation.loss(reference), slice(cohort.layout.trainable)
+        distances = [(model - reference)[:, trainable].norm(dim=1) + 1e-5 for model in downloads]
+        gains = [loss - validation.loss(model) for model in downloads]
+        return torch.stack([gain / distance for gain, distance in zip(gains, distances, strict=True)], 1).to(reference)
 
     def _divided(self, samples: Samples, generator: torch.Generator) -> tuple[Samples, Samples]:
         """Return a client's samples to train on, and those that validate."""

@@ -1,6 +1,6 @@
 """FedGen: a generator of features, trained on the server, teaches clients what other clients' classifiers have learned."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
 from fedloom.algorithms.linear_head import LinearHead
-from fedloom.config.fields import Count, NonNegative, Positive, Share
+from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
@@ -69,8 +69,6 @@ class FedGen(Algorithm):
         generator_batch: Generated samples of a step, at least 2 for batch norm.
         noise: Width of the noise.
         hidden: Width of the generator's hidden layer.
-        coefficient_decay: Factor of alpha and beta from round to round (authors: 0.98).
-        batch_ratio: Multiply alpha by generator_batch over the batch's size (authors: true).
     """
 
     alpha: NonNegative = 0.2
@@ -83,8 +81,6 @@ class FedGen(Algorithm):
     generator_batch: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     noise: Width = 100
     hidden: Width = 512
-    coefficient_decay: Share = 1.0
-    batch_ratio: bool = False
 
     averages: ClassVar[bool] = False
 
@@ -92,15 +88,15 @@ class FedGen(Algorithm):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
+        weight = LinearHead.of(plan, "fedgen", bias=False).weight
         with global_stream(plan.seed, "generator"):
-            generator = self._generator(LinearHead.of(plan, "fedgen", bias=False).weight).to(plan.initial)
+            generator = Generator(plan.classes, self.noise, self.hidden, weight.shape[1]).to(plan.initial)
         self.state["generator"] = Layout(generator).flatten(generator)
         self.state["generator_trained"] = torch.zeros(1, dtype=torch.bool)
 
     def send(self, round: Round) -> Message:
-        # Clients do not use an untrained generator.
-        trained = bool(self.state["generator_trained"])
-        return {name: self.state[name].unsqueeze(0) for name in (("model", "generator") if trained else ("model",))}
+        generator = {"generator": self.state["generator"].unsqueeze(0)} if self.state["generator_trained"] else {}
+        return {**super().send(round), **generator}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "labels": (self.plan.classes,)}
@@ -132,8 +128,12 @@ class FedGen(Algorithm):
         optimizer = torch.optim.Adam(
             module.parameters(), lr=self.generator_learning_rate, weight_decay=self.generator_weight_decay
         )
-        for chosen, noise in self._server_draws(round, len(qualified), models):
-            labels = qualified[chosen]
+        stream = round.stream("generator")
+        for _ in range(self.generator_steps):
+            labels = qualified[
+                torch.randint(len(qualified), (self.generator_batch,), generator=stream).to(models.device)
+            ]
+            noise = torch.rand(self.generator_batch, self.noise, generator=stream).to(models)
             features = module(labels, noise)
             logits = torch.einsum("bd,rcd->rbc", features, heads) + offsets
             losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(heads)), reduction="none")
@@ -143,14 +143,6 @@ class FedGen(Algorithm):
             loss.backward()
             optimizer.step()
         self.state |= {"generator": layout.flatten(module), "generator_trained": torch.ones(1, dtype=torch.bool)}
-
-    def _server_draws(self, round: Round, labels: int, like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each step, indices of qualified labels `[g]` and noise `[g, noise]`."""
-        stream = round.stream("generator")
-        for _ in range(self.generator_steps):
-            chosen = torch.randint(labels, (self.generator_batch,), generator=stream)
-            noise = torch.rand(self.generator_batch, self.noise, generator=stream)
-            yield chosen.to(like.device), noise.to(like)
 
     # --- the client half ---
 
@@ -163,7 +155,6 @@ class FedGen(Algorithm):
         module = self._empty(LinearHead.of(cohort, "fedgen", bias=False).weight)
         layout = Layout(module)
         module.eval().requires_grad_(False)
-        decay = self.coefficient_decay ** (cohort.round.number - 1)
 
         def loss_fn(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
             weights = layout.tensors(context["generator"])
@@ -172,14 +163,10 @@ class FedGen(Algorithm):
             target = net.head(features).softmax(1).detach()
             predicted = net(batch.inputs)
             imagined = functional_call(module, weights, (labels, context["imagined_noise"][batch.step]))
-            alpha = self.alpha * decay * (self.generator_batch / count if self.batch_ratio else 1)
             # F.kl_div written out, since that cannot be batched over clients.
             divergence = (torch.xlogy(target, target) - target * predicted.log_softmax(1)).sum() / count
-            return (
-                F.cross_entropy(predicted, batch.labels)
-                + self.beta * decay * divergence
-                + alpha * F.cross_entropy(net.head(imagined), labels)
-            )
+            distilled = F.cross_entropy(predicted, batch.labels) + self.beta * divergence
+            return distilled + self.alpha * F.cross_entropy(net.head(imagined), labels)
 
         context = {"generator": inbox["generator"], **self._client_draws(cohort, inbox["model"])}
         return cohort.fit(inbox["model"], loss_fn=loss_fn, context=context).model
@@ -197,16 +184,10 @@ class FedGen(Algorithm):
         noises = {"imagined_noise": pad_sequence(imagined, True).to(like), "noise": pad_sequence(noise, True).to(like)}
         return {"labels": pad_sequence(labels, True).to(like.device), **noises}
 
-    # --- the generator ---
-
-    def _generator(self, weight: TensorSlice) -> Generator:
-        classes, features = weight.shape
-        return Generator(classes, self.noise, self.hidden, features)
-
     def _empty(self, weight: TensorSlice) -> Generator:
         """Return the generator without weights, which are then loaded from a row."""
         with torch.device("meta"):
-            return self._generator(weight).to(weight.dtype)
+            return Generator(weight.shape[0], self.noise, self.hidden, weight.shape[1]).to(weight.dtype)
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:

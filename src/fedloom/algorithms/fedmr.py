@@ -17,8 +17,8 @@ from fedloom.flat.population import mean_cosine_similarity, recombine_, total_va
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
-Blend = float | list[Annotated[tuple[int, float], Strict(False)]] | Literal["auto"]
-"""A share in [0, 1], [round, share] pairs with linear steps between them, or "auto": chosen by the server in each round."""
+Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
+"""A share in [0, 1], or [round, share] pairs with linear steps between them."""
 
 
 @algorithms.register("indep")
@@ -93,7 +93,7 @@ class FedMR(Indep):
 
     unit: UnitKind = "layer"
     fraction: Share = 1.0
-    blend: Blend = 0.0
+    blend: Schedule | Literal["auto"] = 0.0
     tolerance: NonNegative = 0.01
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, tra
     return max(0.0, 1.0 - bound * bound / spread) if spread > 0 else 0.0
 
 
-def require_schedule(name: str, schedule: Blend) -> None:
+def require_schedule(name: str, schedule: Schedule) -> None:
     """Raise `InvalidValue` unless these are shares in [0, 1] of rounds that grow from 1 on."""
     pairs = schedule if isinstance(schedule, list) else [(1, schedule)]
     rounds = [number for number, _ in pairs]
@@ -153,25 +153,21 @@ def require_schedule(name: str, schedule: Blend) -> None:
             raise InvalidValue(f"{name}: a share must be between 0 and 1, not {share}")
 
 
-def blend_at(blend: Blend, number: int) -> float:
+def blend_at(schedule: Schedule, number: int) -> float:
     """Return the share of round `number` by a schedule."""
-    if not isinstance(blend, list):
-        return float(blend)
-    rounds, shares = zip(*blend, strict=True)
+    rounds, shares = zip(*schedule, strict=True) if isinstance(schedule, list) else ((1,), (schedule,))
     return float(np.interp(number, rounds, shares))
 
 
 def _require_local(local: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless the client half of `local` can train a model of the pool."""
-    name = str(local)
     if local.inner():
-        raise InvalidValue(f"local={name} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
+        raise InvalidValue(f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
     message, expected = local.send(plan.opening()), dict(local.expects(plan.opening()))
-    extra = sorted(message.keys() - {"model"}) + sorted(expected.keys() - {"model"})
-    if extra:
-        raise InvalidValue(f"local={name} exchanges {extra[0]!r} beside the model, which recombination does not carry")
-    if expected.get("model") != (plan.layout.size,):
-        raise InvalidValue(f"local={name} does not return a whole model, which recombination needs")
+    if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:
+        raise InvalidValue(f"local={local} exchanges more or less than a whole model, which recombination carries")
     trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
-        raise InvalidValue(f"local={name} differs from fedavg on the server alone, where recombination takes its place")
+        raise InvalidValue(
+            f"local={local} differs from fedavg on the server alone, where recombination takes its place"
+        )

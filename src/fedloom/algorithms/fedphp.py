@@ -23,21 +23,19 @@ class FedPHP(PartlyShared):
 
     Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in evaluation mode, with
     MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10, 15, 20, 50} of exp(-d^2 / (2 a)). Afterwards
-    h <- (1 - m) w + m h, statistics included, so that the first h is the first trained model; m grows from 0 to mu.
+    h <- (1 - m) w + m h, statistics included, so that the first h is the first trained model;
+    m = mu t / (participation * rounds), at most mu, with t the client's earlier rounds.
     Reconstructed from the description in FedALA and from PFLlib. Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
     Use it when clients come back often enough for a slowly moving model of their own to be worth keeping.
 
     Args:
         mu: Largest weight of the old h (FedALA: 0.9).
         transfer: lambda (FedALA: 0.01).
-        clock: m = mu t / (participation * rounds), at most mu, with t the client's own earlier rounds (`own`), or mu t / rounds
-            with t the earlier rounds of all (`round`, PFLlib).
         deployed: The model that is scored: h (`history`) or the trained model (`local`, PFLlib).
     """
 
     mu: Probability = 0.9
     transfer: Probability = 0.01
-    clock: Literal["own", "round"] = "own"
     deployed: Literal["history", "local"] = "history"
 
     own_model: ClassVar[str] = "fedphp_history"
@@ -55,9 +53,6 @@ class FedPHP(PartlyShared):
     def _inherited(self, cohort: Cohort) -> Tensor:
         """Return m, the weight of the old h in the new one, `[k]`, and count the participation."""
         round = cohort.round
-        if self.clock == "round":
-            share = self.mu * (round.number - 1) / round.rounds
-            return torch.full((len(cohort.clients),), share, dtype=torch.float64)
         earlier = cohort.memory.get("fedphp_participations", torch.zeros(1, dtype=torch.int64))
         cohort.memory["fedphp_participations"] = earlier + 1
         expected = round.rounds * round.participants / round.clients

@@ -24,19 +24,15 @@ class FedRoD(PartlyShared):
 
     With z the features of a batch and n_c the client's samples of class c, the model trains on CE(head(z) + gamma ln n_c, y)
     and psi, by plain SGD at the same rate, on CE(head(z) + psi(z), y) with head and z held fixed. psi starts as the task's
-    initial head (at 0 with `initial_head = false`) and never travels. The global model is the one without psi.
+    initial head, as in PFLlib, and never travels. The global model is the one without psi.
     Source: Chen and Chao 2022 (FedRoD), section 4, with the linear private head; steps as in PFLlib.
     Use it when the global model and the clients' own are both wanted and clients' classes are unbalanced.
 
     Args:
         gamma: Strength of the balance; 0 is the plain loss.
-        personal_rate: Learning rate of psi; none: that of the round. 0 leaves it.
-        initial_head: Begin psi with the task's initial head (PFLlib) instead of 0.
     """
 
     gamma: NonNegative = 1.0
-    personal_rate: NonNegative | None = None
-    initial_head: bool = True
 
     fits_once: ClassVar[bool] = False
 
@@ -48,7 +44,7 @@ class FedRoD(PartlyShared):
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         counts = cohort.label_counts.to(start)
         prior = torch.where(counts > 0, counts.clamp_min(1).log(), NEVER)
-        rate = cohort.round.learning_rate if self.personal_rate is None else self.personal_rate
+        rate = cohort.round.learning_rate
         weight, bias = (values.clone() for values in self._private(cohort))
 
         def balanced(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
@@ -69,10 +65,7 @@ class FedRoD(PartlyShared):
         return model
 
     def _private(self, cohort: Cohort) -> Head:
-        head = LinearHead.of(cohort, "fedrod")
-        weight, bias = (
-            values if self.initial_head else torch.zeros_like(values) for values in head.get(cohort.initial)
-        )
+        weight, bias = LinearHead.of(cohort, "fedrod").get(cohort.initial)
         return cohort.memory.get("fedrod_weight", weight), cohort.memory.get("fedrod_bias", bias)
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 from fedloom.algorithm import Message, Plan, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
-from fedloom.config.fields import Count, Finite, NonNegativeInt, Positive, Share
+from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort
 
-TINY = 1e-20
+TINY, COLDEST = 1e-20, 0.05
 
 
 @algorithms.register("partialfed")
@@ -25,7 +25,7 @@ class PartialFed(PartlyShared):
     A client has its own model and for each layer two logits a. Per batch the working model takes each layer from the source
     that a hard Gumbel-softmax of a at temperature tau draws. Batches alternate: `model_batches` train the drawn weights where
     they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through gradient
-    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least `coldest`. The
+    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least 0.05. The
     model of the likelier sources (ties go to the download) is uploaded, starts the client's next round, and is scored with
     the download in its layers. Steps are plain: momentum, weight decay and clipping of local training do not apply.
     Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
@@ -36,16 +36,12 @@ class PartialFed(PartlyShared):
         strategy_batches: Batches of a turn on the logits (FedALA: 2).
         temperature: tau in round 1 (FedALA: 5).
         cooling: Factor of tau from round to round (FedALA: 0.965).
-        coldest: Least tau.
-        bias: Start of the download's logits; the client's own start at 0.
     """
 
     model_batches: Count = 8
     strategy_batches: NonNegativeInt = 2
     temperature: Positive = 5.0
     cooling: Share = 0.965
-    coldest: Positive = 0.05
-    bias: Finite = 0.0
 
     fits_once: ClassVar[bool] = False
 
@@ -55,7 +51,7 @@ class PartialFed(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable
-        temperature = max(self.temperature * self.cooling ** (cohort.round.number - 1), self.coldest)
+        temperature = max(self.temperature * self.cooling ** (cohort.round.number - 1), COLDEST)
         rate = cohort.round.learning_rate
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -89,9 +85,7 @@ class PartialFed(PartlyShared):
         return model
 
     def _logits(self, cohort: Cohort) -> Tensor:
-        initial = cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
-        initial[:, :, 0] = self.bias
-        return cohort.memory.get("partialfed_strategy", initial)
+        return cohort.memory.get("partialfed_strategy", cohort.initial.new_zeros(1, len(cohort.layout.layers), 2))
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         chosen = _favours_global(self._logits(cohort))[:, layer_of(cohort.layout)]

@@ -24,8 +24,8 @@ class PFedMe(PartlyShared):
     Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate (grad l(theta; b) +
     lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the learning rate of the round. w travels, theta is
     scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. Steps are plain: momentum, weight decay
-    and clipping of local training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges, which
-    is refused. Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
+    and clipping of local training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges: refused.
+    Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
     Use it when personal models should stay near a global one and clients can afford several gradients a batch.
 
     Args:
@@ -48,7 +48,12 @@ class PFedMe(PartlyShared):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         require_constant_rate("pfedme", plan.training)
-        self._share(plan.training.rate(1, 1))
+        share = self.regularisation * plan.training.rate(1, 1)
+        product = f"pfedme: regularisation times learning rate is {share:g}"
+        if share >= 2:
+            raise InvalidValue(f"{product}: from 2 on the local model diverges")
+        if share > 1:
+            warnings.warn(f"{product}: above 1 the local model overshoots in every step", stacklevel=2)
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         previous = self.state["model"]
@@ -57,10 +62,7 @@ class PFedMe(PartlyShared):
             self.state["model"] = previous.lerp(self.state["model"], self.beta)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        share, count = self._share(cohort.round.learning_rate), cohort.layout.trainable
-        if share > 1:
-            reason = "above 1 the local model overshoots the personal one in every step"
-            warnings.warn(f"pfedme: regularisation times learning rate is {share:g}: {reason}", stacklevel=2)
+        share, count = self.regularisation * cohort.round.learning_rate, cohort.layout.trainable
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             local, personal = state["local"][:, :count], state["personal"][:, :count]
@@ -79,13 +81,3 @@ class PFedMe(PartlyShared):
         state["local"][:, count:] = state["personal"][:, count:]
         cohort.memory[self.own_model] = state["personal"]
         return state["local"]
-
-    def _share(self, rate: float) -> float:
-        """Return lambda eta. Raise `InvalidValue` where the local model diverges."""
-        share = self.regularisation * rate
-        if share >= 2:
-            raise InvalidValue(
-                f"pfedme: regularisation {self.regularisation:g} times learning rate {rate:g} is {share:g}: "
-                "from 2 on the local model diverges"
-            )
-        return share
