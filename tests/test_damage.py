@@ -257,17 +257,6 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, com
     assert read_runs(folder)
 
 
-def test_a_landscape_of_another_model_is_left_out_with_a_word(compared: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (path,) = compared.glob("*/seed-*/landscape.json")
-    content, (run,) = path.read_bytes(), read_runs(compared)
-    assert not caplog.messages
-    write_json(path, {**read_json(path, dict), "model": "another"})
-    (same,) = read_runs(compared)
-    assert len(same.summary.recorded) == len(run.summary.recorded) - 1
-    assert "landscape.json belongs to another model than " in caplog.text
-    path.write_bytes(content)
-
-
 def test_an_engine_file_of_another_program_is_named(compared: Path) -> None:
     (run,) = compared.glob("*/seed-*")
     (run / "engine.json").write_text('{"version": "1.0", "cylinders": 8}')

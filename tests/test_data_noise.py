@@ -238,7 +238,7 @@ def test_labels_are_kept_with_the_split_and_a_resumed_run_has_the_same(tmp_path:
     longer = fl.run("fedavg", noisy_task("symmetric([0.0, 0.6])"), directory=tmp_path, rounds=4)
     uninterrupted = fl.run("fedavg", task, rounds=4)
     assert torch.equal(next(longer.model.parameters()), next(uninterrupted.model.parameters()))
-    with pytest.raises(FedloomError, match="another run"):
+    with pytest.raises(FedloomError, match="a run on other samples"):
         fl.run("fedavg", noisy_task("symmetric([0.0, 0.5])"), directory=tmp_path, rounds=6)
 
 

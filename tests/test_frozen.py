@@ -110,7 +110,7 @@ def test_another_frozen_part_is_another_run_and_the_saved_model_is_whole(tmp_pat
     with torch.no_grad():
         other.model.hidden.bias[0] += 1
     assert torch.equal(other.initial, frozen.initial)
-    with pytest.raises(CheckpointError, match="another run"):
+    with pytest.raises(CheckpointError, match="a run with another initial model"):
         go_on(other, 3)
 
 

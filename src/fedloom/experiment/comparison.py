@@ -12,13 +12,14 @@ from typing import Any
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
-from fedloom.errors import InvalidValue, quoted
+from fedloom.errors import InvalidValue
 from fedloom.experiment.comparison_result import ComparisonResult
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.cores import runs_side_by_side
+from fedloom.experiment.directory import finished_runs
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import Job, Tasks, placed, require_possible, unfinished
+from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible, unfinished
 from fedloom.experiment.pools import make_pool
 from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import PythonObjects, TaskOf
@@ -27,7 +28,6 @@ from fedloom.report.page import ReportOptions
 from fedloom.report.summary import Target
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import Schedule, Stop
-from fedloom.task import Task
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Comparison:
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
         """Run what is not finished, write the figures of all, and return why runs failed, which stops no other."""
-        jobs = placed(self.configuration, self.names, reuse=not fresh)
+        jobs = self.jobs(reuse=not fresh)
         waiting, tasks = unfinished(jobs, watch, fresh), Tasks()
         require_possible(waiting, tasks)
         with closing(make_pool(self.configuration, len(jobs), len(waiting), tasks)) as pool:
@@ -79,9 +79,10 @@ class Comparison:
         self.result(failed).write(self.configuration)
         return failed
 
-    def jobs(self) -> list[Job]:
-        """Return every run with its directory."""
-        return placed(self.configuration, self.names)
+    def jobs(self, *, reuse: bool = True) -> list[Job]:
+        """Return every run with its directory; with `reuse`, a finished one with the same configuration stands for it."""
+        finished = finished_runs(self.configuration.folder) if reuse else {}
+        return [job_of(self.configuration.settings[name.setting], name, finished) for name in self.names]
 
     def result(self, failed: Mapping[RunName, str]) -> ComparisonResult:
         """Read the runs that came to their end; `failed` says why others did not."""
@@ -151,9 +152,7 @@ def python_configuration(
     """Return the configuration of a comparison in Python. Raises `InvalidValue` for a wrong option."""
     for key in options:
         require_key(key, _OPTIONS)
-    if not isinstance(task, Task) and not callable(task):
-        raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
-    seeds, objects = list(seeds), PythonObjects.of(methods, task)
+    seeds, objects = list(seeds), PythonObjects(methods, task)
     if not seeds:
         raise InvalidValue("nothing to compare: give at least one seed")
     sample, targets = objects.task(seeds[0]), list(options.get("targets", ()))

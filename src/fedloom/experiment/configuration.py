@@ -34,7 +34,7 @@ from fedloom.models import models
 from fedloom.objectives import ACCURACY, Objective, objectives
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
-from fedloom.objectives.metrics import build_metrics
+from fedloom.objectives.metrics import NamedMetric, build_metrics
 from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target
@@ -125,11 +125,11 @@ class Configuration(Schedule):
     @property
     def schedule(self) -> Schedule:
         """Duration, participation and evaluation of the runs."""
-        return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)})
+        return self.seeded(self.seed)
 
     def seeded(self, seed: int) -> Schedule:
         """Return the schedule of the run with this seed."""
-        return replace(self.schedule, seed=seed)
+        return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)} | {"seed": seed})
 
     def method(self, algorithm: str) -> Algorithm:
         """Return a new method of an expression or of a label in `algorithms`. Raises as `build`."""
@@ -248,8 +248,6 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
     try:
         table = tomllib.loads(content.decode())
-    except UnicodeDecodeError:
-        raise InvalidValue(f"{path} is not a TOML file: it is not text in UTF-8") from None
     except RecursionError:
         raise InvalidValue(f"{path} nests more than {DEEPEST} levels deep") from None
     except ValueError as error:
@@ -385,39 +383,32 @@ def _check(checked: Configuration) -> None:
     _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
     _named("data.shift", checked.data.shift, shifts.build_unless_none)
     objective = None if checked.objective is None else _named("objective", checked.objective, build_objective)
-    metrics = _metric_names(checked, objective)
+    recorded = _recorded(checked, objective) if checked.metrics or checked.targets else set()
     for value in checked.targets:
         if objective is None and not isinstance(value, str) and value > 1:  # no accuracy: the data say what is learned
             objective = _named("data.name", checked.data.name, make_dataset).objective
-        target = Target.of(value, ACCURACY if objective is None else objective.metric)
-        if isinstance(value, str) and target.figure not in metrics:
-            _require_recorded(
-                target.figure, value, [entry.make() for entry in objectives] if objective is None else [objective]
-            )
+        figure = Target.of(value, ACCURACY if objective is None else objective.metric).figure
+        near = difflib.get_close_matches(figure, recorded, n=1, cutoff=0.8)  # methods record figures of their own
+        if isinstance(value, str) and near and figure not in recorded and not figure.endswith(("_std", "_worst")):
+            raise InvalidValue(f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
     if ":" not in checked.model:
         _named("model", checked.model, models.read)
 
 
-def _metric_names(checked: Configuration, objective: Objective | None) -> list[str]:
-    """Return the metrics' names in the records. Without an objective the data set may be one of classes or of numbers."""
-    try:
-        return [metric.name for metric in build_metrics(checked.metrics, objective or CLASSIFICATION)]
-    except UnknownName:
-        if objective is not None:
-            raise
-    with suppress(FedloomError):
-        return [metric.name for metric in build_metrics(checked.metrics, Regression())]
-    return [metric.name for metric in build_metrics(checked.metrics, make_dataset(checked.data.name).objective)]
+def _recorded(checked: Configuration, objective: Objective | None) -> set[str]:
+    """Return the figures that every run records."""
+    learned = [entry.make() for entry in objectives] if objective is None else [objective]
+    prefixes = ("", "client_", "personal_", "new_client_")
+    figures = {f"{prefix}{name}" for objective in learned for name in objective.figure_names for prefix in prefixes}
+    return figures | {"training_loss", "epsilon"} | {metric.name for metric in _metrics(checked, objective)}
 
 
-def _require_recorded(figure: str, target: str, learned: Sequence[Objective]) -> None:
-    """Raise `InvalidValue` where the figure is nearly one that every run records; methods may record figures of their own."""
-    names = {"training_loss", "epsilon"}
-    for prefix in ("", "client_", "personal_", "new_client_"):
-        names |= {f"{prefix}{name}" for objective in learned for name in objective.figure_names}
-    near = difflib.get_close_matches(figure, names, n=1, cutoff=0.8)
-    if near and figure not in names and not figure.endswith(("_std", "_worst")):
-        raise InvalidValue(f"targets: {quoted(target)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
+def _metrics(checked: Configuration, objective: Objective | None) -> tuple[NamedMetric, ...]:
+    """Return the metrics. Without an objective those of classes or of numbers are tried first: the data may be elsewhere."""
+    for candidate in (CLASSIFICATION, Regression()) if objective is None else ():
+        with suppress(UnknownName):
+            return build_metrics(checked.metrics, candidate)
+    return build_metrics(checked.metrics, objective or make_dataset(checked.data.name).objective)
 
 
 def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:

@@ -1,24 +1,6 @@
 """The directory of one run: whose it is, who is working in it, and what it holds when the run is finished.
 
-configuration.json     everything the figures depend on, defaults filled in
-split.npz              which samples each client holds (`Partition.load` reads it); test-split.npz where clients test too
-labels.safetensors     where there is label noise, the training labels as `given` to the clients and the `true` ones
-task.json              label counts of the clients, class names, sizes
-environment.json       versions and machine of the latest start
-sites.json             over real sites, the name of the federation there and the samples of each
-engine.json            where nobody named the engine, which one was taken, and the rule's reason or what was measured
-metrics.jsonl          one line a round, the same in every repetition
-timings.jsonl          seconds of each round
-recorded.jsonl         on request, what was noted of each round (with recorded/, models that were kept); recording.json, all of it
-checkpoint-*           the state to go on from, with pool/ where a pool of models is larger than `pool_budget`
-model.safetensors      the final model, by the names of the module's `state_dict`
-preprocessing.json     what makes a person's data its inputs, and its outputs answers (`fl.load` reads both)
-personal.safetensors   of personalised methods, the model that each client would use
-model-card.md          what the model was trained on, how, and how good it is
-result.json            the figures at the end; written last, so that its presence says that the run is finished
-landscape.json         on request, the loss around the final model (`fedloom report --landscape`)
-report.html            figures and tables to look at
-
+`docs/configuration.md` lists its files. result.json is written last, so that its presence says that the run is finished.
 So that nobody takes damaged files for those of the run, JSON objects hold a digest of themselves, and result.json one of every
 file with figures, splits, labels or the model. They are compared before a finished run is shown, used or lengthened.
 """
@@ -70,13 +52,17 @@ _FILES = (
 # Files of a finished run alone. The first says that it is finished, so it is removed first.
 _END = ("result.json", *_MODEL, "report.html", "landscape.json", RECORDED)
 
-_FIGURES = ("metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED)
-_TENSORS = (*_MODEL, "split.npz", "test-split.npz", "labels.safetensors")
+_DIGESTED = (
+    "metrics.jsonl", "timings.jsonl", "clients.jsonl", "recorded.jsonl", RECORDED, *_MODEL, "split.npz", "test-split.npz",
+    "labels.safetensors",
+)  # fmt: skip
 
 # Keys of a resolved configuration whose values are digests.
-_DIGESTED = {
+_OBJECTS = {
     "code": "a run of this method with other code",
-    "task": "a run on other samples, with another split or another initial model",
+    "task.data": "a run on other samples",
+    "task.split": "a run with another split",
+    "task.start": "a run with another initial model",
 }
 
 _REMEDY = "choose another name or directory, or start again with --fresh"
@@ -110,13 +96,13 @@ class RunDirectory:
 
     def require_intact(self) -> None:
         """Raise `CheckpointError` where a file of a finished run is not as it was written."""
-        digests = read_json(self.path / "result.json", dict, _REMEDY).get("files") if self.finished else None
-        if not isinstance(digests, dict):
+        if not self.finished:
             return
-        present = self._digests()
-        # Earlier versions digested figures alone.
-        for name in (*_FIGURES, *_TENSORS) if _TENSORS[0] in digests else _FIGURES:
-            if digests.get(name) != present.get(name):
+        present, path = self._digests(), self.path / "result.json"
+        with readable(path):
+            written = dict(read_json(path, dict, _REMEDY)["files"])
+        for name in _DIGESTED:
+            if written.get(name) != present.get(name):
                 raise CheckpointError(f"{self.path / name} is not as it was written: {_REMEDY}")
 
     def _refusal(self, run: str) -> CheckpointError:
@@ -129,7 +115,7 @@ class RunDirectory:
     def _digests(self) -> dict[str, str]:
         """Return the digests of the files that hold none of their own, or are read by nobody else."""
         digests = {}
-        for path in (self.path / name for name in (*_FIGURES, *_TENSORS)):
+        for path in (self.path / name for name in _DIGESTED):
             if path.exists():
                 with path.open("rb") as file:
                     digests[path.name] = file_digest(file, Checksum).hexdigest()
@@ -183,7 +169,7 @@ class RunDirectory:
         for key in sorted((stored.keys() | asked_for.keys()) - (end if stop.waits_longer(former) else {"rounds"})):
             if stored.get(key) != asked_for.get(key):
                 values = f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}"
-                raise self._refusal(_DIGESTED.get(key, values))
+                raise self._refusal(_OBJECTS.get(key, values))
         if stored["rounds"] != asked_for["rounds"]:
             self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 
@@ -244,17 +230,13 @@ class RunDirectory:
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file alone. Where another process does, `wait` for it or raise `CheckpointError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
     try:
-        lock.acquire(timeout=-1 if wait else 0)
+        with FileLock(path, timeout=-1 if wait else 0):
+            yield
     except Timeout:
         raise CheckpointError(
             f"{path.parent} is in use by another process: wait for it or choose another folder"
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:

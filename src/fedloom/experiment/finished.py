@@ -1,22 +1,18 @@
 """Finished runs: read from a folder, reported again, with landscapes of their final models.
 
-landscape.json    in a run's folder: the loss around its final model, and the digest of the model that it belongs to
+landscape.json    in a run's folder: the loss around its final model
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, locked, read_json, readable, setting_folder, write_json
+from fedloom.experiment.identity import task_digests
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import with_joint_trajectories
 from fedloom.recording.landscape import Landscape
@@ -24,8 +20,6 @@ from fedloom.report.page import ReportOptions, options_of, render, render_overvi
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
 from fedloom.serving.artifact import load_model
-from fedloom.state.digest import digest
-from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
 
 PAGE = "report.html"
@@ -38,9 +32,7 @@ REPORT_LOCK = ".report.lock"
 
 _FILE = "landscape.json"
 
-_logger = logging.getLogger("fedloom")
-
-_OF_TASK = ("data", "model", "training", "plugins")
+_OF_TASK = ("data", "model", "objective", "metrics", "training", "plugins")
 
 
 @dataclass(frozen=True)
@@ -78,24 +70,6 @@ def read_runs(folder: Path) -> list[StoredRun]:
     return runs
 
 
-def write_pages(
-    folder: Path, title: str, sheets: Sequence[tuple[Sheet, Sequence[RunSummary]]], command: str
-) -> list[Path]:
-    """Write the report of these settings; return the pages, that of the folder first. Without a run nothing is written."""
-    shown = [(entry, runs) for entry, runs in sheets if entry.setting] or sheets
-    pages = {entry.setting: setting_folder(folder, entry.setting) / PAGE for entry, _ in shown}
-    for entry, runs in shown:
-        heading = f"{title}, {entry.setting}" if entry.setting else title
-        write_page(pages[entry.setting], render(heading, runs, command=command, sheet=entry))
-    if "" in pages or not pages:
-        return list(pages.values())
-    links = {setting: path.relative_to(folder).as_posix() for setting, path in pages.items()}
-    runs_by_setting = {entry.setting: runs for entry, runs in shown}
-    overview = render_overview(title, [entry for entry, _ in shown], runs_by_setting, links, command)
-    write_page(folder / PAGE, overview)
-    return [folder / PAGE, *pages.values()]
-
-
 def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """Return the runs of each setting, by its label."""
     return {name: [run for run in runs if run.setting == name] for name in dict.fromkeys(run.setting for run in runs)}
@@ -127,13 +101,25 @@ def with_trajectories(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun
 
 
 def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOptions) -> list[Path]:
-    """Write `report.html`, and one in the folder of each setting where there are several; return the files."""
-    groups = by_setting(with_trajectories(folder, runs)).values()
-    shown = [[run.summary for run in group] for group in groups]
+    """Write `report.html`, and one in the folder of each setting where there are several; return them, the former first."""
+    groups = {
+        name: [run.summary for run in group] for name, group in by_setting(with_trajectories(folder, runs)).items()
+    }
+    sheets = compared(runs, options)
+    sheets = [entry for entry in sheets if entry.setting] or sheets
+    pages = {entry.setting: setting_folder(folder, entry.setting) / PAGE for entry in sheets}
+    title, command = options.title, options.command
     with readable(folder):
-        return write_pages(
-            folder, options.title, list(zip(compared(runs, options), shown, strict=True)), options.command
+        for entry in sheets:
+            heading = f"{title}, {entry.setting}" if entry.setting else title
+            write_page(pages[entry.setting], render(heading, groups[entry.setting], command=command, sheet=entry))
+        if "" in pages or not pages:
+            return list(pages.values())
+        links = {setting: path.relative_to(folder).as_posix() for setting, path in pages.items()}
+        write_page(
+            folder / PAGE, render_overview(title, sheets, {name: groups[name] for name in pages}, links, command)
         )
+    return [folder / PAGE, *pages.values()]
 
 
 def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
@@ -171,8 +157,7 @@ def add_landscapes(
     for run in runs:
         if run in chosen:
             say(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
-            landscape = landscape_of(run.path, recorder)
-            write_json(run.path / _FILE, {"model": _digest(run.path), "landscape": landscape})
+            write_json(run.path / _FILE, landscape_of(run.path, recorder))
             summary = _summary(run.path, run.summary.algorithm)
         else:
             summary = dataclasses.replace(run.summary, recorded=_without_landscape(run.summary))
@@ -225,13 +210,12 @@ def _moved(folder: Path, noted: Path) -> Path:
 def _summary(path: Path, name: str | None) -> RunSummary:
     """Return the run's figures, with the landscape that belongs to its final model."""
     summary = RunDirectory(path).summary(name)
-    if not (path / _FILE).exists() or not (path / "model.safetensors").exists():
+    if not (path / _FILE).exists():
         return summary
-    content = read_json(path / _FILE, dict, "remove it")
-    if content.get("model") != _digest(path):
-        _logger.warning("%s belongs to another model than %s: it is left out", path / _FILE, path / "model.safetensors")
-        return summary
-    return dataclasses.replace(summary, recorded=[*_without_landscape(summary), content["landscape"]])
+    landscape = read_json(path / _FILE, dict, "remove it")
+    with readable(path / _FILE):
+        landscape["kind"]
+    return dataclasses.replace(summary, recorded=[*_without_landscape(summary), landscape])
 
 
 def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
@@ -261,15 +245,7 @@ def _task(path: Path) -> Task:
         task = configuration({key: stored[key] for key in _OF_TASK if key in stored}).task(int(stored["seed"]))
     except FedloomError as error:
         raise InvalidValue(f"{path}: its task cannot be made again ({error})") from None
-    split = Partition.load(path / "split.npz")
-    equal = np.array_equal(task.partition.indices, split.indices)
-    equal = equal and np.array_equal(task.partition.offsets, split.offsets)
-    if equal and task.true_labels is not None:
-        equal = torch.equal(task.train.labels, read_tensors(path / "labels.safetensors")[0]["given"])
-    if not equal:
+    digests, stored = task_digests(task), read_json(path / "task.json", dict)["digests"]
+    if any(digests[key] != stored[key] for key in ("data", "split")):
         raise InvalidValue(f"{path}: its task cannot be made again (other samples or labels)")
     return task
-
-
-def _digest(path: Path) -> str:
-    return digest((path / "model.safetensors").read_bytes())

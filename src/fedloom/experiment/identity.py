@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -27,38 +27,24 @@ def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock:
     """Return a digest of the run, without its end: the number of rounds, unless the method needs to know it, and `stop`."""
     end = ("stop",) if method.needs_total_rounds else ("rounds", "stop")
     described = {key: value for key, value in described.items() if key not in end}
-    return digest(json.dumps(described, sort_keys=True) + task_digest(task) + repr(clock.lines or ""))
-
-
-def task_digest(task: Task) -> str:
-    """Return a digest of the samples, the split and the initial model."""
-    content = Digest()
-    for _, chunk in _contents(task):
-        content.update(chunk)
-    return content.hexdigest()
+    return digest(json.dumps([described, task_digests(task), clock.lines or None], sort_keys=True))
 
 
 def task_digests(task: Task) -> dict[str, str]:
     """Return digests of a task's `data`, of its `split` over clients and of the initial model (`start`)."""
-    digests = {"data": Digest(), "split": Digest(), "start": Digest()}
-    for name, chunk in _contents(task):
-        digests[name].update(chunk)
-    return {name: content.hexdigest() for name, content in digests.items()}
-
-
-def _contents(task: Task) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes by which tasks are told apart, each with the digest that it belongs to."""
+    data, split, start = Digest(), Digest(), Digest()
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
         inputs = in_memory(samples.inputs[chosen.to(samples.inputs.device)])
         for tensor in (samples.labels, inputs):
-            yield "data", tensor.contiguous().cpu().numpy().tobytes()
-    for split in (task.partition, task.local_test):
-        if split is not None:
-            yield "split", split.indices.tobytes() + split.offsets.tobytes()
+            data.update(tensor.contiguous().cpu().numpy().tobytes())
+    for partition in (task.partition, task.local_test):
+        if partition is not None:
+            split.update(partition.indices.tobytes() + partition.offsets.tobytes())
     for row in (task.initial, task.initial_integers):
-        yield "start", row.cpu().numpy().tobytes()
-    yield "start", task.frozen_digest.encode()
+        start.update(row.cpu().numpy().tobytes())
+    start.update(task.frozen_digest.encode())
+    return {"data": data.hexdigest(), "split": split.hexdigest(), "start": start.hexdigest()}
 
 
 def environment() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import RunDirectory, fingerprint, finished_runs
+from fedloom.experiment.directory import RunDirectory, fingerprint
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.run_recording import Recording
@@ -47,12 +47,6 @@ class Job:
     def summary(self) -> RunSummary:
         """Return the figures of the run so far."""
         return RunDirectory(self.path).summary(self.name.algorithm)
-
-
-def placed(configuration: Configuration, names: Iterable[RunName], *, reuse: bool = True) -> list[Job]:
-    """Return the jobs of these runs. With `reuse`, a finished run with the same configuration stands for one."""
-    finished = finished_runs(configuration.folder) if reuse else {}
-    return [job_of(configuration.settings[name.setting], name, finished) for name in names]
 
 
 def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]) -> Job:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.algorithm import Algorithm
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.identity import task_digest
+from fedloom.experiment.identity import task_digests
 from fedloom.state.digest import digest
 from fedloom.task import Task
 
@@ -25,24 +25,22 @@ class PythonObjects:
     Attributes:
         methods: The methods by label.
         source: The task, or a function of the seed.
-        texts: By label, the expression of each method and a digest of its code.
+        texts: By label, the expression of each method and a digest of its code, which only their own process knows.
         tasks: By seed, what is stated of the task, as far as that is known.
     """
 
     methods: Mapping[str, Algorithm]
     source: TaskOf
-    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    texts: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    tasks: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    @classmethod
-    def of(cls, methods: Mapping[str, Algorithm], source: TaskOf) -> "PythonObjects":
-        """Return the objects with the expressions and digests of the methods, which only their own process knows."""
-        texts = {name: {"algorithm": str(method), "code": code_digest(method)} for name, method in methods.items()}
-        return cls(methods, source, texts)
+    def __post_init__(self) -> None:
+        for name, method in self.methods.items():
+            self.texts[name] = {"algorithm": str(method), "code": code_digest(method)}
 
     def task(self, seed: int) -> Task:
         """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""
-        task = self.source if isinstance(self.source, Task) else self.source(seed)
+        task = self.source(seed) if callable(self.source) else self.source
         if not isinstance(task, Task):
             raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
         return task
@@ -51,17 +49,13 @@ class PythonObjects:
         """Return what a run's figures depend on beside its schedule, as plain values; of each seed the task is made once."""
         if seed not in self.tasks:
             task = make_task(seed)
-            self.tasks[seed] = {**described_task(task), "task": task_digest(task)}
+            self.tasks[seed] = {
+                "model": type(task.model).__name__,
+                "data": {"name": task.dataset.name, "clients": task.clients},
+                "training": dataclasses.asdict(task.training),
+                "task": task_digests(task),
+            }
         return {**self.texts[name], **self.tasks[seed]}
-
-
-def described_task(task: Task) -> dict[str, Any]:
-    """Return a task as the resolved configuration of a run in Python states it."""
-    return {
-        "model": type(task.model).__name__,
-        "data": {"name": task.dataset.name, "clients": task.clients},
-        "training": dataclasses.asdict(task.training),
-    }
 
 
 def code_digest(method: Algorithm) -> str:

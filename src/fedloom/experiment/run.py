@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,17 +23,17 @@ from fedloom.engines.choose import DEFAULT, make_engine, settled_by
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.configuration import Configuration, schedule_values
+from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.frames import data_frame, html_table, plain_records, result_lines
 from fedloom.experiment.identity import environment, identity, task_digests
 from fedloom.experiment.progress import progress
-from fedloom.experiment.python_objects import described_task
+from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import require_key
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
-from fedloom.recording.recorder import Recorder, build_recorders, expression
+from fedloom.recording.recorder import Recorder, build_recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.card import model_card
@@ -254,25 +254,23 @@ def run(
     for key in options:
         require_key(key, [entry.name for entry in dataclasses.fields(Schedule)])
     schedule = dataclasses.replace(schedule or Schedule(), **options)
-    recorders = build_recorders(record)
-    for recorder in recorders:
+    for recorder in build_recorders(record):
         if reason := recorder.inapplicable(method):
             raise InvalidValue(f"record: {recorder.name}: nothing to record for {method}: {reason}")
-    resolved = {
-        "algorithm": str(method),
-        **schedule_values(schedule),
-        **described_task(task),
-        "record": [expression(recorder) for recorder in recorders],
-        "engine": settled_by(engine),
-        "device": str(task.initial.device),
-    }
+    name = RunName(str(method), schedule.seed)
+    configuration = Configuration(
+        **vars(schedule),
+        name="fedloom",
+        record=list(record),
+        engine=engine,
+        device=str(task.initial.device),
+        objects=PythonObjects({name.algorithm: method}, task),
+    )
     run_directory = None if directory is None else RunDirectory(Path(directory))
     with (
         nullcontext() if run_directory is None else locked(run_directory.lock),
         progress(1, schedule.rounds, quiet, brief=True) as bars,
     ):
-        if run_directory is not None:
-            resolved = run_directory.with_engine(resolved)
         begun = None if run_directory is None else run_directory.rounds
 
         def watch(event: Event) -> None:
@@ -287,22 +285,7 @@ def run(
             elif event.kind == "round" and on_round is not None:
                 on_round(event.record, event.timing)
 
-        return _RunPlan(
-            method,
-            task,
-            schedule,
-            resolved,
-            recorders,
-            RunName(resolved["algorithm"], schedule.seed),
-            watch,
-            trackers,
-            _engine_expression(engine, resolved),
-        ).carry_out(run_directory)
-
-
-def _engine_expression(engine: str, resolved: dict[str, Any]) -> str:
-    """Return the engine as it was named, with its options, or the engine that a resumed run keeps."""
-    return engine if settled_by(engine) == resolved["engine"] else str(resolved["engine"])
+        return _RunPlan(configuration, name, task, watch, trackers=trackers).carry_out(run_directory)
 
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
@@ -329,36 +312,20 @@ def run_configured(
     engine are those of the configuration unless they are given.
     """
     import_plugins(configuration.plugins)  # in worker processes too
-    resolved = configuration.resolved(name.algorithm, name.seed)
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(directory.lock):
         remove_unfinished(directory.path)
-        method = configuration.method(name.algorithm)
         if not fresh:
-            resolved = directory.with_engine(resolved)
+            resolved = directory.with_engine(configuration.resolved(name.algorithm, name.seed))
             if directory.finished:
-                directory.require(resolved, method)
+                directory.require(resolved, configuration.method(name.algorithm))
             if directory.ended(resolved):
                 summary = directory.summary(name.algorithm)
                 watch(Event("skipped", name, configuration.rounds))
                 return summary
-        plan = _RunPlan(
-            method,
-            (make_task or configuration.task)(name.seed),
-            configuration.seeded(name.seed),
-            resolved,
-            configuration.recorders(),
-            name,
-            watch,
-            configuration.trackers,
-            engine or _engine_expression(configuration.engine, resolved),
-            alone,
-            configuration.threads,
-            experiment=configuration.name,
-            model="" if configuration.objects else configuration.model,
-        )
-        with using_threads(configuration.threads):
-            result = plan.carry_out(directory, fresh)
+        task = (make_task or configuration.task)(name.seed)
+        plan = _RunPlan(configuration, name, task, watch, configuration.trackers, engine, alone)
+        result = plan.carry_out(directory, fresh)
         summary = dataclasses.replace(
             result.summary,
             algorithm=name.algorithm,
@@ -375,84 +342,80 @@ def run_configured(
 class _RunPlan:
     """A run that is about to begin."""
 
-    method: Algorithm
-    task: Task
-    schedule: Schedule
-    resolved: dict[str, Any]  # everything that the figures depend on, as plain values
-    recorders: list[Recorder]
+    configuration: Configuration
     name: RunName
+    task: Task
     watch: Watch
     trackers: Sequence[str | Tracker]
-    engine: str | Callable[[Task], Engine]
+    engine: Callable[[Task], Engine] | None = None  # in place of the configuration's
     alone: bool = True  # no other runs share the cores
-    threads: int | None = None
-    experiment: str = "fedloom"
-    model: str = ""  # the expression that builds it again; by default the name of its class
 
     def carry_out(self, directory: RunDirectory | None, fresh: bool = False) -> Result:
         """Run the remaining rounds, whose files are written to the directory."""
-        threads = self.threads or step_threads(self.task)
+        configuration, task, path = self.configuration, self.task, None if directory is None else directory.path
+        method, recorders = configuration.method(self.name.algorithm), configuration.recorders()
+        resolved = configuration.resolved(*self.name[:2])
+        if directory is not None and not fresh:
+            resolved = directory.with_engine(resolved)
+        threads = configuration.threads or step_threads(task)
         with using_threads(threads):  # which the directory notes; engines that start processes see all there are
-            notices = [] if directory is None else directory.begin(self.resolved, self.method, fresh)
-        over = directory is not None and directory.ended(self.resolved)
-        path = None if directory is None else directory.path
-        recording = Recording(self.recorders, path) if self.recorders else None
+            notices = [] if directory is None else directory.begin(resolved, method, fresh)
+        over = directory is not None and directory.ended(resolved)
+        recording = Recording(recorders, path) if recorders else None
         with (
-            closing(RowsEngine(self.task) if over else self._engine(directory)) as engine,
+            using_threads(configuration.threads),
+            closing(RowsEngine(task) if over else self._engine(method, recorders, resolved, directory)) as engine,
             using_threads(threads),
         ):
-            federation = self._federation(engine, recording, directory)
+            federation = Federation(
+                method,
+                task,
+                engine,
+                configuration.seeded(self.name.seed),
+                path,
+                "" if path is None else identity(task, resolved, method, configuration.clock),
+                [] if recording is None else [recording],
+            )
             choice = engine.chosen if isinstance(engine, LocalEngine) else None
-            choice = (directory.engine if directory and over else choice) or Choice(str(self.resolved["engine"]))
-            if path is not None and not over and not choice.named:
-                write_json(path / "engine.json", dataclasses.asdict(choice))
+            choice = (directory.engine if directory and over else choice) or Choice(str(resolved["engine"]))
+            if directory is not None and not over:
+                directory.settle(resolved)
+                _write_start(task, directory.path, choice)
             for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
                 self._notify(notice)
             reason = "" if choice.named else str(choice)
             self.watch(Event("started", self.name, federation.finished, text=reason))
-            result = Result(federation, self.task, self.resolved, choice, recording)
+            result = Result(federation, task, resolved, choice, recording)
             with Tracking(() if over else self.trackers, path, self._notify) as tracking:
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:
-                    _write(result, directory, self.model or self.task.expression or type(self.task.model).__name__)
+                    model = "" if configuration.objects else configuration.model
+                    _write_end(result, directory, model or task.expression or type(task.model).__name__)
                 if self.trackers and not over:
                     tracking.finish(result.ends)
             _ = result.summary  # reads all figures: their directory may be gone later
         return result
 
-    def _engine(self, directory: RunDirectory | None) -> Engine:
-        """Make the engine: in this process if a recorder hooks into training."""
-        if not isinstance(self.engine, str):
+    def _engine(
+        self,
+        method: Algorithm,
+        recorders: Sequence[Recorder],
+        resolved: Mapping[str, Any],
+        directory: RunDirectory | None,
+    ) -> Engine:
+        """Make the engine: that of a run that goes on, and in this process if a recorder hooks into training."""
+        if self.engine is not None:
             return self.engine(self.task)
+        named = self.configuration.engine
         return make_engine(
-            self.engine,
+            named if settled_by(named) == resolved["engine"] else str(resolved["engine"]),
             self.task,
-            self.schedule,
-            in_process=any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders),
+            self.configuration.seeded(self.name.seed),
+            in_process=any(r.hooks_training and not r.inapplicable(method) for r in recorders),
             alone=self.alone,
-            algorithm=self.method,
+            algorithm=method,
             begun=None if directory is None else directory.engine,
         )
-
-    def _federation(self, engine: Engine, recording: Recording | None, directory: RunDirectory | None) -> Federation:
-        """Make the federation, after its last checkpoint; the files that are needed to read that are written first."""
-        task, observers = self.task, [] if recording is None else [recording]
-        if directory is None:
-            return Federation(self.method, task, engine, self.schedule, observers=observers)
-        digest = identity(task, self.resolved, self.method, self.schedule.clock)
-        federation = Federation(self.method, task, engine, self.schedule, directory.path, digest, observers)
-        if directory.ended(self.resolved):
-            return federation
-        directory.settle(self.resolved)
-        if not task.elsewhere:
-            task.partition.save(directory.path / "split.npz")
-            if task.local_test is not None:
-                task.local_test.save(directory.path / "test-split.npz")
-        if task.true_labels is not None:
-            labels = {"given": task.train.labels, "true": task.true_labels}
-            write_tensors(directory.path / "labels.safetensors", labels, {})
-        write_json(directory.path / "task.json", {**_described_data(task), "digests": task_digests(task)})
-        return federation
 
     def _run_rounds(self, result: Result, tracking: Tracking) -> None:
         """Run the remaining rounds; trackers hear of each first."""
@@ -469,17 +432,32 @@ class _RunPlan:
             )
 
         if self.trackers:
-            folder = setting_folder(Path(), self.name.setting) / folder_name(str(self.resolved["algorithm"]))
-            label = (folder / f"seed-{self.schedule.seed}").as_posix()
-            federation = result.federation
-            tracking.begin(self.experiment, label, self.resolved, federation.history, federation.timings)
+            algorithm = str(result.configuration["algorithm"])
+            folder = setting_folder(Path(), self.name.setting) / folder_name(algorithm) / f"seed-{self.name.seed}"
+            tracking.begin(
+                self.configuration.name, folder.as_posix(), result.configuration, result.history, result.timings
+            )
         result.federation.run(report)
 
     def _notify(self, notice: str) -> None:
         self.watch(Event("notice", self.name, text=notice))
 
 
-def _write(result: Result, directory: RunDirectory, model: str) -> None:
+def _write_start(task: Task, path: Path, choice: Choice) -> None:
+    """Write what is settled before the first round."""
+    if not choice.named:
+        write_json(path / "engine.json", dataclasses.asdict(choice))
+    if not task.elsewhere:
+        task.partition.save(path / "split.npz")
+        if task.local_test is not None:
+            task.local_test.save(path / "test-split.npz")
+    if task.true_labels is not None:
+        labels = {"given": task.train.labels, "true": task.true_labels}
+        write_tensors(path / "labels.safetensors", labels, {})
+    write_json(path / "task.json", {**_described_data(task), "digests": task_digests(task)})
+
+
+def _write_end(result: Result, directory: RunDirectory, model: str) -> None:
     """Write the recorders' results, the model, and at last the figures, whose file says that the run is finished."""
     task, summary = result.task, result.summary
     if result.recording is not None:
