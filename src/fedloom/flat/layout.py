@@ -53,11 +53,11 @@ class Layout:
         integers: Z, the length of the row of integers.
         frozen: Names of the tensors that are in neither row.
         layers: Names of the layers, in the order of the module.
-        dtype: float32, or float64 if a tensor of the row has it. Half precision fits into float32 without loss; complex numbers
-            are stored as pairs.
+        dtype: float32 or float64, the type of every tensor of the row, which views of it must have. Frozen parameters may be of
+            any type.
 
     Raises:
-        InvalidValue: The module has no trainable parameter.
+        InvalidValue: The module has no trainable parameter, or tensors of a row are of several types or of another.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,17 +65,24 @@ class Layout:
         if not trained:
             raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
         moved = _moved_buffers(module)
-        carried = {name: tensor for name, tensor in moved.items() if _is_continuous(tensor)}
-        discrete = {name: tensor for name, tensor in moved.items() if not _is_continuous(tensor)}
+        discrete = {name: t for name, t in moved.items() if not (t.is_floating_point() or t.is_complex())}
+        continuous = {**trained, **{name: tensor for name, tensor in moved.items() if name not in discrete}}
         self.frozen = tuple(name for name in _tensors(module) if name not in trained and name not in moved)
         layer = layer_finder(module)
-        self.slices = tuple(_consecutive({**trained, **carried}, layer))
+        self.slices = tuple(_consecutive(continuous, layer))
         self.integer_slices = tuple(_consecutive(discrete, layer))
         self.trainable = sum(entry.stop - entry.start for entry in self.slices if entry.name in trained)
         self.size = self.slices[-1].stop
         self.integers = self.integer_slices[-1].stop if self.integer_slices else 0
-        wide = any(t.dtype in (torch.float64, torch.complex128) for t in (*trained.values(), *carried.values()))
+        wide = any(tensor.dtype == torch.float64 for tensor in continuous.values())
         self.dtype = torch.float64 if wide else torch.float32
+        for entry in self.slices:
+            if entry.dtype != self.dtype:
+                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype))
+                raise InvalidValue(
+                    f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
+                    "models train where all numbers that move are float32, or all are float64"
+                )
         self.layers = _layer_order(module, {entry.layer for entry in self.slices})
 
     @property
@@ -87,7 +94,7 @@ class Layout:
         tensors = _tensors(module)
         row = torch.empty(self.size, dtype=self.dtype, device=tensors[self.slices[0].name].device)
         for entry in self.slices:
-            row[entry.slice].copy_(_as_real(tensors[entry.name].detach()).reshape(-1))
+            row[entry.slice].copy_(tensors[entry.name].detach().reshape(-1))
         return row
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
@@ -127,8 +134,7 @@ class Layout:
             raise InvalidValue(f"a row of this model has {self.size} numbers, not shape {list(row.shape)}")
         tensors = _tensors(module)
         for entry in self.slices:
-            target = _as_real(tensors[entry.name])
-            target.copy_(row[entry.slice].view(target.shape))
+            tensors[entry.name].copy_(row[entry.slice].view(entry.shape))
         if integers is not None:
             self.load_integers(module, integers)
 
@@ -140,14 +146,8 @@ class Layout:
             tensors[entry.name].copy_(integers[entry.slice].view(entry.shape))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
-        """Return views into a row `[P]`, by name, in each tensor's shape and type, for `torch.func.functional_call`."""
-        views = {}
-        for entry in self.slices:
-            numbers = row[entry.slice]
-            if entry.dtype.is_complex:
-                numbers = torch.view_as_complex(numbers.reshape(*entry.shape, 2))
-            views[entry.name] = numbers.view(entry.shape).to(entry.dtype)
-        return views
+        """Return views into a row `[P]`, by name, in each tensor's shape, for `torch.func.functional_call`."""
+        return {entry.name: row[entry.slice].view(entry.shape) for entry in self.slices}
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
         """Make every floating-point tensor of a `shell` a view of `row [P]`, so that training moves the row itself."""
@@ -156,20 +156,9 @@ class Layout:
             tensors[entry.name].data = row[entry.slice].view(entry.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module to be bound to rows; until then it shares the module's tensors, and must not train.
-
-        Raises `InvalidValue` if tensors of the row are of several types, or of another than float32 and float64: a view of a row
-        cannot convert its numbers. Frozen parameters may be of any type.
-        """
+        """Return a copy of the module to be bound to rows; until then it shares the module's tensors, and must not train."""
         require_no_tensor_hooks(module)
         tensors = _tensors(module)
-        for entry in self.slices:
-            if entry.dtype != self.dtype:
-                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype))
-                raise InvalidValue(
-                    f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
-                    "models train where all numbers that move are float32, or all are float64"
-                )
         shared = {id(tensors[entry.name]): _alias(tensors[entry.name]) for entry in self.slices}
         return self.copy(module, shared)
 
@@ -233,17 +222,9 @@ def require_no_tensor_hooks(module: nn.Module) -> None:
             )
 
 
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
 def _alias(tensor: Tensor) -> Tensor:
     """Return another tensor with the same storage, so that binding one does not move the other."""
     return nn.Parameter(tensor.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else tensor.detach()
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -272,7 +253,7 @@ def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _consecutive(tensors: dict[str, Tensor], layer: Callable[[str], str]) -> Iterator[TensorSlice]:
     start = 0
     for name, tensor in tensors.items():
-        stop = start + tensor.numel() * (2 if tensor.dtype.is_complex else 1)
+        stop = start + tensor.numel()
         yield TensorSlice(name, layer(name), tensor.shape, tensor.dtype, start, stop)
         start = stop
 

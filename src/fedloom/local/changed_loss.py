@@ -50,7 +50,14 @@ class ChangedLoss:
         self.context = {f"{'@' * self.depth}{name}": rows for name, rows in context.items()}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.flat_module, name)
+        attribute = getattr(self.flat_module, name)
+        if not name.endswith(("gradient", "gradients")):
+            return attribute
+
+        def of_changed(rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
+            return attribute(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+
+        return of_changed
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
         return None
@@ -60,18 +67,6 @@ class ChangedLoss:
 
     def features(self, rows: Tensor, inputs: Tensor) -> None:
         """Return None: the change may need the inputs, so that a classifier alone cannot be trained on features."""
-
-    def gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-        return self.flat_module.gradient(rows, batch, self._changed(loss_fn), self._extended(context, batch))
-
-    def partial_gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-        return self.flat_module.partial_gradient(rows, batch, self._changed(loss_fn), self._extended(context, batch))
-
-    def tensor_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-        return self.flat_module.tensor_gradients(rows, batch, self._changed(loss_fn), self._extended(context, batch))
-
-    def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-        return self.flat_module.sample_gradients(rows, batch, self._changed(loss_fn), self._extended(context, batch))
 
     def _extended(self, context: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         rows = slice(None) if batch.clients is None else batch.clients

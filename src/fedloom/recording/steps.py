@@ -76,8 +76,7 @@ class _Trace:
             copied = row.detach().clone()
             if row.shape in ((layout.size,), (layout.trainable,)):
                 for entry in (entry for entry in layout.slices if entry.stop <= len(row)):
-                    tensor = copied[entry.slice].reshape(*entry.shape, -1).squeeze(-1)  # complex numbers are pairs
-                    self.tensors[f"{name}/{key}/{entry.name}"] = tensor
+                    self.tensors[f"{name}/{key}/{entry.name}"] = copied[entry.slice].view(entry.shape)
             else:
                 self.tensors[f"{name}/{key}"] = copied
 
