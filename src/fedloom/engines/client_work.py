@@ -5,7 +5,7 @@ A worker keeps nothing between two pieces of work, so its answer depends only on
 
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Exchange
-from fedloom.engines.pickling import load
+from fedloom.engines.pickling import Packed, load
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -26,12 +26,7 @@ from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
-Packed = tuple[bytes, list[Tensor]]
-"""A message as `dump` leaves it."""
-
 Tensors = dict[str, Tensor]
-
-MessageKind = Literal["begin", "assign", "work"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Setup:
 
     task: Task
     inside: str = "rows"
-    chunk: int | None = None
+    chunk: int | None = 1
     proof: Proof | None = None  # shortcuts that the task allows, if workers run on the device that it was proven on
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
@@ -64,23 +59,20 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Data of a round: the method, the names, shapes and types expected in a reply, and tensors sent to several clients."""
+    """Data of a round: the method, the names, shapes and types expected in a reply, and tensors sent to several clients.
+
+    With an `exchange`, the round's, also what it takes to fold a block of `size` slots: the server's state before the round, and
+    the number of slots.
+    """
 
     algorithm: Algorithm
     round: Round
     expected: Mapping[str, TensorSpec]
     common: tuple[Tensor, ...]
-    folding: "Folding | None" = None
-
-
-@dataclass(frozen=True)
-class Folding:
-    """Data to fold a block's replies: server state before the round, the round's exchange, slots of round and of block."""
-
-    state: Tensors
-    exchange: Exchange
-    slots: int
-    size: int
+    exchange: Exchange | None = None
+    state: Tensors = field(default_factory=dict)
+    slots: int = 0
+    size: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +95,9 @@ class Work:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """A trained client: tensors sent back, names of those in shared memory, metrics, writes to its memory."""
+    """A trained client: the tensors that are not in shared memory, metrics, writes to its memory."""
 
     tensors: Tensors
-    shared: tuple[str, ...]
     metrics: Mapping[str, float]
     written: Tensors
 
@@ -121,29 +112,21 @@ class Answers:
 
 
 class ClientTrainer:
-    """The worker's side. An error of `begin` or `assign` is the answer to the next `work`, since only that has one."""
+    """The worker's side."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
-        self._engine: RowsEngine | None = None
-        self._assignment: Assignment | None = None
-        self._packed: dict[MessageKind, Packed] = {}
+        self._engine: RowsEngine
+        self._assignment: Assignment
 
-    def take(self, kind: MessageKind, message: Packed) -> Answers | Exception | None:
-        """Keep a packed `Setup` (`begin`) or `Assignment` (`assign`); `work`: return the answers, or the exception instead."""
-        self._packed[kind] = message
-        if kind != "work":
-            self._assignment = None
-            self._engine = None if kind == "begin" else self._engine
-            return None
+    def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> Answers | Exception:
+        """Do a piece of work, with a new `Setup` and `Assignment` if they are given; return the answers, or the exception."""
         try:
-            if self._engine is None:
-                setup: Setup = load(*self._packed.pop("begin"))
-                self._engine = setup.make_engine(self.device)
-            if self._assignment is None:
-                self._assignment = load(*self._packed.pop("assign"), task=self._engine.task)
-            work = load(*self._packed.pop("work"), common=self._assignment.common)
-            return self._answers(self._engine, self._assignment, work)
+            if setup is not None:
+                self._engine = load(*setup).make_engine(self.device)
+            if assignment is not None:
+                self._assignment = load(*assignment, task=self._engine.task)
+            return self._answers(self._engine, self._assignment, load(*work, common=self._assignment.common))
         except FedloomError as error:
             return _portable(error)
         except Exception as error:
@@ -163,10 +146,11 @@ class ClientTrainer:
                 return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
             except Exception as error:
                 return _portable(error)
-        trained = engine.train(algorithm, round, client_tasks, assignment.expected)
+        trained = list(engine.train(algorithm, round, client_tasks, assignment.expected))
         folded = None
-        if work.fold and assignment.folding is not None:
-            folded, trained = _folded(engine.task, algorithm, round, client_tasks, assignment.folding, trained)
+        if work.fold:
+            folded = _folded(engine.task, assignment, client_tasks, trained)
+            trained = [result if isinstance(result, Fault) else replace(result, tensors={}) for result in trained]
         results = {id(result.client_task): result for result in trained}
         pairs = zip(work.clients, client_tasks, strict=True)
         answers = tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
@@ -180,33 +164,16 @@ class ClientTrainer:
 
 
 def _folded(
-    task: Task,
-    algorithm: Algorithm,
-    round: Round,
-    client_tasks: Sequence[ClientTask],
-    folding: Folding,
-    trained: Iterable[Reply | Fault],
-) -> tuple[FoldedBlock, Iterator[Reply | Fault]]:
-    """Return the block of all these clients, folded as the server would, and their results without tensors."""
-    algorithm.restore(folding.state)
-    results: list[Reply | Fault] = []
-
-    def passing() -> Iterator[Reply | Fault]:
-        for result in trained:
-            results.append(result if isinstance(result, Fault) else replace(result, tensors={}))
-            yield result
-
-    replies = RoundReplies(
-        client_tasks,
-        folding.slots,
-        folding.size,
-        partial(weights_of, task),
-        partial(algorithm.fold, round),
-        exchange=folding.exchange,
-    )
-    replies.collect(passing())
-    number = min(task.slot for task in client_tasks if task.slot is not None) // folding.size
-    return FoldedBlock(number, replies.aggregate, replies.integers, replies.bytes), iter(results)
+    task: Task, assignment: Assignment, client_tasks: Sequence[ClientTask], trained: Sequence[Reply | Fault]
+) -> FoldedBlock:
+    """Return the replies of a block of slots, folded as the server would."""
+    assignment.algorithm.restore(assignment.state)
+    weigh, fold = partial(weights_of, task), partial(assignment.algorithm.fold, assignment.round)
+    size = assignment.size
+    replies = RoundReplies(client_tasks, assignment.slots, size, weigh, fold, exchange=assignment.exchange)
+    replies.collect(trained)
+    number = min(task.slot for task in client_tasks if task.slot is not None) // size
+    return FoldedBlock(number, replies.aggregate, replies.integers, replies.bytes)
 
 
 def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> ClientResult | Fault:
@@ -214,17 +181,12 @@ def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> Cl
     if isinstance(result, Fault):
         error = None if result.error is None else _portable(result.error)
         return replace(result, client_task=replace(result.client_task, inbox={}), error=error)
-    returned, shared = {}, []
-    for name, tensor in result.tensors.items() if result.client_task.slot is not None else ():
-        target = client.targets.get(name)
-        if target is not None and target.dtype == tensor.dtype:
-            target.copy_(tensor)
-            shared.append(name)
-        else:
-            returned[name] = tensor
+    tensors = {} if result.client_task.slot is None else dict(result.tensors)
+    for name in client.targets.keys() & tensors.keys():
+        client.targets[name].copy_(tensors.pop(name))
     memory = engine.store.read(result.client_task.client)
     written = {name: tensor for name, tensor in memory.items() if tensor is not client.memory.get(name)}
-    return ClientResult(returned, tuple(shared), result.metrics, written)
+    return ClientResult(tensors, result.metrics, written)
 
 
 def _portable(error: Exception) -> Exception:

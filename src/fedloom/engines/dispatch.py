@@ -1,15 +1,14 @@
 """Engines that train clients in other processes: how clients are spread over workers, and dead workers replaced."""
 
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -17,14 +16,23 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Exchange
 from fedloom.engines.base import LocalEngine
-from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Folding, MessageKind, Setup, Work
+from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work, slim
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.device import keep_pages
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply, expectations, slot_blocks, slots_together
+from fedloom.rounds.engine import (
+    ClientTask,
+    Fault,
+    FoldedBlock,
+    Reply,
+    TensorSpec,
+    expectations,
+    slot_blocks,
+    slots_together,
+)
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
@@ -43,6 +51,10 @@ MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
 
+Group = tuple[int, Sequence[ClientTask]]
+"""Number of a block of slots, and clients of it that are handed out together."""
+
+
 class WorkerDied(Exception):
     """A worker process or actor has ended; the text says how, in one line."""
 
@@ -51,36 +63,36 @@ class WorkerHandle(ABC):
     """The engine's side of one worker.
 
     Attributes:
-        group: The clients whose answers are awaited.
+        group: The clients whose answers are awaited, after the number of their block.
         busy: True while an answer is due.
         ready: True once it has answered.
     """
 
     def __init__(self) -> None:
-        self.group: Sequence[ClientTask] = ()
+        self.group: Group | None = None
         self.busy, self.ready = True, False
         self._setup: Any = None
         self._assignment: Any = None
 
-    def give(self, setup: Any, assignment: Any, work: Any, group: Sequence[ClientTask]) -> None:
-        """Send it clients to work on, after the setup and the assignment if it lacks them. Messages are packed."""
+    def give(self, setup: Any, assignment: Any, work: Any, group: Group) -> None:
+        """Send it clients to work on, with the setup and the assignment if it lacks them. Messages are packed."""
         self.group, self.busy = group, True
-        if self._setup is not setup:
-            self.send("begin", setup)
-        if self._setup is not setup or self._assignment is not assignment:
-            self.send("assign", assignment)
+        begins = self._setup is not setup
+        announced = assignment if begins or self._assignment is not assignment else None
         self._setup, self._assignment = setup, assignment
-        self.send("work", work)
+        self.send(setup if begins else None, announced, work)
 
     def listen(self) -> Answers | Exception:
         """Receive its answers, the first of which only says that it has started. Raises `WorkerDied`."""
         answers = self.receive()
-        self.group, self.busy, self.ready = (), False, True
+        self.group, self.busy, self.ready = None, False, True
+        if isinstance(answers, Exception):
+            self._setup = None  # it may lack it
         return answers
 
     @abstractmethod
-    def send(self, kind: MessageKind, message: Any) -> None:
-        """Send a message to the worker's `ClientTrainer`. If the worker is dead, `receive` reports it."""
+    def send(self, setup: Any, assignment: Any, work: Any) -> None:
+        """Send messages to the worker's `ClientTrainer.take`. If the worker is dead, `receive` reports it."""
 
     @abstractmethod
     def receive(self) -> Answers | Exception:
@@ -95,28 +107,30 @@ class ReplyMatrices:
     """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client of it is handed out."""
 
     def __init__(
-        self, expected: Mapping[str, tuple[int, ...]], slots: int, size: int, empty: Callable[[Sequence[int]], Tensor]
+        self,
+        expected: Mapping[str, TensorSpec],
+        slots: int,
+        size: int,
+        empty: Callable[[Sequence[int], torch.dtype], Tensor],
     ) -> None:
         self.expected, self.slots, self.size, self.empty = expected, slots, size, empty
-        self._blocks: dict[int, dict[str, Tensor]] = {}
+        self.blocks: dict[int, dict[str, Tensor]] = {}
 
     def block(self, slot: int | None) -> dict[str, Tensor]:
         """Return the matrices of a slot's block; none for a client without a slot."""
         if slot is None:
             return {}
         number = slot // self.size
-        if number not in self._blocks:
+        if number not in self.blocks:
             rows = min(self.size, self.slots - number * self.size)
-            self._blocks[number] = {name: self.empty((rows, *shape)) for name, shape in self.expected.items()}
-        return self._blocks[number]
+            self.blocks[number] = {
+                name: self.empty((rows, *shape), dtype) for name, (shape, dtype) in self.expected.items() if dtype
+            }
+        return self.blocks[number]
 
     def rows(self, slot: int | None) -> dict[str, Tensor]:
         """Return the rows of one slot."""
         return {name: matrix[0 if slot is None else slot % self.size] for name, matrix in self.block(slot).items()}
-
-    def forget(self, number: int) -> None:
-        """Free a block, all of whose clients have answered."""
-        self._blocks.pop(number, None)
 
 
 class WorkerEngine(LocalEngine, ABC):
@@ -130,7 +144,7 @@ class WorkerEngine(LocalEngine, ABC):
     in_process: bool | None = None
     name: ClassVar[str]
     kind: ClassVar[str]  # name of a worker in messages
-    shares_memory: ClassVar[bool]  # workers write replies into memory of this process
+    shares_memory: ClassVar[bool] = False  # workers write replies into memory of this process
 
     def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
         super().__init__(memory_budget)
@@ -160,37 +174,36 @@ class WorkerEngine(LocalEngine, ABC):
 
     @abstractmethod
     def _setup_for(self, task: Task) -> Setup:
-        """Return the setup of workers for a task. Raises `InvalidValue` for a task that this engine cannot train on."""
+        """Return the setup of workers for a task."""
 
-    @abstractmethod
-    def _empty(self, shape: Sequence[int]) -> Tensor:
-        """Return an uninitialised tensor of the model's dtype, for replies."""
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor for replies."""
+        return torch.empty(*shape, dtype=dtype)
 
     @abstractmethod
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """Return the groups in which clients are handed out, in order."""
 
-    def _proof_and_chunk(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> tuple[Proof, int]:
-        """Return a task's proof, so that workers need none of their own, and how many clients may advance together."""
-        stack = StackedEngine(task, proof, chunk=chunk) if self.inside == "stacked" else None
-        engine = stack or RowsEngine(task, proof)
+    def _proven_setup(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> Setup:
+        """Return a setup with the task's proof, so that workers need none of their own, and how many clients advance together."""
+        kind = StackedEngine if self.inside == "stacked" else RowsEngine
+        engine = kind(task, proof, **({} if chunk is None else {"chunk": chunk}))
         for text in engine.notices:
             self.notice(text)
-        return engine.proof, 1 if stack is None or stack.proof.unstackable else stack.chunk
+        chunk = 1 if engine.proof.unstackable else engine.chunk
+        return Setup(slim(task), "rows" if chunk == 1 else "stacked", chunk, engine.proof)
 
     # --- the engine ---
 
     def begin(self, task: Task, directory: Path | None) -> None:
-        if task is not self.task or self.inside != self._announced_inside:
+        if task is not self.task:
             self._announce(task)
         self.renew_notices()
         self.store.begin(directory)
         keep_pages()
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        for result in self._train(algorithm, round, client_tasks):
-            assert not isinstance(result, FoldedBlock)
-            yield result
+        yield from cast(Iterator[Reply | Fault], self._train(algorithm, round, client_tasks))
 
     def train_folding(
         self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
@@ -206,44 +219,41 @@ class WorkerEngine(LocalEngine, ABC):
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
         size = slots_together(algorithm, self.task.layout)
         gathered, pools = max([len(round.selected), *slots]), algorithm.plan.pools
-        itemsize = self.task.layout.dtype.itemsize
-        fitting = {
-            name: tensor.shape
-            for name, tensor in expected.items()
-            if not pools.takes(min(size, gathered) * prod(tensor.shape) * itemsize)
-        }
+        fitting = {name: s for name, s in expected.items() if not pools.takes(min(size, gathered) * s.bytes)}
         matrices = ReplyMatrices(fitting, gathered, size, self._empty)
         blocks = slot_blocks(client_tasks, round, size)
-        folding = None
+        assignment = Assignment(algorithm, round, expected, _common(client_tasks))
         if exchange is not None and len(blocks) >= BLOCKS * self.workers:
-            folding = Folding(algorithm.full_state(), exchange, gathered, size)
-        assignment = Assignment(algorithm, round, expected, _common(client_tasks), folding)
-        for group, answers, folded in self._answers("train", assignment, blocks, matrices):
+            state = algorithm.full_state()
+            assignment = replace(assignment, exchange=exchange, state=state, slots=gathered, size=size)
+        for group, results, folded in self._answers("train", assignment, blocks, matrices):
             if folded is not None:
-                yield _copied(folded)
-            for client_task, answer in zip(group, answers, strict=True):
-                if isinstance(answer, Fault):
-                    yield Fault(client_task, answer.reason, answer.error)
+                yield copy.deepcopy(folded)  # the memory of an answer is reused later, or read-only
+            for client_task, result in zip(group, results, strict=True):
+                if isinstance(result, Fault):
+                    yield Fault(client_task, result.reason, result.error)
                     continue
-                assert isinstance(answer, ClientResult)
-                if answer.written:
-                    self.store.write(client_task.client, {name: rows.clone() for name, rows in answer.written.items()})
+                assert isinstance(result, ClientResult)
+                if result.written:
+                    self.store.write(client_task.client, {name: rows.clone() for name, rows in result.written.items()})
                 if folded is not None:
-                    yield Reply(client_task, {}, answer.metrics)
+                    yield Reply(client_task, {}, result.metrics)
                     continue
-                tensors = _tensors(answer, matrices.rows(client_task.slot))
-                yield Reply(client_task, tensors, answer.metrics, matrices.block(client_task.slot))
+                tensors = matrices.rows(client_task.slot)
+                for name, tensor in result.tensors.items():
+                    tensors[name] = tensors[name].copy_(tensor) if name in tensors else tensor.clone()
+                yield Reply(client_task, tensors, result.metrics, matrices.block(client_task.slot))
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
         no_replies = ReplyMatrices({}, 0, 1, self._empty)
-        for _, answers, _ in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
-            for answer in answers:
-                if isinstance(answer, Fault):
-                    raise answer.error or FedloomError(answer.reason)
-                assert isinstance(answer, Tally)
-                yield answer
+        for _, results, _ in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
+            for result in results:
+                if isinstance(result, Fault):
+                    raise result.error or FedloomError(result.reason)
+                assert isinstance(result, Tally)
+                yield result
 
     def close(self) -> None:
         end_all(self._handles)
@@ -262,63 +272,56 @@ class WorkerEngine(LocalEngine, ABC):
         self._forget()
         common = {id(rows): index for index, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
-        fold = assignment.folding is not None
-        groups = ([list(tasks)] if fold else self._groups(assignment.algorithm, tasks) for tasks in blocks.values())
-        waiting = deque(chain.from_iterable(groups))
-        block_of = {id(client_task): number for number, tasks in blocks.items() for client_task in tasks}
-        unanswered = Counter(block_of.values())
+        fold = assignment.exchange is not None
+        waiting: deque[Group] = deque()
+        for number, tasks in blocks.items():
+            groups = [list(tasks)] if fold else self._groups(assignment.algorithm, tasks)
+            waiting.extend((number, group) for group in groups)
+        unanswered = {number: len(tasks) for number, tasks in blocks.items()}
         begun = BLOCKS * self.workers if fold else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
         deaths: Counter[int] = Counter()
 
-        def ready() -> bool:
-            return bool(waiting) and block_of[id(waiting[0][0])] < min(unanswered) + begun
-
-        def answered(group: Sequence[ClientTask]) -> None:
-            number = block_of[id(group[0])]
-            unanswered[number] -= len(group)
-            if not unanswered[number]:
-                del unanswered[number]
-                matrices.forget(number)
-
         def give(handle: WorkerHandle) -> None:
-            group = waiting.popleft()
+            """Hand out the next group, unless the worker is busy or the group's block lies too far ahead."""
+            if not waiting or handle.busy or waiting[0][0] >= min(unanswered) + begun:
+                return
+            number, group = waiting.popleft()
             uploads = any(client_task.slot is not None for client_task in group)
-            full = fold and uploads and len(group) == len(blocks[block_of[id(group[0])]])
+            full = fold and uploads and len(group) == len(blocks[number])
             clients = tuple(self._client_work(client_task, None if full else matrices) for client_task in group)
-            work = Work(kind, clients, full)
-            handle.give(self._setup, announced, self._packed(work, common), group)
+            handle.give(self._setup, announced, self._packed(Work(kind, clients, full), common), (number, group))
 
         try:
             while waiting or any(handle.group for handle in self._handles):
                 if waiting:
                     self._start_missing()
                 for handle in self._handles:
-                    if ready() and not handle.busy:
-                        give(handle)
+                    give(handle)
                 for handle in self._wait([handle for handle in self._handles if handle.busy]):
-                    group = handle.group
+                    number, group = handle.group or (0, [])
                     try:
                         answers = self._listen(handle)
                     except WorkerDied as death:
                         deaths.update(id(client_task) for client_task in group)
                         if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
                             # One at a time, so that a client that kills its worker does not fail its neighbours.
-                            waiting.extendleft([client_task] for client_task in reversed(group))
+                            waiting.extendleft((number, [client_task]) for client_task in reversed(group))
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
                         error = FedloomError(f"client {group[0].client}: {reason}")
-                        yield group, (Fault(group[0], reason, error),), None
-                        answered(group)
+                        answers = Answers((Fault(group[0], reason, error),), ())
+                    give(handle)  # before the yield, so that the worker need not wait for the caller
+                    if not group:
                         continue
-                    if isinstance(answers, Exception) and group:
+                    if isinstance(answers, Exception):
                         raise answers
-                    if ready():
-                        give(handle)  # before the yield, so that the worker need not wait for the caller
-                    if group and isinstance(answers, Answers):
-                        for text in answers.notices:
-                            self.notice(text)
-                        yield group, answers.results, answers.folded
-                        answered(group)
+                    for text in answers.notices:
+                        self.notice(text)
+                    yield group, answers.results, answers.folded
+                    unanswered[number] -= len(group)
+                    if not unanswered[number]:
+                        del unanswered[number]
+                        matrices.blocks.pop(number, None)
         finally:
             self._forget()
 
@@ -346,21 +349,24 @@ class WorkerEngine(LocalEngine, ABC):
         return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
 
     def _start_missing(self) -> None:
-        while len(self._handles) < self.workers:
-            try:
+        try:
+            while len(self._handles) < self.workers:
                 self._handles.append(self._start())
-            except OSError as error:
-                raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
+        except OSError as error:
+            raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
 
     def _forget(self) -> None:
         """Stop waiting for answers: busy workers finish their work, and their answers are ignored."""
         for handle in self._handles:
-            handle.group = ()
+            handle.group = None
 
     def _announce(self, task: Task) -> None:
+        """Make the setup of workers for a task. Raises `InvalidValue` for a task that this engine cannot train on."""
+        if task.initial.is_cuda:
+            raise InvalidValue(f"engine {self.name!r} takes a task on the CPU, not on {task.initial.device}")
         self.notices, self._standing = [], None
         setup = self._setup_for(task)
-        self.task, self._announced_inside = task, self.inside
+        self.task = task
         self._setup = self._publish(self._packed(setup))
 
     def _packed(self, message: object, common: Mapping[int, int] | None = None) -> Any:
@@ -401,22 +407,3 @@ def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
     counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
     by_id = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
     return tuple(rows for key, rows in by_id.items() if counts[key] > 1)
-
-
-def _copied(folded: FoldedBlock) -> FoldedBlock:
-    """Return a block in this process's memory: that of an answer is reused later, or read-only."""
-    aggregate, integers = folded.aggregate, None if folded.integers is None else folded.integers.clone()
-    if aggregate is not None:
-        mean, total = ({n: t.clone() for n, t in tensors.items()} for tensors in (aggregate.mean, aggregate.total))
-        aggregate = replace(aggregate, mean=mean, total=total)
-    return replace(folded, aggregate=aggregate, integers=integers)
-
-
-def _tensors(answer: ClientResult, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a client's reply, copied into the rows of its slot if it fits: the answer's memory is reused later."""
-    tensors = {name: rows[name] for name in answer.shared}
-    for name, tensor in answer.tensors.items():
-        row = rows.get(name)
-        fits = row is not None and row.dtype == tensor.dtype and row.shape == tensor.shape
-        tensors[name] = row.copy_(tensor) if row is not None and fits else tensor.clone()
-    return tensors

@@ -8,24 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, MessageKind, Setup, slim
-from fedloom.engines.dispatch import (
-    WorkerDied,
-    WorkerEngine,
-    WorkerHandle,
-    Workers,
-    end_all,
-    grouped,
-)
+from fedloom.engines.client_work import Answers, Setup
+from fedloom.engines.dispatch import WorkerDied, WorkerEngine, WorkerHandle, Workers, end_all, grouped
 from fedloom.engines.pickling import load
-from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, pack
+from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, anonymous_file, pack
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
@@ -87,7 +81,7 @@ class ProcessesEngine(WorkerEngine):
         super().__init__(workers, inside, memory_budget)
         self.threads, self.wanted_chunk = threads, chunk
         self._proven = (task, proof)
-        self.shared_memory = SharedMemory()
+        self.shared_memory = SharedMemory(anonymous_file())
         weakref.finalize(self, end_all, self._handles)
         self._start_missing()  # workers import PyTorch meanwhile
         try:
@@ -97,21 +91,16 @@ class ProcessesEngine(WorkerEngine):
             raise
 
     def _setup_for(self, task: Task) -> Setup:
-        if task.initial.is_cuda:
-            raise InvalidValue(f"engine 'processes' works on the CPU, but the task is on {task.initial.device}")
         for tensor in (task.train.inputs, task.train.labels):
-            if isinstance(tensor, Tensor) and self.shared_memory.find(tensor) is None:  # no lazy inputs
-                tensor.data = self.shared_memory.place([tensor])[0]
-        self.shared_memory.trim()
-        proof, self.chunk = self._proof_and_chunk(task, self.wanted_chunk, self._proof_of(task))
-        return Setup(slim(task), "rows" if self.chunk == 1 else "stacked", self.chunk, proof)
-
-    def _proof_of(self, task: Task) -> Proof | None:
-        """Return the proof of this task, if there is one: it holds however many steps clients make."""
+            if isinstance(tensor, Tensor) and self.shared_memory.find(tensor.data_ptr()) is None:  # no lazy inputs
+                tensor.data = self.shared_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
         proven, proof = self._proven
+        # It holds however many steps clients make.
         settings = replace(task.training, steps=proven.training.steps)
         applies = task.model is proven.model and task.train is proven.train and settings == proven.training
-        return proof if applies else None
+        setup = self._proven_setup(task, self.wanted_chunk, proof if applies else None)
+        self.chunk = setup.chunk or 1
+        return setup
 
     def _start(self) -> WorkerHandle:
         return WorkerProcess(self.threads, self.shared_memory)
@@ -123,8 +112,8 @@ class ProcessesEngine(WorkerEngine):
     def _pack(self, message: object, common: Mapping[int, int]) -> Parcel:
         return pack(message, self.shared_memory, common)
 
-    def _empty(self, shape: Sequence[int]) -> Tensor:
-        return self.shared_memory.empty([shape], [self.task.layout.dtype])[0]
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.shared_memory.empty(shape, dtype)
 
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         """Return the same number of groups for every worker, so that all finish at about the same time."""
@@ -144,32 +133,32 @@ class WorkerProcess(WorkerHandle):
     def __init__(self, threads: int, memory: SharedMemory) -> None:
         super().__init__()
         connection, remote = Pipe()
-        descriptor = remote.fileno()
+        descriptors = remote.fileno(), memory.descriptor, anonymous_file()
         self.process = start_python(
-            ["-c", _PROGRAM, str(os.getpid()), str(descriptor), str(threads)],
+            ["-c", _PROGRAM, *map(str, (os.getpid(), threads, *descriptors))],
             {VARIABLE: "1", "OMP_NUM_THREADS": str(threads)},
-            [descriptor],
+            descriptors,
         )
         remote.close()
-        self.channel = Channel(connection, memory)
-        self._sent: Any = None  # its tensors must not be freed before the answer has arrived
+        self.channel = Channel(connection, memory, descriptors[2])
+        self._sent: tuple[Parcel | None, ...] = ()  # their tensors must not be freed before the answer has arrived
 
-    def send(self, kind: MessageKind, message: Any) -> None:
-        self._sent = message
+    def send(self, setup: Parcel | None, assignment: Parcel | None, work: Parcel) -> None:
+        self._sent = setup, assignment, work
         with contextlib.suppress(OSError):
-            self.channel.send(kind, message)
+            self.channel.send(*self._sent)
 
     def receive(self) -> Answers | Exception:
         try:
-            _, packed = self.channel.receive()
+            ((data, memory),) = self.channel.receive()
         except (EOFError, OSError):
             raise WorkerDied(exit_text(self.process.wait())) from None
-        self._sent = None
-        answers: Answers | Exception = load(*packed)
+        self._sent = ()
+        answers: Answers | Exception = load(data, memory)
         return answers
 
     def end(self) -> None:
-        self._sent = None
-        self.channel.connection.close()
+        self._sent = ()
+        self.channel.close()
         self.process.kill()
         self.process.wait()

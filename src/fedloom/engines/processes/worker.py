@@ -10,16 +10,15 @@ VARIABLE = "FEDLOOM_WORKER"
 
 
 def main() -> None:
-    """Work for the parent; the arguments are the parent's process id, the pipe's file descriptor and the number of threads."""
+    """Answer the parent's messages until the pipe is closed.
+
+    The arguments are the parent's process id, the number of threads, and the file descriptors of the pipe, of the parent's
+    memory and of this worker's.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the parent, which saves and then ends its workers
-    parent, descriptor, threads = map(int, sys.argv[1:])
+    parent, threads, pipe, other, own = map(int, sys.argv[1:])
     exit_with_parent(parent)
-    _serve(descriptor, threads)
-
-
-def _serve(descriptor: int, threads: int) -> None:
-    """Answer the parent's messages until the pipe is closed."""
     with importing():
         from multiprocessing.connection import Connection
 
@@ -31,14 +30,11 @@ def _serve(descriptor: int, threads: int) -> None:
 
         torch.set_num_threads(threads)
         keep_pages()
-        memory = SharedMemory()
-        channel, trainer = Channel(Connection(descriptor), memory), ClientTrainer()
-        answer = pack(None, memory)  # the first answer says that imports are done
+        channel, trainer = Channel(Connection(pipe), SharedMemory(own), other), ClientTrainer()
+        answer = pack(None, channel.memory)  # the first answer says that imports are done
     try:
         while True:
-            channel.send("answer", answer)
-            while (answers := trainer.take(*channel.receive())) is None:
-                pass
-            answer = pack(answers, memory)
+            channel.send(answer)
+            answer = pack(trainer.take(*channel.receive()), channel.memory)
     except (EOFError, OSError):
         return

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from fedloom.engines.worker_life import exit_with_parent
 
 if TYPE_CHECKING:
-    from fedloom.engines.client_work import MessageKind
-    from fedloom.engines.ray.arrays import PackedArrays
+    from fedloom.engines.pickling import Packed
 
 
 class TrainingActor:
@@ -23,19 +22,17 @@ class TrainingActor:
         import torch
 
         from fedloom.engines.client_work import ClientTrainer
-        from fedloom.engines.ray.arrays import pack_arrays, unpack_arrays
+        from fedloom.engines.pickling import dump
         from fedloom.flat.device import keep_pages
 
         torch.set_num_threads(threads)
         keep_pages()
-        self.trainer = ClientTrainer(torch.device("cuda" if gpu else "cpu"))
-        self.pack, self.unpack = pack_arrays, unpack_arrays
+        self.trainer, self.dump = ClientTrainer(torch.device("cuda" if gpu else "cpu")), dump
 
     def process(self) -> int:
         """Return the process id."""
         return os.getpid()
 
-    def take(self, kind: MessageKind, message: PackedArrays) -> PackedArrays | None:
-        """Hand a message to the trainer and return its packed answers to a piece of work."""
-        answers = self.trainer.take(kind, self.unpack(message))
-        return None if answers is None else self.pack(answers)
+    def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> Packed:
+        """Hand messages to the trainer and return its packed answers."""
+        return self.dump(self.trainer.take(setup, assignment, work))

@@ -11,22 +11,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import NonNegative, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, MessageKind, Setup, slim
-from fedloom.engines.dispatch import (
-    MOST_WORKERS,
-    WorkerDied,
-    WorkerEngine,
-    WorkerHandle,
-    end_all,
-    grouped,
-)
-from fedloom.engines.pickling import load
-from fedloom.engines.ray.arrays import PackedArrays, pack_arrays, unpack_arrays
+from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.dispatch import MOST_WORKERS, WorkerDied, WorkerEngine, WorkerHandle, end_all, grouped
+from fedloom.engines.pickling import Packed, dump, load
 from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import unstackable_method
 from fedloom.errors import FedloomError, InvalidValue, first_line
@@ -79,7 +70,6 @@ class RayEngine(WorkerEngine):
 
     name = "ray"
     kind = "Ray actor"
-    shares_memory = False
 
     def __init__(
         self,
@@ -136,23 +126,15 @@ class RayEngine(WorkerEngine):
         return max(1, int(min(limits)))
 
     def _setup_for(self, task: Task) -> Setup:
-        if task.initial.is_cuda:
-            raise InvalidValue(
-                f"engine 'ray' takes a task on the CPU, not on {task.initial.device}: its actors move it"
-            )
-        if self.gpus:
-            return Setup(slim(task), self.inside)  # the shortcuts of a GPU show where there is one
-        proof, chunk = self._proof_and_chunk(task)
-        return Setup(slim(task), "rows" if chunk == 1 else "stacked", chunk, proof)
+        if self.gpus:  # the shortcuts of a GPU show where there is one
+            return Setup(slim(task), self.inside, None)
+        return self._proven_setup(task)
 
-    def _pack(self, message: object, common: Mapping[int, int]) -> PackedArrays:
-        return pack_arrays(message, common)
+    def _pack(self, message: object, common: Mapping[int, int]) -> Packed:
+        return dump(message, common)
 
-    def _publish(self, packed: PackedArrays) -> Any:
+    def _publish(self, packed: Packed) -> Any:
         return self._ray.put(packed)
-
-    def _empty(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty(*shape, dtype=self.task.layout.dtype)
 
     def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
         count = self.workers * (GROUPS if self.inside == "rows" or unstackable_method(algorithm) else 1)
@@ -217,8 +199,8 @@ class ActorHandle(WorkerHandle):
         self.ray, self.actor = ray, actor
         self.call = actor.process.remote()
 
-    def send(self, kind: MessageKind, message: Any) -> None:
-        self.call = self.actor.take.remote(kind, message)
+    def send(self, setup: Any, assignment: Any, work: Packed) -> None:
+        self.call = self.actor.take.remote(setup, assignment, work)
 
     def receive(self) -> Answers | Exception:
         try:
@@ -227,7 +209,7 @@ class ActorHandle(WorkerHandle):
             raise WorkerDied(ending(error)) from None
         if not self.ready:
             return Answers((), ())
-        answers: Answers | Exception = load(*unpack_arrays(result))
+        answers: Answers | Exception = load(*result)
         return answers
 
     def end(self) -> None:
