@@ -42,7 +42,7 @@ def main() -> None:
         return
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for form, write in (("python", write_python), ("binary", write_binary)):
+        for form, write in (("python", write_python),):
             path = Path(folder) / form
             path.mkdir()
             write(path)
@@ -103,12 +103,6 @@ def write_python(folder: Path) -> None:
     for name, pixels, labels in _batches():
         # The authors' files hold the pixels as one byte string; of Python 3's protocols 4 does so too.
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels.tolist()}, protocol=4))
-
-
-def write_binary(folder: Path) -> None:
-    """CIFAR-10's six binary batches, 10,000 random images each."""
-    for name, pixels, labels in _batches():
-        np.concatenate([labels.astype(np.uint8)[:, None], pixels], axis=1).tofile(folder / f"{name}.bin")
 
 
 def batch_share() -> dict[str, float]:

@@ -108,8 +108,9 @@ def _cifar10(folder: Path) -> str:
 
 
 def _cifar100(folder: Path) -> str:
-    for name in ("train.bin", "test.bin"):
-        (folder / name).write_bytes(bytes(3 * 3074))
+    for name in ("train", "test"):
+        batch = {"data": bytes(3 * 3072), "fine_labels": [0, 1, 99], "coarse_labels": [0, 1, 19]}
+        (folder / name).write_bytes(pickle.dumps(batch))
     return f"cifar100(folder='{folder}')"
 
 
@@ -184,7 +185,7 @@ def _npy(folder: Path) -> str:
 
 WRITERS: dict[str, Callable[[Path], str]] = {
     "csv": _csv, "parquet": _parquet, "save_to_disk": _saved, "pictures of save_to_disk": _saved_pictures, "idx": _mnist,
-    "pictures in parquet": _mnist_parquet, "pickle": _cifar10, "binary": _cifar100, "leaf images": _femnist,
+    "pictures in parquet": _mnist_parquet, "pickle": _cifar10, "pickle of bytes": _cifar100, "leaf images": _femnist,
     "leaf texts": _shakespeare, "plays": _plays, "json lines": _posts, "csv of texts": _news, "tiny imagenet": _tiny,
     "pictures": _images, "npz": _npz, "npy": _npy,
 }  # fmt: skip

@@ -200,38 +200,32 @@ def test_emnist_balanced_has_47_classes(tmp_path: Path) -> None:
 # --- CIFAR ---
 
 
-def test_cifar10_in_both_kinds_of_batches(tmp_path: Path) -> None:
+def test_cifar10_in_python_batches(tmp_path: Path) -> None:
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    python, binary = tmp_path / "p" / "cifar-10-batches-py", tmp_path / "b" / "cifar-10-batches-bin"
-    for folder in (python, binary):
-        folder.mkdir(parents=True)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
     for at, name in enumerate(names):
         data, labels = pixels(4, 3072, seed=at), np.arange(4) + at
-        (python / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2))
-        np.concatenate([labels[:, None].astype(np.uint8), data], axis=1).tofile(binary / f"{name}.bin")
-    one, other = make("cifar10", folder=str(tmp_path / "p")), make("cifar10", folder=str(tmp_path / "b"))
-    assert (len(one.train), len(one.test)) == (20, 4)
-    assert torch.equal(one.train.inputs, other.train.inputs)
-    assert torch.equal(one.test.labels, other.test.labels)
-    assert one.train.labels[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
-    assert np.array_equal(one.test.inputs.numpy().reshape(4, 3072), pixels(4, 3072, seed=5))
-    (python / "data_batch_3").unlink()
+        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2))
+    dataset = make("cifar10", folder=str(tmp_path))
+    assert (len(dataset.train), len(dataset.test)) == (20, 4)
+    assert dataset.train.labels[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    assert np.array_equal(dataset.test.inputs.numpy().reshape(4, 3072), pixels(4, 3072, seed=5))
+    (folder / "data_batch_3").unlink()
     with pytest.raises(DataError, match="data_batch_3: missing"):
-        make("cifar10", folder=str(tmp_path / "p"))
+        make("cifar10", folder=str(tmp_path))
 
 
 def test_cifar100_fine_and_coarse_agree_over_formats(tmp_path: Path) -> None:
     fine, coarse = np.array([99, 3, 50]), np.array([19, 0, 7])
     images = pixels(3, 3072)
-    places = {form: tmp_path / form for form in ("cifar-100-python", "cifar-100-binary", "parquet")}
+    places = {form: tmp_path / form for form in ("cifar-100-python", "parquet")}
     for place in places.values():
         place.mkdir()
     rows = [{"bytes": png(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None} for image in images]
     for part in ("train", "test"):
         batch = {"data": images, "fine_labels": fine.tolist(), "coarse_labels": coarse.tolist()}
         (places["cifar-100-python"] / part).write_bytes(pickle.dumps(batch, protocol=2))
-        records = np.concatenate([coarse[:, None], fine[:, None], images], axis=1).astype(np.uint8)
-        records.tofile(places["cifar-100-binary"] / f"{part}.bin")
         table = pa.table({"img": rows, "fine_label": fine, "coarse_label": coarse})
         pq.write_table(table, places["parquet"] / f"{part}-00000-of-00001.parquet")
     for place in places.values():

@@ -34,7 +34,7 @@ from fedloom.data.formats.pictures import read_files
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.sets.ag_news import read_csv
-from fedloom.data.sets.cifar import read_binary_batches, read_python_batches
+from fedloom.data.sets.cifar import read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
 from fedloom.data.sets.picture_set import image_samples
 from fedloom.data.shift import shifts
@@ -83,7 +83,7 @@ def require_one_short_line(text: str) -> None:
         ("directory=" + "x" * 256, "directory must be a path of names of at most 255 bytes"),
         ("data.name=\"arrays(path='" + "x" * 5000 + "')\"", "path must be a path of names of at most 255 bytes, not 'xxx"),
         ("data.name=\"images(folder='" + "x" * 256 + "')\"", "folder must be a path of names of at most 255 bytes"),
-        ("model=mlp(hidden=[1000000000000000])", "cannot be built: [enforce fail"),
+        ("model=mlp(hidden=[1000000000000000])", "[enforce fail"),
         ("directory=a\udcffb", "directory must be text without NUL or halves of characters, not 'a\\udcffb'"),
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
@@ -304,14 +304,13 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_idx, gzip.compress(idx_bytes([9], bytes(1 << 25))), "18 bytes or more, but an idx file of shape [9] has 17"),
     (read_idx, gzip.compress(idx_bytes([0xFFFFFFFF] * 255)), "GiB of memory"),
     (read_idx, bytes([0, 0, 8, 0]), "header of 0 dimensions"),
-    (read_leaf, leaf_bytes(3, {}), "users must be a list of names, each of them once, not 3"),
-    (read_leaf, leaf_bytes(None, {}), "users must be a list of names"),
-    (read_leaf, leaf_bytes([{}], {}), "users must be a list of names"),
-    (read_leaf, leaf_bytes([[1]], {}), "users must be a list of names"),
-    (read_leaf, leaf_bytes(["a"] * 100_000, {"a": {"x": [PIXELS], "y": [1]}}), "each of them once, not ['a', 'a'"),
-    (read_leaf, leaf_bytes(["a"], None), "user_data must hold x and y of each user, not None"),
-    (read_leaf, leaf_bytes(["a"], ["a"]), "user_data must hold x and y of each user, not ['a']"),
-    (read_leaf, leaf_bytes(["a" * 10_000], {}), "(10,000 characters) has no x and y"),
+    (read_leaf, leaf_bytes(3, {}), "no LEAF file"),
+    (read_leaf, leaf_bytes(None, {}), "no LEAF file"),
+    (read_leaf, leaf_bytes([{}], {}), "no LEAF file"),
+    (read_leaf, leaf_bytes([[1]], {}), "no LEAF file"),
+    (read_leaf, leaf_bytes(["a"], None), "no LEAF file"),
+    (read_leaf, leaf_bytes(["a"], ["a"]), "no LEAF file"),
+    (read_leaf, leaf_bytes(["a" * 10_000], {}), "no LEAF file"),
     (read_leaf, leaf_bytes(["a"], {"a": {"x": [[10**400] * 784], "y": [1]}}), "x must be lists of 784 numbers"),
     (read_leaf, leaf_bytes(["a"], {"a": {"x": [PIXELS], "y": [[1]]}}), "labels must be a list of integers"),
     (read_leaf, b'{"users": [' + b"9" * 5000 + b"]}", "damaged json"),
@@ -322,10 +321,9 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_pictures, parquet_bytes(image=[bytes(1 << 22)] * 40, label=[1] * 40), "GiB of memory"),
     (read_pictures, parquet_bytes(image=[picture_bytes(700, 700)], label=[1]), "row 0: takes 0.00 GiB of memory"),
     (read_pictures, parquet_bytes(image=[picture_bytes(400, 400)] * 100, label=[1] * 100), "takes 0.01 GiB of memory"),
-    (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "labels must be a list of integers"),
-    (read_batch, pickle.dumps({"da\nta\x1b": 1}), "(it has: da ta )"),
-    (read_batch, b"\x80\x02]r\xff\xff\xff\x7f.", "object number 2147483647 in 9 bytes"),
-    (read_batch, b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little"), "refused or damaged pickle"),
+    (read_batch, pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": NESTED}), "1 inputs but 0 labels"),
+    (read_batch, pickle.dumps({"data": bytes(3072), "labels": [1 << 40_000]}), "labels must be a list of integers"),
+    (read_batch, b"\x80\x04\x8e" + (1 << 62).to_bytes(8, "little"), "damaged pickle"),
     (read_texts, b'"' + b"9" * 200_000 + b'","a","b"\n', "damaged csv"),
 ]  # fmt: skip
 
@@ -373,7 +371,7 @@ def test_who_needs_more_memory_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.001")
     assert len(read_idx(tmp_path / "file")) == 1 << 20
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "much")
-    with pytest.raises(InvalidValue, match="FEDLOOM_DATA_GIB must be a number of GiB greater than 0, not 'much'"):
+    with pytest.raises(DataError, match="FEDLOOM_DATA_GIB must be a number of GiB greater than 0, not 'much'"):
         read_idx(tmp_path / "file")
 
 
@@ -404,7 +402,6 @@ WHOLE: list[tuple[Callable[[Path], Any], bytes]] = [
     (read_pictures, parquet_bytes(image=[{"bytes": picture_bytes(8, 8), "path": "a"}] * 3, label=[1, 2, 3])),
     (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})),
     (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}, protocol=2)),
-    (lambda path: read_binary_batches([path], 1, 0, 10), bytes(2 * 3073)),
     (lambda path: read_files([path], 3), picture_bytes(8, 8)),
     (read_texts, b'"1","title","text, with ""quotes"""\n'),
     (load_model, model_bytes('{"model": "logistic", "shape": "64", "classes": "10", "vocabulary": ""}')),

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn import functional as F
@@ -20,7 +18,6 @@ from fedloom.data import DataSpec
 from fedloom.errors import InvalidValue
 from fedloom.models import models
 from fedloom.models.resnet import BasicBlock
-from fedloom.models.shapes import Window, image_shape
 from fedloom.models.structure import block_parameters, head_name
 from model_support import make_model
 
@@ -269,26 +266,6 @@ def test_smallest_image_works_and_a_smaller_one_is_refused(name: str, least: int
         f"{name} needs images of at least {least}x{least} pixels, not images of shape (2, {least + 3}, {least - 1})"
     )
     assert one_line(caught.value) == expected
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4),
-    st.integers(1, 40),
-)
-def test_image_size_after_windows_is_what_torch_computes(windows: list[tuple[int, int, int]], size: int) -> None:
-    image = torch.zeros(1, 1, size, size)
-    try:
-        _, height, width = image_shape("model", DataSpec((1, size, size), 2), [Window(*window) for window in windows])
-    except InvalidValue:
-        height = width = 0
-    try:
-        for kernel, stride, padding in windows:
-            image = F.conv2d(image, torch.zeros(1, 1, kernel, kernel), stride=stride, padding=padding)
-        found = tuple(image.shape[2:])
-    except RuntimeError:
-        found = (0, 0)
-    assert (height, width) == found
 
 
 def test_zero_init_starts_with_equal_logits() -> None:

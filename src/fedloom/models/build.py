@@ -1,7 +1,7 @@
 """A model from its name, or from the import path of a user's own function or class."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,21 @@ def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
     # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is imported, so that
     # happens before the stream begins.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        make = _read(expression, spec)
-        with global_stream(seed, "model"):
-            try:
-                return make()
-            except (RuntimeError, MemoryError, OverflowError) as error:  # more weights than there is memory for
-                reason = one_line(str(error), LONGEST_QUOTED)
-                raise InvalidValue(f"model {quoted(expression)} cannot be built: {reason}") from error
+        try:
+            make = _read(expression, spec)
+            with global_stream(seed, "model"):
+                model = make()
+        except FedloomError:
+            raise
+        except Exception as error:  # of the user's code, or more weights than there is memory for
+            reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
+            raise InvalidValue(f"model {quoted(expression)}: {reason}") from error
+    if not isinstance(model, nn.Module):
+        raise InvalidValue(f"model {quoted(expression)} must return a torch.nn.Module, not {type(model).__name__}")
+    return model
 
 
-def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:
+def _read(expression: str, spec: DataSpec) -> Callable[[], Any]:
     """Return a function that builds the model of an expression."""
     path, bracket, inside = expression.partition("(")
     if ":" not in path:
@@ -39,24 +44,8 @@ def _read(expression: str, spec: DataSpec) -> Callable[[], nn.Module]:
     call = parse(f"model({inside}" if bracket else "model")
     if call.positional:
         raise InvalidValue(f"model {quoted(expression)}: arguments need their names, such as width=3")
+    if "spec" in call.named:
+        raise InvalidValue(f"model {quoted(expression)}: 'spec' describes the data and is no option")
     make = found_at(path, "model", "a registered name or 'package.module:callable'")
-    return partial(_called, path, make, spec, {name: plain(value) for name, value in call.named.items()})
-
-
-def _called(path: str, make: Callable[..., Any], spec: DataSpec, options: Mapping[str, Any]) -> nn.Module:
-    """Call `make`, which `path` leads to, and check the module that it returns."""
-    named = dict(options)
-    if "spec" in named:
-        raise InvalidValue(f"model {quoted(path)}: 'spec' describes the data and is no option")
-    try:
-        if "spec" in inspect.signature(make).parameters:
-            named["spec"] = spec
-        built = make(**named)
-    except FedloomError:
-        raise
-    except Exception as error:
-        reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
-        raise InvalidValue(f"model {quoted(path)} with options {quoted(dict(options))}: {reason}") from error
-    if not isinstance(built, nn.Module):
-        raise InvalidValue(f"model {quoted(path)} must return a torch.nn.Module, not {type(built).__name__}")
-    return built
+    options = {name: plain(value) for name, value in call.named.items()}
+    return partial(make, **options, **({"spec": spec} if "spec" in inspect.signature(make).parameters else {}))

@@ -1,6 +1,7 @@
 """Two convolutions, each with ReLU and 2x2 max pooling, then fully connected layers: the papers' small image models."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal
 
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from fedloom.data import DataSpec
 from fedloom.models import models
-from fedloom.models.shapes import Window, image_shape
+from fedloom.models.shapes import image_shape
 
 Variant = Literal["auto", "cifar", "femnist"]
 
@@ -20,12 +21,13 @@ class Convolutional(nn.Module):
         self, name: str, spec: DataSpec, *, filters: tuple[int, int], kernel: int, padding: int, hidden: Sequence[int]
     ) -> None:
         super().__init__()
-        stage = (Window(kernel, padding=padding), Window(2, stride=2))
-        channels, height, width = image_shape(name, spec, stage * 2)
+        channels, *sides = image_shape(name, spec, least=4 if padding else 16)
+        for _ in range(2):
+            sides = [(side + 2 * padding - kernel + 1) // 2 for side in sides]
         self.conv1 = nn.Conv2d(channels, filters[0], kernel, padding=padding)
         self.conv2 = nn.Conv2d(filters[0], filters[1], kernel, padding=padding)
         self.hidden = ("fc",) if len(hidden) == 1 else tuple(f"fc{i + 1}" for i in range(len(hidden)))
-        features = filters[1] * height * width
+        features = filters[1] * prod(sides)
         for layer, size in zip(self.hidden, hidden, strict=True):
             self.add_module(layer, nn.Linear(features, size))
             features = size
@@ -79,7 +81,7 @@ def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
 
     Source: the code of FedMR; its text describes `mcmahan_cnn`.
     """
-    if is_femnist("fedmr_cnn", spec, variant):
+    if is_femnist(variant, image_shape("fedmr_cnn", spec)[0]):
         return Convolutional("fedmr_cnn", spec, filters=(16, 32), kernel=5, padding=0, hidden=(256,))
     return Convolutional("fedmr_cnn", spec, filters=(6, 16), kernel=5, padding=0, hidden=(120, 84))
 
@@ -95,7 +97,6 @@ def feddc_cnn(spec: DataSpec) -> nn.Module:
     return Convolutional("feddc_cnn", spec, filters=(64, 64), kernel=5, padding=0, hidden=(384, 192))
 
 
-def is_femnist(model: str, spec: DataSpec, variant: Variant) -> bool:
-    """Return True for FedMR's model for FEMNIST, False for the one for CIFAR; `auto` goes by the channels."""
-    channels, _, _ = image_shape(model, spec)
+def is_femnist(variant: Variant, channels: int) -> bool:
+    """Return True for FedMR's model for FEMNIST, False for the one for CIFAR."""
     return channels == 1 if variant == "auto" else variant == "femnist"

@@ -169,4 +169,4 @@ def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     Source: the code of FedMR.
     """
     channels, _, _ = image_shape("fedmr_resnet20", spec)
-    return PreActivationResNet20(channels, spec.outputs, pooled=is_femnist("fedmr_resnet20", spec, variant))
+    return PreActivationResNet20(channels, spec.outputs, pooled=is_femnist(variant, channels))

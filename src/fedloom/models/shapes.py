@@ -1,33 +1,18 @@
 """Checks of the data's shape, with a refusal in one line if a model needs another."""
 
-from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from fedloom.data import DataSpec
 from fedloom.errors import InvalidValue
 
 
-class Window(NamedTuple):
-    """A convolution or pooling as the image's height and width see it: `size -> (size + 2·padding - kernel) // stride + 1`."""
-
-    kernel: int
-    stride: int = 1
-    padding: int = 0
-
-
-def image_shape(model: str, spec: DataSpec, windows: Sequence[Window] = ()) -> tuple[int, int, int]:
-    """Return `(channels, height, width)` after `windows` have passed over the images."""
+def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, int]:
+    """Return `(channels, height, width)`; raises `InvalidValue` unless the data are images of at least `least` pixels a side."""
     if spec.vocabulary is not None or len(spec.shape) != 3:
         raise InvalidValue(f"{model} needs images (channels, height, width), not {described(spec)}")
     channels, height, width = spec.shape
-    least = 1
-    for window in reversed(windows):
-        least = max(1, (least - 1) * window.stride + window.kernel - 2 * window.padding)
     if min(height, width) < least:
         raise InvalidValue(f"{model} needs images of at least {least}x{least} pixels, not {described(spec)}")
-    for window in windows:
-        height, width = ((size + 2 * window.padding - window.kernel) // window.stride + 1 for size in (height, width))
     return channels, height, width
 
 

@@ -1,7 +1,6 @@
 """Structure of models: the classifier, and the blocks of submodules from bottom to top."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
@@ -80,18 +79,14 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     declared = getattr(module, "blocks", None)
-    # lists of submodules may have that name, too
-    if not isinstance(declared, tuple) or not declared or not all(map(_are_names, declared)):
+    if not isinstance(declared, tuple):  # a list of submodules may have that name, too
         layer = layer_finder(module)
         declared = tuple((name,) for name in dict.fromkeys(map(layer, trainable)))
     kind = type(module).__name__
     present = {name for name, _ in module.named_modules()}
-    for name, times in Counter(name for block in declared for name in block).items():
-        if name not in present:
-            raise InvalidValue(f"the blocks of {kind} name {name!r}, which is no submodule of it")
-        if times > 1:
-            raise InvalidValue(f"the blocks of {kind} name {name!r} {times} times")
     block_of = {name: number for number, block in enumerate(declared) for name in block}
+    if unknown := block_of.keys() - present:
+        raise InvalidValue(f"the blocks of {kind} name {min(unknown)!r}, which is no submodule of it")
     members: list[list[str]] = [[] for _ in declared]
     for parameter in trainable:
         owner = parameter.rpartition(".")[0]
@@ -101,7 +96,3 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
             raise InvalidValue(f"the blocks of {kind} leave out the parameter {parameter!r}")
         members[block_of[owner]].append(parameter)
     return tuple(tuple(names) for names in members if names)
-
-
-def _are_names(block: object) -> bool:
-    return isinstance(block, tuple) and all(isinstance(name, str) for name in block)

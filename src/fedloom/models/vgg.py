@@ -7,11 +7,7 @@ from fedloom.config.fields import BelowOne
 from fedloom.data import DataSpec
 from fedloom.models import models
 from fedloom.models.convolutional import Variant, is_femnist
-from fedloom.models.shapes import Window, image_shape
-
-HALVE = Window(2, stride=2)
-CIFAR_WINDOWS = (HALVE,) * 5
-FEMNIST_WINDOWS = (Window(1, padding=1), Window(2), Window(2), HALVE)
+from fedloom.models.shapes import image_shape
 
 
 def stage(channels: int, out: int, depth: int) -> nn.Sequential:
@@ -83,8 +79,7 @@ def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne 
 
     Source: the code of FedMR.
     """
-    if is_femnist("fedmr_vgg16", spec, variant):
-        channels, _, _ = image_shape("fedmr_vgg16", spec, FEMNIST_WINDOWS)
-        return FemnistVgg(channels, spec.outputs)
-    channels, height, width = image_shape("fedmr_vgg16", spec, CIFAR_WINDOWS)
-    return Vgg16(channels, height * width, spec.outputs, dropout)
+    if is_femnist(variant, image_shape("fedmr_vgg16", spec, least=2)[0]):
+        return FemnistVgg(spec.shape[0], spec.outputs)
+    channels, height, width = image_shape("fedmr_vgg16", spec, least=32)
+    return Vgg16(channels, (height // 32) * (width // 32), spec.outputs, dropout)

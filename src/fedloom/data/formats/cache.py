@@ -8,32 +8,21 @@ from pathlib import Path
 from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
-from fedloom.state.digest import Digest, digest
+from fedloom.state.digest import digest_of_json
 from fedloom.state.files import remove_unfinished
 from fedloom.state.tensors import read_tensors, write_tensors
 
-_FORMAT = "1"  # in every key: raise it when the content of the files changes
+_FORMAT = 2  # in every key: raise it when the content of the files changes
 
 
-def file_stamp(paths: Iterable[Path]) -> str:
-    """Return a key that changes with the path, size or time of change of any of `paths`."""
-    stamp = Digest()
-    for path in paths:
-        status = path.stat()
-        stamp.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return stamp.hexdigest()[:32]
-
-
-def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return `make()`, kept in a file of the cache folder for (`name`, `key`). A damaged file is made anew."""
-    of = digest(f"{_FORMAT}\0{key}")[:24]
+def cached(name: str, key: str, make: Callable[[], dict[str, Tensor]], files: Iterable[Path] = ()) -> dict[str, Tensor]:
+    """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in size or time."""
+    stamps = [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path in files if (status := path.stat())]
+    of = digest_of_json([_FORMAT, key, stamps])[:24]
     folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
     path = folder / f"{name}-{of}.safetensors"
-    if path.is_file():
-        try:
-            return read_tensors(path, of=of)[0]
-        except DamagedCheckpoint:
-            path.unlink(missing_ok=True)
+    with suppress(DamagedCheckpoint):
+        return read_tensors(path, of=of)[0]
     tensors = make()
     with suppress(OSError, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,8 @@ def read_idx(path: Path) -> Tensor:
     with reading(path, "damaged gzip or idx file"), path.open("rb") as file:
         content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         magic = content.read(4)
-        if len(magic) < 4 or magic[0] or magic[1]:
-            raise DataError(f"{path}: not an idx file (it begins with {magic.hex(' ') or 'nothing'})")
-        if magic[2] != 8:  # unsigned bytes, the only element type of these data sets
-            raise DataError(f"{path}: idx element type 0x{magic[2]:02x}, only unsigned bytes (0x08) are read")
+        if len(magic) < 4 or magic[:3] != b"\0\0\x08":  # 8: unsigned bytes, the only element type of these data sets
+            raise DataError(f"{path}: not an idx file of bytes (it begins with {magic.hex(' ') or 'nothing'})")
         sizes = content.read(4 * magic[3])
         if not sizes or len(sizes) < 4 * magic[3]:
             raise DataError(f"{path}: idx header of {magic[3]} dimensions in a file of {4 + len(sizes)} bytes")

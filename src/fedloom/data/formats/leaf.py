@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.data.formats.limits import read_text, reading
-from fedloom.errors import DataError, quoted
 
 
 def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
@@ -22,18 +21,10 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
     return sorted(folder.glob(pattern), key=order)
 
 
-def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, tuple[Any, Any]]:
     """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is parsed."""
     with reading(path, "damaged json"):
         content = json.loads(read_text(path, "json"), object_hook=convert)
-    if not isinstance(content, dict) or not {"users", "user_data"} <= content.keys():
-        raise DataError(f"{path}: no LEAF file (wanted the keys users, num_samples, user_data)")
-    users, data = content["users"], content["user_data"]
-    if not isinstance(users, list) or not all(isinstance(name, str) for name in users) or len(set(users)) < len(users):
-        raise DataError(f"{path}: users must be a list of names, each of them once, not {quoted(users)}")
-    if not isinstance(data, dict):
-        raise DataError(f"{path}: user_data must hold x and y of each user, not {quoted(data)}")
-    for name in users:
-        if not isinstance(data.get(name), dict) or not {"x", "y"} <= data[name].keys():
-            raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
-    return {name: data[name] for name in users}
+    with reading(path, "no LEAF file (wanted users, a list of names, and user_data with x and y of each)"):
+        samples = {name: content["user_data"][name] for name in content["users"]}
+        return {name: (user["x"], user["y"]) for name, user in samples.items()}

@@ -40,11 +40,13 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """Raise `DataError`, in one line, for whatever a library raises over a file, and for pipes: all of it means `damage`."""
+    """Raise `DataError`, in one line that names `path`, for values that are not allowed, pipes and `damage`: all other errors."""
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: cannot be read (it is a device or a pipe, which may have no end)")
     try:
         yield
+    except InvalidValue as error:
+        raise DataError(f"{path}: {error}") from None
     except FedloomError:
         raise
     except Exception as error:

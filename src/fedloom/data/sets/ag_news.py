@@ -14,7 +14,7 @@ from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.limits import read_text
+from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.origin import files_named, load, parquet_files
@@ -75,10 +75,8 @@ def _fetch() -> tuple[_Texts, _Texts]:
 
 def _csv_texts(path: Path) -> _Texts:
     rows = read_csv(path, 3)
-    try:
+    with reading(path, "the first cell of a row must be a class 1..4"):
         classes = np.array([int(row[0]) for row in rows], np.int64)
-    except (ValueError, OverflowError) as error:
-        raise DataError(f"{path}: the first cell of a row must be a class 1..4 ({error})") from error
     return [tokens(f"{title} {description}") for _, title, description in rows], class_labels(classes - 1, 4, path)
 
 
@@ -91,16 +89,9 @@ def _table_texts(table: Any, source: str) -> _Texts:
 
 
 def read_csv(path: Path, columns: int) -> list[list[str]]:
-    """Read the rows of a csv file without header, each of `columns` cells; raises `DataError` naming the first bad line."""
-    rows: list[list[str]] = []
-    reader = csv.reader(io.StringIO(read_text(path, "csv"), newline=""), strict=True)
-    try:
-        for row in reader:
-            if len(row) != columns:
-                raise DataError(f"{path}: line {reader.line_num} has {len(row)} cells, not {columns}")
-            rows.append(row)
-    except csv.Error as error:
-        raise DataError(f"{path}: damaged csv after line {len(rows)} ({error})") from error
-    if not rows:
-        raise DataError(f"{path}: no rows")
+    """Read the rows of a csv file without header, each of `columns` cells; raises `DataError`."""
+    with reading(path, "damaged csv"):
+        rows = list(csv.reader(io.StringIO(read_text(path, "csv"), newline=""), strict=True))
+    if not rows or any(len(row) != columns for row in rows):
+        raise DataError(f"{path}: wanted rows of {columns} cells each")
     return rows

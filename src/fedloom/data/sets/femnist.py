@@ -12,12 +12,13 @@ from torch import Tensor
 from fedloom.config.fields import Share
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, decode_column, hub_table
-from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.leaf import json_files, read_leaf
+from fedloom.data.formats.limits import reading
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.origin import Split, cached_files, cached_split, load
+from fedloom.data.sets.origin import Split, cached_split, load
 from fedloom.data.sets.picture_set import Normalise, Scale, image_dataset
-from fedloom.errors import DataError, quoted
+from fedloom.errors import DataError
 from fedloom.randomness import numpy_stream
 
 Writer = TypeVar("Writer", Samples, Tensor)
@@ -70,11 +71,11 @@ def femnist(
             tests = json_files(folder / "test")
             if not tests:
                 raise DataError(f"{folder / 'test'}: no json files, though {folder / 'train'} has some")
-            return cached_files("femnist", "ready", [*ready, *tests], lambda: _read_preprocessed(ready, tests))
+            return cached_split("femnist", "ready", lambda: _read_preprocessed(ready, tests), [*ready, *tests])
         if not raw or preprocessed:
             return None
         files = ([writer for _, writer in read_leaf_images(path)] for path in raw)
-        return cached_files("femnist", f"raw {key}", raw, lambda: split(_sample(files, fraction, sample_seed)))
+        return cached_split("femnist", f"raw {key}", lambda: split(_sample(files, fraction, sample_seed)), raw)
 
     def fetch() -> Split:
         return cached_split(
@@ -158,20 +159,13 @@ def read_leaf_images(path: Path) -> list[tuple[str, Samples]]:
             return {"x": _pixels(user["x"], path), "y": class_labels(user["y"] or np.empty(0, int), _CLASSES, path)}
         return user
 
-    writers: list[tuple[str, Samples]] = []
-    for name, user in read_leaf(path, convert).items():
-        if not isinstance(user["x"], Tensor):
-            raise DataError(f"{path}: user {quoted(name)} has no x and y in user_data")
-        same_length(len(user["x"]), len(user["y"]), f"{path}: user {quoted(name)}")
-        writers.append((name, Samples(user["x"], user["y"])))
-    return writers
+    with reading(path, "no LEAF file of pictures"):
+        return [(name, Samples(x, y)) for name, (x, y) in read_leaf(path, convert).items()]
 
 
 def _pixels(rows: list[Any], path: Path) -> Tensor:
-    try:
+    with reading(path, f"x must be lists of {_SIDE * _SIDE} numbers"):
         values = np.array(rows, dtype=np.float32).reshape(len(rows), _SIDE * _SIDE)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{path}: x must be lists of {_SIDE * _SIDE} numbers") from error
     if not np.all((values >= 0) & (values <= 1)):
         raise DataError(f"{path}: pixels must lie in 0..1")
     return torch.from_numpy(np.rint(values * 255).astype(np.uint8)).view(-1, 1, _SIDE, _SIDE)

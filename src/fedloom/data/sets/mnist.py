@@ -5,7 +5,8 @@ from pathlib import Path
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.idx import read_idx
-from fedloom.data.formats.labels import class_labels, same_length
+from fedloom.data.formats.labels import class_labels
+from fedloom.data.formats.limits import reading
 from fedloom.data.sets.origin import Split, files_named
 from fedloom.data.sets.picture_set import Normalise, PictureSet, Scale, image_dataset
 from fedloom.errors import DataError
@@ -44,9 +45,9 @@ def _idx_samples(images_path: Path, labels_path: Path, name: str, classes: int) 
             raise DataError(f"{path}: wanted {dimensions} dimensions, the file has shape {list(tensor.shape)}")
     lowest = 1 if name == "emnist_letters" else 0
     labels = class_labels(numbers.numpy().astype("int64") - lowest, classes, labels_path)
-    same_length(len(images), len(labels), images_path)
     upright = images.transpose(1, 2).contiguous() if name.startswith("emnist") else images
-    return Samples(upright.unsqueeze(1), labels)
+    with reading(images_path, "no pictures"):
+        return Samples(upright.unsqueeze(1), labels)
 
 
 def _emnist(split: str, classes: int) -> PictureSet:

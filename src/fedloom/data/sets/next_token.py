@@ -11,7 +11,7 @@ from pydantic import Field
 from fedloom.config.fields import Count
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.leaf import json_files, read_leaf
-from fedloom.data.formats.limits import read_text, require_room
+from fedloom.data.formats.limits import read_text, reading, require_room
 from fedloom.data.formats.words import PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.preprocessing import TextInputs
@@ -164,8 +164,7 @@ def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
     """Read each user's texts, at most `length` characters and the one that follows."""
     users: _Users = {}
     for path in paths:
-        for user, samples in read_leaf(path).items():
-            x, y = samples["x"], samples["y"]
+        for user, (x, y) in read_leaf(path).items():
             lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
             if not lists or not all(isinstance(text, str) and text for text in (*x, *y)):
                 raise DataError(f"{path}: user {quoted(user)}: x must be texts and y as many characters")
@@ -195,15 +194,9 @@ def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
     """Read the texts of each user as tokens, with marks for beginning and end."""
     users: _Users = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            post = json.loads(line)
-        except (ValueError, RecursionError):
-            raise DataError(f"{path}: line {number} is no json: {quoted(line)}") from None
-        user = post.get("user") if isinstance(post, dict) else None
-        texts = post.get("texts", [post.get("text")]) if isinstance(post, dict) else None
-        if not isinstance(user, str | int) or not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
-            raise DataError(f"{path}: line {number} must hold a user and a text or texts, not {quoted(line)}")
-        users.setdefault(str(user), []).extend(["<s>", *split(text), "</s>"] for text in texts)
+        if line.strip():
+            with reading(f"{path}: line {number}", 'wanted {"user": "42", "text": "how do i ..."}'):
+                post = json.loads(line)
+                user, texts = post["user"], post["texts"] if "texts" in post else [post["text"]]
+                users.setdefault(str(user), []).extend(["<s>", *split(text), "</s>"] for text in texts)
     return users

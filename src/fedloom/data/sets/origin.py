@@ -8,13 +8,14 @@ from typing import TypeVar
 from torch import Tensor
 
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.cache import cached, file_stamp
+from fedloom.data.formats.cache import cached
 from fedloom.data.formats.limits import reading
 from fedloom.errors import DataError, installing
 
 Split = tuple[Samples, Samples]  # training and test samples
 T = TypeVar("T")
 _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
+_SPLITS, _FIELDS = ("train", "test"), ("inputs", "labels", "groups")
 
 
 def load(
@@ -45,28 +46,20 @@ def load(
     )
 
 
-def cached_split(name: str, key: str, make: Callable[[], Split]) -> Split:
-    """Return `make()`, kept as tensors in the cache folder under (`name`, `key`)."""
+def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()) -> Split:
+    """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in size or time."""
 
     def tensors() -> dict[str, Tensor]:
-        fields: dict[str, Tensor] = {}
-        for split, samples in zip(("train", "test"), make(), strict=True):
-            fields[f"{split}.inputs"], fields[f"{split}.labels"] = samples.inputs, samples.labels
-            if samples.groups is not None:
-                fields[f"{split}.groups"] = samples.groups
-        return fields
+        return {
+            f"{split}.{field}": tensor
+            for split, samples in zip(_SPLITS, make(), strict=True)
+            for field in _FIELDS
+            if (tensor := getattr(samples, field)) is not None
+        }
 
-    fields = cached(name, key, tensors)
-    train, test = (
-        Samples(fields[f"{split}.inputs"], fields[f"{split}.labels"], fields.get(f"{split}.groups"))
-        for split in ("train", "test")
-    )
+    kept = cached(name, key, tensors, files)
+    train, test = (Samples(**{name: kept.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
     return train, test
-
-
-def cached_files(name: str, variant: str, files: Sequence[Path], make: Callable[[], Split]) -> Split:
-    """Return `make()`, kept until a file of `files` changes in size or time; `variant` names its other dependencies."""
-    return cached_split(name, f"{variant}\0{file_stamp(files)}", make)
 
 
 def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:

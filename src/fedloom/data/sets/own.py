@@ -1,7 +1,6 @@
 """Data of the user's own: arrays in files, folders of pictures, or a Python function."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, read_files
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.origin import Split, cached_files
+from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, image_dataset
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
@@ -111,7 +110,7 @@ def images(
             train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
             return train, tests[0] if tests else train[:0]  # the cache holds two
 
-        train, test = cached_files("images", f"{channels} {size} {names}", files, read)
+        train, test = cached_split("images", f"{channels} {size} {names}", read, files)
     if len(folders) == 1:
         train, test = hold_out(train, test_fraction, seed)
     elif train.inputs.shape[1:] != test.inputs.shape[1:]:
@@ -185,14 +184,12 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
 
 def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequence[Samples]:
     """Check arrays to train on, and perhaps to test on."""
-    with _naming(source):
+    with reading(source, "no samples"):
         return same_names(*(_checked(split, layout, source) for split in splits))
 
 
 def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
     inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split)
-    if inputs is None or labels is None:
-        raise DataError(f"{source}: inputs and labels are both needed")
     inputs = np.asarray(inputs)
     if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
         raise DataError(f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}")
@@ -208,15 +205,6 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
     return samples
 
 
-@contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Raise `DataError`, which names the source, for `InvalidValue`."""
-    try:
-        yield
-    except InvalidValue as error:
-        raise DataError(f"{source}: {error}") from None
-
-
 def _dataset(
     name: str,
     splits: Sequence[Samples],
@@ -229,7 +217,7 @@ def _dataset(
     """Return the data set of training and test samples; without the latter, of each class `test_fraction` is held out."""
     train, test = splits if len(splits) > 1 else hold_out(splits[0], test_fraction, seed)
     highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
-    with _naming(source):
+    with reading(source, "no samples"):
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)
     if train.inputs.dtype != torch.int64 or not train.inputs.numel():
         return dataset

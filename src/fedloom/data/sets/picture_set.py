@@ -12,7 +12,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.arrow import column, decode_column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
-from fedloom.data.sets.origin import Split, cached_files, cached_split, load, parquet_files
+from fedloom.data.sets.origin import Split, cached_split, load, parquet_files
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
 Normalise = Literal["standard", "half", "none"]
@@ -51,7 +51,7 @@ class PictureSet:
         if paths is None:
             return split
         tables = ((read_parquet(files), str(files[0])) for files in paths)
-        return cached_files(self.name, self.label, [*paths[0], *paths[1]], lambda: self._decoded(tables))
+        return cached_split(self.name, self.label, lambda: self._decoded(tables), [*paths[0], *paths[1]])
 
     def _fetch(self) -> Split:
         tables = ((hub_table(self.repository, name), f"{self.repository} {name}") for name in self.tables)

@@ -9,7 +9,7 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.pictures import pictures, read_files
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.origin import Split, cached_files
+from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset
 from fedloom.errors import DataError, quoted
 
@@ -53,7 +53,7 @@ def _read(folder: Path) -> Split | None:
         labels = torch.tensor([label for _, label in files], dtype=torch.long)
         return Samples(read_files([path for path, _ in files], 3), labels)
 
-    return cached_files("tiny_imagenet", "folder", paths, lambda: (pictures_of(train), pictures_of(validation)))
+    return cached_split("tiny_imagenet", "folder", lambda: (pictures_of(train), pictures_of(validation)), paths)
 
 
 _SET = PictureSet(
@@ -68,7 +68,7 @@ def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
     listing = root / "wnids.txt"
     label = {wnid: number for number, wnid in enumerate(sorted(set(_lines(listing))))}
     if not 0 < len(label) <= _CLASSES:
-        raise DataError(f"{listing}: {f'more than {_CLASSES} classes' if label else 'no class ids'}")
+        raise DataError(f"{listing}: {len(label)} class ids, not 1 to {_CLASSES}")
     train: list[tuple[Path, int]] = []
     for wnid, number in label.items():
         if not wnid.isprintable() or "/" in wnid:
