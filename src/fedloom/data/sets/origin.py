@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -57,8 +57,8 @@ def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence
             if (tensor := getattr(samples, field)) is not None
         }
 
-    kept = cached(name, key, tensors, files)
-    train, test = (Samples(**{name: kept.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
+    fields: dict[str, Any] = cached(name, key, tensors, files)
+    train, test = (Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
     return train, test
 
 
