@@ -23,7 +23,7 @@ from chaos.trials import TRIALS, Rounds
 )  # those take minutes: test_ray and test_flower_sites kill some
 def test_nothing_goes_wrong_for_some_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rounds, "rounds", 60)
-    tallies = run(seconds=1, seed=1, names=[name])
+    tallies = run(seconds=0.3, seed=1, names=[name])
     assert tallies[name].wrong == []
     assert tallies[name].tried > 0
     assert f"| {name} | {tallies[name].tried} | 0 |" in table(tallies)

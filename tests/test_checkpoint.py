@@ -237,7 +237,7 @@ def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
     if kept < 3:
-        with pytest.raises(CheckpointError, match="round 4 was interrupted"):
+        with pytest.raises(CheckpointError, match="a round was interrupted"):
             interrupted.run()
     repeated = federation(tmp_path, budget > 0)
     assert repeated.finished == kept

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ from fedloom.config.registry import Entry
 from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
+from forking_scripts import Scripts, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -41,15 +43,25 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
 
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with serving() as server:
+        yield server
+
+
+def output(scripts: Scripts, code: str, folder: Path) -> str:
+    """Return what a program prints."""
+    program = folder / "page.py"
+    program.write_text(code)
+    return scripts.run(program, folder, folder / "output")
+
+
 @pytest.mark.parametrize("page", ["own-method.md", "objectives.md"])
-def test_the_code_on_a_page_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
-    program = tmp_path / "page.py"
-    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_code_on_a_page_prints_what_the_page_says(page: str, scripts: Scripts, tmp_path: Path) -> None:
+    text = output(scripts, "\n".join(blocks(page, "python")), tmp_path)
     promised = "".join(blocks(page, "text"))
-    assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", promised)
-    printed, said = ([float(number) for number in NUMBER.findall(text)] for text in (done.stdout, promised))
+    assert NUMBER.sub("#", text) == NUMBER.sub("#", promised)
+    printed, said = ([float(number) for number in NUMBER.findall(words)] for words in (text, promised))
     assert len(said) >= 3
     # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of them.
     assert printed == pytest.approx(said, abs=0.04)
@@ -69,22 +81,18 @@ for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own-method.md"])
-def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(page: str, tmp_path: Path) -> None:
+def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(
+    page: str, scripts: Scripts, tmp_path: Path
+) -> None:
     """A full step of the server makes the page's method FedProx, whose term is centred on the server's model."""
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     (block,) = (block for block in code if '("half_step")' in block)
-    program = tmp_path / "page.py"
-    program.write_text("import torch\ntorch.set_num_threads(1)\n" + block.split("\n\n\ntask = ")[0] + COMPARED)
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
 
 
 @pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"])
-def test_the_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
-    program = tmp_path / "page.py"
-    program.write_text("import torch\ntorch.set_num_threads(1)\n" + "\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_code_on_a_page_runs(page: str, scripts: Scripts, tmp_path: Path) -> None:
+    output(scripts, "\n".join(blocks(page, "python")), tmp_path)
 
 
 def test_every_test_that_the_page_about_secure_recombination_names_exists() -> None:

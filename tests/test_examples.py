@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import load
+from forking_scripts import Scripts, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -20,13 +20,24 @@ SHOWN = dict(
 NUMBER = re.compile(r"\d+\.?\d*")
 
 
-def output(name: str, folder: Path) -> str:
-    """Return the script's output, run in an empty folder in which it may leave nothing."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert list(folder.iterdir()) == []
-    return done.stdout
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def output(scripts: Scripts, tmp_path: Path) -> Callable[[str], str]:
+    """Return the output of a script, run in an empty folder in which it may leave nothing."""
+
+    def run(name: str) -> str:
+        folder = tmp_path / "empty"
+        folder.mkdir()
+        text = scripts.run(EXAMPLES / f"{name}.py", folder, tmp_path / "output", strict=True)
+        assert list(folder.iterdir()) == []
+        return text
+
+    return run
 
 
 def numbers(text: str, method: str) -> list[float]:
@@ -43,8 +54,8 @@ def test_every_script_is_shown() -> None:
 @pytest.mark.parametrize(
     "name", ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table", "next_character"]
 )
-def test_a_script_prints_what_the_gallery_shows(name: str, tmp_path: Path) -> None:
-    printed, shown = output(name, tmp_path), SHOWN[name]
+def test_a_script_prints_what_the_gallery_shows(name: str, output: Callable[[str], str]) -> None:
+    printed, shown = output(name), SHOWN[name]
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
     numbers_printed, numbers_shown = ([float(number) for number in NUMBER.findall(text)] for text in (printed, shown))
     assert numbers_printed == pytest.approx(
@@ -60,8 +71,8 @@ def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> No
     assert all(sheet.rows[0].final is not None for sheet in comparison.result({}).sheets)
 
 
-def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> None:
-    text = output("own_method", tmp_path)
+def test_a_method_of_ones_own_is_compared_with_two_others(output: Callable[[str], str]) -> None:
+    text = output("own_method")
     for method in ("fedavg", "heavy_clients", "stages(heavy_clients:15, fedmr)"):
         first, second, *rounds, size = numbers(text, method)
         assert min(first, second) > 70
@@ -69,8 +80,8 @@ def test_a_method_of_ones_own_is_compared_with_two_others(tmp_path: Path) -> Non
         assert size == pytest.approx(10 * 4 * (64 * 64 + 64 + 64 * 10 + 10) / 1000, abs=1)  # ten models of float32
 
 
-def test_personal_models_are_better_and_fairer_where_clients_differ(tmp_path: Path) -> None:
-    text = output("personalise", tmp_path)
+def test_personal_models_are_better_and_fairer_where_clients_differ(output: Callable[[str], str]) -> None:
+    text = output("personalise")
     plain, own = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
     assert plain[0] == plain[1]  # without personalisation a client's own model is the global one
     assert own[1] > plain[1] + 5
@@ -78,8 +89,8 @@ def test_personal_models_are_better_and_fairer_where_clients_differ(tmp_path: Pa
     assert own[3] < plain[3]
 
 
-def test_own_data_go_from_arrays_to_a_saved_model(tmp_path: Path) -> None:
-    text = output("own_data", tmp_path)
+def test_own_data_go_from_arrays_to_a_saved_model(output: Callable[[str], str]) -> None:
+    text = output("own_data")
     assert text.startswith("40 machines, ")
     read, run = (float(share) for share in re.findall(r"(\d+\.\d) %", text.splitlines()[-1]))
     assert read == run == numbers(text, "stages(fedavg:15, fedmr)")[0]

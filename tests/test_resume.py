@@ -167,7 +167,7 @@ def test_one_process_at_a_time_works_in_a_directory(
 
 def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: Server) -> None:
     tmp_path = server.folder
-    whole = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]")
+    whole = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]", "rounds=16")
     methods = [Path(f"runs/job/{method}/seed-{seed}") for method in ("fedavg", "fedmr") for seed in (0, 1)]
     workers = subprocess.Popen([sys.executable, "-m", "fedloom", *whole, "workers=2"], cwd=tmp_path)
     deadline = time.monotonic() + 600

@@ -112,9 +112,8 @@ def shortened(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, cut at 200 characters; its type where it has none."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text if len(text) <= LONGEST_QUOTED else f"{text[:LONGEST_QUOTED]}..."
+    """Return the first line of an error's text; its type where it has none."""
+    return shortened(next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__))
 
 
 def error_text(error: BaseException) -> str:
@@ -127,16 +126,15 @@ def error_location(error: BaseException) -> str:
 
     That is the innermost line outside of fedloom, Python and installed packages.
     """
-    for cause in _causes(error):
-        if marked := getattr(cause, _LOCATION, ""):
-            return str(marked)
-        if isinstance(cause, SyntaxError) and cause.filename and is_user_code(cause.filename):
-            return f"{shown_path(cause.filename)}:{cause.lineno}"
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_code(frame.filename)]
-        if frames:
-            function = "" if frames[-1].name.startswith("<") else f" in {frames[-1].name}"
-            return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}{function}"
-    return ""
+    if marked := getattr(error, _LOCATION, ""):
+        return str(marked)
+    if isinstance(error, SyntaxError) and error.filename and is_user_code(error.filename):
+        return f"{shown_path(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    if frames:
+        function = "" if frames[-1].name.startswith("<") else f" in {frames[-1].name}"
+        return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}{function}"
+    return "" if error.__cause__ is None else error_location(error.__cause__)
 
 
 def mark_location(error: BaseException) -> None:
@@ -188,14 +186,6 @@ _LOCATION = "fedloom_location"
 def _installed() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
     return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in paths))
-
-
-def _causes(error: BaseException) -> Iterable[BaseException]:
-    """Yield the error, its cause, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def one_line(text: str, longest: int = 500) -> str:

@@ -45,16 +45,10 @@ class Round:
     def on_time(
         self, finish: Sequence[float], clients: Sequence[int], awaited: int, began: float
     ) -> tuple[list[int], float]:
-        """Return the first `awaited` replies that arrive until `closes`; of simultaneous ones those of lower-numbered clients.
+        """Return the indices of the first `awaited` replies that arrive until `closes`, and when the server goes on.
 
-        Args:
-            finish: When each reply arrives, in seconds of the simulated clock.
-            clients: The client of each.
-            awaited: How many replies the server waits for.
-            began: When it began to wait.
-
-        Returns:
-            Indices of the replies, ascending, and the second at which the server goes on.
+        `finish` says when the reply of each of `clients` arrives, and `began` when the server began to wait. Of simultaneous
+        replies those of lower-numbered clients come first.
         """
         order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
         taken = sorted(index for index in order[:awaited] if finish[index] <= self.closes)

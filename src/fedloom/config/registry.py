@@ -42,7 +42,7 @@ class Entry(Generic[T]):
 
     @property
     def text(self) -> str:
-        """The docstring without its sections of arguments, return value and exceptions."""
+        """The docstring without its sections."""
         return _docstring(self.make)[0]
 
     @property
@@ -53,9 +53,10 @@ class Entry(Generic[T]):
     @property
     def arguments(self) -> dict[str, str]:
         """Description of each parameter, from the Args section of the docstring or of a base class; "" where there is none."""
-        bases = self.make.__mro__ if inspect.isclass(self.make) else (self.make,)
-        described = [_docstring(base)[1] for base in bases]
-        return {name: next((texts[name] for texts in described if name in texts), "") for name in self.parameters}
+        described: dict[str, str] = {}
+        for base in self.make.__mro__ if inspect.isclass(self.make) else (self.make,):
+            described = _docstring(base)[1] | described
+        return {name: described.get(name, "") for name in self.parameters}
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -65,21 +66,17 @@ class Entry(Generic[T]):
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by name. Raise `InvalidValue` for too many, an unknown or a repeated one."""
         names = list(self.parameters)
+        allowed = ", ".join(names) or "none"
         if len(positional) > len(names):
-            raise InvalidValue(
-                f"{self.name} takes at most {len(names)} arguments ({', '.join(names)}), not {len(positional)}"
-            )
+            raise InvalidValue(f"{self.name} takes at most {len(names)} arguments ({allowed}), not {len(positional)}")
         options = dict(zip(names, positional, strict=False))
-        for name, value in named.items():
+        for name in named:
             if name not in names:
-                allowed = ", ".join(names) or "none"
-                raise InvalidValue(
-                    f"{self.name} has no parameter {quoted(name)}{suggestion(name, names)} (it has: {allowed})"
-                )
+                near = suggestion(name, names)
+                raise InvalidValue(f"{self.name} has no parameter {quoted(name)}{near} (it has: {allowed})")
             if name in options:
                 raise InvalidValue(f"{self.name} got {quoted(name)} twice")
-            options[name] = value
-        return options
+        return options | named
 
 
 class Registry(Generic[T]):

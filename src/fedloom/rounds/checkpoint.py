@@ -1,12 +1,10 @@
-"""What a run leaves on disk while it goes on: checkpoints, and one line of figures a round.
+"""Checkpoints of a run, and its logs with one line a round.
 
-A checkpoint is one safetensors file, written under a temporary name and renamed, so that a kill leaves the old one or the new
-one, never half of one. It holds digests of itself and of the figures of its rounds, so that no damaged file is gone on from.
-Loading runs no code.
+A checkpoint holds digests of itself and of the figures of its rounds, so that no damaged file is gone on from.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.digest import Checksum
-from fedloom.state.files import append_line, flush, write_text
+from fedloom.state.files import append_line, flush, write_bytes
 from fedloom.state.tensors import read_tensors, write_tensors
 
 FORMAT = "3"
@@ -74,17 +72,16 @@ class Checkpoints:
         newest: Checkpoint | None = None
         for path in self.paths():
             try:
-                candidate = self._read(path)
-                if candidate.round > recorded:
+                newest = self._read(path)
+                if newest.round > recorded:
                     raise DamagedCheckpoint(
-                        f"{path} is of round {candidate.round}, but only {recorded} rounds have figures"
+                        f"{path} is of round {newest.round}, but only {recorded} rounds have figures"
                     )
-                adopt(candidate)
+                adopt(newest)
+                break
             except DamagedCheckpoint as error:
                 passed.append(str(error))
-            else:
-                newest = candidate
-                break
+                newest = None
         instead = "starting again from round 1" if newest is None else f"going on after round {newest.round}"
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return newest
@@ -117,10 +114,7 @@ def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 class RoundLog:
     """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes. Without a path the
-    records stay in memory.
-
-    `digest` is that of all lines since `resume`.
-    """
+    records stay in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path, self.name = path, "" if path is None else path.name
@@ -129,11 +123,12 @@ class RoundLog:
 
     @property
     def digest(self) -> str:
+        """The digest of all lines since `resume`."""
         return str(self._digest.hexdigest())
 
     def require(self, finished: int, digest: str | None) -> None:
         """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this was the digest."""
-        if _digest(record for record in self.read() if record["round"] <= finished).hexdigest() != digest:
+        if Checksum(self._lines(finished)).hexdigest() != digest:
             raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
 
     def read(self) -> list[dict[str, Any]]:
@@ -153,20 +148,22 @@ class RoundLog:
 
     def resume(self, finished: int) -> list[dict[str, Any]]:
         """Return the lines up to round `finished`; later and broken ones are removed from the file."""
-        records = [record for record in self.read() if record["round"] <= finished]
+        lines = self._lines(finished)
         if self.path is not None and self.path.exists():
-            write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in records))
-        self._digest = _digest(records)
-        return records
+            write_bytes(self.path, lines)
+        self._digest = Checksum(lines)
+        return self.read()
+
+    def _lines(self, finished: int) -> bytes:
+        return b"".join(_line(record) for record in self.read() if record["round"] <= finished)
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
-        line = f"{json.dumps(record)}\n".encode()
         if self.path is None:
             self._in_memory.append(record)
         else:
-            append_line(self.path, line, durable=False)
-        self._digest.update(line)
+            append_line(self.path, _line(record), durable=False)
+        self._digest.update(_line(record))
 
     def sync(self) -> None:
         """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
@@ -178,8 +175,5 @@ class RoundLog:
         return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))
 
 
-def _digest(records: Iterable[Mapping[str, Any]]) -> Checksum:
-    digest = Checksum()
-    for record in records:
-        digest.update(f"{json.dumps(record)}\n".encode())
-    return digest
+def _line(record: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(record)}\n".encode()

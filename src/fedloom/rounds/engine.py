@@ -50,9 +50,8 @@ class ClientTask:
 class Reply:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
-    `gathered`: matrices `[slots, ...]` of its block of slots (`slots_together`) in which the tensors lie already, each in the row
-    of its slot, where the engine had the replies written there; they are given away. `samples`: how many the client trains on,
-    where it is not the task that knows.
+    `gathered`: matrices `[slots, ...]` of its block of slots (`slots_together`), given away, in which the tensors lie already,
+    in the row of its slot. `samples`: how many the client trains on, where it is not the task that knows.
     """
 
     client_task: ClientTask
@@ -92,23 +91,19 @@ class Engine(Protocol):
     """Runs the client half of a method. Results may come in any order; the federation puts them in theirs. It holds least
     when blocks of slots (`slot_blocks`) come one after the other.
 
-    `notices`: what there is to say of how clients train, a line each, in the order in which it came up.
+    `notices`: what there is to say of how clients train, a line each. `in_process`: True where clients train in this process,
+    False in others of this machine, None away from it.
     """
 
     notices: list[str]
-
     in_process: bool | None
-    """Whether clients train in this process (True), in others of this machine (False), or away from it (None)."""
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         """Let the client of every task train."""
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        """Let the client of every task make the model it would use, and score that on the client's own test data.
-
-        `round` is one that has not begun. Nothing of it lasts: clients remember nothing, random streams and statistics stay as
-        they are. The models do not leave the engine. Tallies of one client or several come in any order.
-        """
+        """Let the client of every task make the model it would use in `round`, and score that on the client's own test data.
+        Nothing of it lasts: clients remember nothing, and the models do not leave the engine. Tallies come in any order."""
 
     def begin(self, task: Task, directory: Path | None) -> None:
         """A federation on `task` begins: no client remembers anything, and what memory cannot hold goes to `directory`."""
@@ -144,8 +139,8 @@ class FoldingEngine(Protocol):
 
 
 class RemoteClients:
-    """An engine whose clients are sites of their own, and strangers: they exchange layers among themselves where a method asks
-    for it, and what they say of their numbers of samples gives none of them more than `largest_share` of a round's weight."""
+    """An engine whose clients are sites of their own, and strangers: what they say of their numbers of samples gives none of them
+    more than `largest_share` of a round's weight."""
 
     largest_share: float
 

@@ -101,7 +101,6 @@ class Federation:
         self.finished = self._saved = 0  # rounds so far, and at the last checkpoint
         self._pool_watch = PoolWatch(task.test.labels)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
-        self._spent = 0  # the round after which no other may be run
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
         self._now = 0.0  # of the simulated clock
         self._awaited = schedule.participants(trainers)  # replies of a round, at most
@@ -154,8 +153,9 @@ class Federation:
         """Notices, a line each: what was wrong with the checkpoints at the start, how clients train where that is not as usual,
         whether the models of a pool have come apart, and why the run ends early."""
         of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
-        spent = [f"the privacy budget is spent: the run ends after round {self._spent}"] if self._spent else []
-        ends = [*spent, *self.evaluation.patience.notices]
+        ends = self.evaluation.patience.notices
+        if self.finished and self.algorithm.spent:
+            ends = [f"the privacy budget is spent: the run ends after round {self.finished}", *ends]
         return [*self._untrained, *of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *ends]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
@@ -167,7 +167,7 @@ class Federation:
         """
         if self._midway:
             raise CheckpointError(
-                f"round {self.finished + 1} was interrupted: make the federation again to go on from its last checkpoint"
+                "a round was interrupted: make the federation again to go on from its last checkpoint"
             )
         if self.finished == 0 and self.algorithm.spent:
             if self._ledger is not None and self._ledger.releases:
@@ -289,7 +289,6 @@ class Federation:
         for name, value in (record | figures).items():  # JSON cannot express an infinite or undefined figure
             record[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         self._pool_watch.see(record)
-        self._spent = round.number if self.algorithm.spent else 0
         ended = time.perf_counter()
         timing: Record = {
             "round": round.number,
@@ -391,13 +390,13 @@ class Federation:
         for observer in self.observers:
             observer.commit(record["round"])
         self.evaluation.patience.see(record["round"], record)
+        self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
         if notices := [text for text in self.notices if text not in self._noted]:
             timing["notices"] = notices
             self._noted.update(notices)
         for log, line in zip(self._logs, (record, timing, clients), strict=True):
             if line is not None:
                 log.append(line)
-        self.finished, self._now = record["round"], record.get("simulated_seconds", 0.0)
 
     def personal_tasks(self) -> Iterator[tuple[int, Round, ClientTask]]:
         """Yield what each evaluated client is sent in order to personalise, with its number and the round to come."""
@@ -443,7 +442,7 @@ class Federation:
         recorded = [log.complete(log.read()) for log in (self._logs[0], *(observer.log for observer in self.observers))]
         checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
-        history, timings, _ = (log.resume(finished) for log in self._logs)
+        history, timings, _ = [log.resume(finished) for log in self._logs]
         self.finished = self._saved = finished
         self._now = history[-1].get("simulated_seconds", 0.0) if history else 0.0
         self._noted.update(text for timing in timings for text in timing.get("notices", ()))

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,14 +12,6 @@ from fedloom.algorithm import AggregatedReplies, Exchange, Replies
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
-
-
-@dataclass
-class SlotBlock:
-    """The replies of some consecutive slots: one matrix for each name of a tensor, and who has answered."""
-
-    matrices: dict[str, Tensor] = field(default_factory=dict)
-    arrived: list[Reply] = field(default_factory=list)
 
 
 class RoundReplies:
@@ -48,7 +40,8 @@ class RoundReplies:
         self._integers: dict[int, Tensor] = {}  # by block
         self.arrived: list[Reply] = []  # without their tensors
         self.aggregate: AggregatedReplies | None = None
-        self._blocks: defaultdict[int, SlotBlock] = defaultdict(SlotBlock)
+        self._matrices: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # by block
+        self._arrived: defaultdict[int, list[Reply]] = defaultdict(list)  # by block
         self._awaited = Counter(task.slot // self.size for task in client_tasks if task.slot is not None)
         self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
         self._folded: dict[int, AggregatedReplies | None] = {}  # those that came before their turn
@@ -72,21 +65,25 @@ class RoundReplies:
                     self._fold(slot // self.size)
         for number in [number for number, count in self._awaited.items() if count]:
             self._fold(number)  # some of its clients were never heard of
-        self.faults.sort(key=lambda fault: _order(fault.client_task))
-        self.arrived.sort(key=lambda reply: _order(reply.client_task))
+        self.faults.sort(key=_order)
+        self.arrived.sort(key=_order)
 
     def _store(self, reply: Reply, slot: int) -> None:
         number, row = divmod(slot, self.size)
-        block = self._blocks[number]
+        rows = min(self.size, self.slots - number * self.size)
+        matrices = self._matrices[number]
         for name, tensor in reply.tensors.items():
-            if name not in block.matrices:
-                block.matrices[name] = self._matrix_for(reply, name, min(self.size, self.slots - number * self.size))
-            target = block.matrices[name][row]
+            if name not in matrices:
+                matrix = reply.gathered.get(name)
+                if matrix is None or len(matrix) != rows or matrix.dtype != tensor.dtype:
+                    matrix = self.pools.empty((rows, *tensor.shape), tensor.dtype, tensor.device)
+                matrices[name] = matrix
+            target = matrices[name][row]
             if target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
-            self.bytes += tensor.numel() * tensor.element_size()
-        block.arrived.append(Reply(reply.client_task, {}, reply.metrics, samples=reply.samples))
-        self.arrived.append(block.arrived[-1])
+            self.bytes += tensor.nbytes
+        self.arrived.append(Reply(reply.client_task, {}, reply.metrics, samples=reply.samples))
+        self._arrived[number].append(self.arrived[-1])
 
     def _fold(self, number: int) -> None:
         """Fold a block, and join what it is the turn of."""
@@ -108,23 +105,16 @@ class RoundReplies:
 
     def _in_order(self, number: int) -> Replies:
         """Return the replies of a block, which is given up. The rows of slots without a reply become zero."""
-        block = self._blocks.pop(number, SlotBlock())
-        block.arrived.sort(key=lambda reply: _order(reply.client_task))
-        slots = torch.tensor([reply.client_task.slot for reply in block.arrived], dtype=torch.int64)
-        clients = torch.tensor([reply.client_task.client for reply in block.arrived], dtype=torch.int64)
+        matrices = self._matrices.pop(number, {})
+        arrived = sorted(self._arrived.pop(number, []), key=_order)
+        slots = torch.tensor([reply.client_task.slot for reply in arrived], dtype=torch.int64)
+        clients = torch.tensor([reply.client_task.client for reply in arrived], dtype=torch.int64)
         offset = number * self.size
         answered = set((slots - offset).tolist())
-        for matrix in block.matrices.values():
+        for matrix in matrices.values():
             for row in set(range(len(matrix))) - answered:
                 matrix[row].zero_()
-        return Replies(block.matrices, clients, slots, self.weigh(block.arrived), self.exchange, offset)
-
-    def _matrix_for(self, reply: Reply, name: str, slots: int) -> Tensor:
-        """The matrix for the replies' tensors of that name: the engine's own where this tensor lies in it, else a new one."""
-        tensor, matrix = reply.tensors[name], reply.gathered.get(name)
-        if matrix is not None and len(matrix) == slots and matrix.dtype == tensor.dtype:
-            return matrix
-        return self.pools.empty((slots, *tensor.shape), tensor.dtype, tensor.device)
+        return Replies(matrices, clients, slots, self.weigh(arrived), self.exchange, offset)
 
     @property
     def integers(self) -> Tensor | None:
@@ -157,5 +147,6 @@ def weights_of(task: Task, replies: Sequence[Reply]) -> Tensor:
     return torch.where(claimed < 0, sizes, claimed)
 
 
-def _order(client_task: ClientTask) -> tuple[bool, int, int]:
-    return client_task.slot is None, client_task.slot or 0, client_task.client
+def _order(answer: Reply | Fault) -> tuple[bool, int, int]:
+    task = answer.client_task
+    return task.slot is None, task.slot or 0, task.client

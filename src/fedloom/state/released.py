@@ -24,15 +24,9 @@ CUT_SHORT = "cut short"
 
 @dataclass(frozen=True)
 class Release:
-    """Release that a round is about to make.
+    """Release that a round is about to make through the wrapper `method`, with `noise` in units of the clip.
 
-    Attributes:
-        round: Number of the round, from 1.
-        method: Name of the wrapper that adds noise, such as `private`, with its path inside the others: `inner0.private`.
-        noise: Standard deviation of the noise, in units of the clip.
-        clip: Length of the longest update, or gradient of a sample.
-        clients: Clients that the round costs a release each; None where it is one release for everybody, whose
-            participants must stay secret.
+    It costs each of `clients`; None: everybody, where participants must stay secret.
     """
 
     round: int
@@ -51,14 +45,10 @@ class ReleaseLedger:
         self._digest = self._start = digest(f"fedloom releases {identity}")
 
     def resume(self, evidence: int) -> None:
-        """Read the releases of an earlier start and go on after them. A last line that was cut short counts as a release that
-        costs every client.
+        """Read the releases of an earlier start. A last line that was cut short counts as a release that costs every client.
 
-        Args:
-            evidence: The last round that the run's directory shows anything of, 0 for none.
-
-        Raises:
-            CheckpointError: A line is missing or not as it was written, or the ledger ends before the round of `evidence`.
+        Raises `CheckpointError` when a line is missing or not as it was written, or the ledger ends before round `evidence`,
+        the last that the run's directory shows anything of.
         """
         self.releases, self._digest = [], self._start
         try:

@@ -23,17 +23,8 @@ _TYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True) -> None:
-    """Write a safetensors file. The same tensors and metadata give the same bytes.
-
-    Args:
-        path: File to write or replace.
-        tensors: Tensors by name, of any type that safetensors has.
-        metadata: Texts by name.
-        durable: Wait until the file has reached the disk.
-
-    Raises:
-        CheckpointError: The file cannot be written, such as on a full disk.
-    """
+    """Write or replace a safetensors file; `durable` as in `replacing`. The same tensors and metadata give the same bytes.
+    Raises `CheckpointError` when it cannot be written."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
@@ -50,18 +41,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file that `write_tensors` wrote.
-
-    Args:
-        path: File to read.
-        **expected: Entries that the metadata must have.
-
-    Returns:
-        The tensors by name, copied, and the metadata.
-
-    Raises:
-        DamagedCheckpoint: The file is missing, cut short, no such file at all, or not as it was written.
-    """
+    """Return copies of the tensors and the metadata, which must have the `expected` entries, of a file of `write_tensors`.
+    Raises `DamagedCheckpoint` when it is missing, cut short, no such file at all, or not as it was written."""
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
