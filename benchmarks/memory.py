@@ -126,7 +126,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.alone:
         kind, name, *options = arguments.alone
-        line = of_server(name, int(options[0])) if kind == "server" else of_rounds(name, *options[:2], int(options[2]))
+        if kind == "server":
+            line = of_server(name, int(options[0]))
+        else:
+            engine, method, rounds = options
+            line = of_rounds(name, engine, method, int(rounds))
         print(json.dumps(line))
         return
     rows = [
