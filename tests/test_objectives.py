@@ -396,7 +396,7 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
         "–",
         "–",
     ]  # never recorded
-    assert one.table.best(titles.index("Final RMSE")) == {1}
+    assert one.table.best_lines[titles.index("Final RMSE")] == {1}
     assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(titles)
     text = (tmp_path / "report.html").read_text()
     conclusion = text.partition("<p class=conclusion>")[2].partition("</p>")[0]

@@ -192,7 +192,7 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     for sentence in reading([table]):
         assert sentence in text
     assert "mean of the last 4 evaluations" in text
-    assert "Differences in the accuracy after the last round" in text
+    assert "Differences from fedavg in the accuracy after the last round" in text
 
 
 def test_names_may_be_broken_but_no_number() -> None:

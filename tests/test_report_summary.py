@@ -179,12 +179,12 @@ def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> No
     titles = [column.title for column in table.columns]
     reach = titles.index("Rounds to 90 %")
     assert [line[reach].text for line in table.lines] == ["4.0 ± 0.0", "2.0 ± 0.0 (2.0×)", "1 (1 of 2 seeds)", "*"]
-    assert table.best(reach) == {1}  # one lucky seed is not the fastest method
+    assert table.best_lines[reach] == {1}  # one lucky seed is not the fastest method
     final_column = titles.index("Final accuracy, %")
     assert table.lines[0][final_column].text == "90.00 ± 0.00"
     assert table.lines[3][final_column].text == "10.00"
-    assert table.best(final_column) == {0}
-    assert table.best(titles.index("Method")) == set()
+    assert table.best_lines[final_column] == {0}
+    assert table.best_lines[titles.index("Method")] == set()
 
 
 def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
@@ -221,7 +221,7 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
 
 def test_nothing_is_best_where_all_are_equal() -> None:
     table = comparison(summarise([run_of([0.5], "a"), run_of([0.5], "b")]))
-    assert all(table.best(k) == set() for k in range(len(table.columns)))
+    assert all(table.best_lines[k] == set() for k in range(len(table.columns)))
 
 
 def test_csv_holds_plain_numbers_that_read_back() -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from scipy import stats
 
 from fedloom.cli.running import print_tables
-from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
+from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables
 from fedloom.experiment.finished import write_pages
 from fedloom.objectives import Metric
 from fedloom.report.conclusions import conclusions
@@ -197,7 +197,7 @@ def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -
         [None, None, None],
     ]
     titles = [column.title for column in one.table.columns]
-    assert one.table.best(titles.index("Std over clients, %")) == {0}
+    assert one.table.best_lines[titles.index("Std over clients, %")] == {0}
     assert "Worst tenth, %" not in [c.title for c in sheet([run_of([0.5], "c", 0)]).table.columns]
 
 
@@ -389,7 +389,11 @@ def test_the_page_begins_with_its_conclusions() -> None:
 def test_the_terminal_shows_everything_in_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     sheets = several()
-    for table in (*comparison_tables(sheets[0], 80), *overall_tables(sheets * 6, 80), difference_table(sheets[0])):
+    for table in (
+        *comparison_tables(sheets[0], 80),
+        *overall_tables(sheets * 6, 80),
+        *difference_tables(sheets[0], 80),
+    ):
         console.print(table)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
@@ -400,7 +404,7 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
         "Rounds to 50 %",
         "down",
         "rank",
-        "p (exact),",
+        "(exact),",
         "Holm",
         "not significant",
     ):

@@ -78,7 +78,7 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from fedloom.cli.terminal import comparison_tables, difference_table, overall_tables
+    from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables
     from fedloom.report.sheet import explained, faults_in, reading
 
     console = Console(highlight=False)
@@ -94,6 +94,6 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
         for table in overall_tables(sheets, console.width):
             console.print(table)
     elif sheets and sheets[0].tests[sheets[0].measure]:
-        console.print(difference_table(sheets[0]))
+        console.print(*difference_tables(sheets[0], console.width), sep="\n")
     for text in (*explained(sheets), *reading(sheets)):
         console.print(Text(text))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedloom.report.cells import Table as Plain
 from fedloom.report.cells import halves
-from fedloom.report.sheet import DIFFERENCE_HEADS, Sheet, caption, overall
+from fedloom.report.sheet import Sheet, caption, overall
 
 if TYPE_CHECKING:
     from fedloom.experiment.column_statistics import Statistics
@@ -51,14 +51,10 @@ def _sizes(table: Plain) -> list[int]:
     return [max(map(len, column)) + 2 for column in texts]
 
 
-def difference_table(sheet: Sheet) -> Table:
+def difference_tables(sheet: Sheet, width: int) -> list[Table]:
     """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
-    heads = (
-        f"minus {sheet.difference_lines[0][1]}",
-        "Diff.",
-        *(head.replace(", ", ",\n") for head in DIFFERENCE_HEADS[1:]),
-    )
-    return text_table(heads, [[method, *cells] for method, _, *cells in sheet.difference_lines], sheet.difference_title)
+    title, table = sheet.differences
+    return _fitting(table, width - _SHORTEST - 2, title)
 
 
 def text_table(heads: Sequence[str], lines: Sequence[Sequence[str]], caption: str, best: int | None = None) -> Table:

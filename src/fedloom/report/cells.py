@@ -56,21 +56,18 @@ class Table:
 
     @property
     def best_lines(self) -> list[set[int]]:
-        """The lines with the best value, column by column."""
-        return [self.best(k) for k in range(len(self.columns))]
-
-    def best(self, column: int) -> set[int]:
-        """Return the lines with the best value of a column: none unless there are two different values to compare.
+        """The lines with the best value, column by column: none unless there are two different values to compare.
 
         A value that leaves out the seeds that failed is not compared, and values that look the same share the mark.
         """
-        values = {k: line[column].value for k, line in enumerate(self.lines) if not line[column].partial}
-        numbers = {k: float(f"{value:.4g}") for k, value in values.items() if isinstance(value, int | float)}
-        direction = self.columns[column].best
-        if not direction or len(set(numbers.values())) < 2:
-            return set()
-        best = max(numbers.values()) if direction == "largest" else min(numbers.values())
-        return {k for k, value in numbers.items() if value == best}
+        best: list[set[int]] = []
+        for k, column in enumerate(self.columns):
+            values = {row: line[k].value for row, line in enumerate(self.lines) if not line[k].partial}
+            numbers = {row: float(f"{value:.4g}") for row, value in values.items() if isinstance(value, int | float)}
+            compared = column.best and len(set(numbers.values())) > 1
+            extreme = max if column.best == "largest" else min
+            best.append({row for row, value in numbers.items() if compared and value == extreme(numbers.values())})
+        return best
 
 
 def comparison(
@@ -91,10 +88,10 @@ def comparison(
         cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
         return Column(f"{title}{in_percent}", *order, score=True), cells
 
-    def to_targets(unit: str, cell: Callable[[Reach, Reach], Cell]) -> Iterator[Filled]:
+    def to_targets(cost: str) -> Iterator[Filled]:
         for k, reach in enumerate(reaches):
-            column = Column(f"{unit} to {target_text(metric, reach.target)}", *smallest)
-            yield column, [cell(row.reaches[k], reach) for row in rows]
+            column = Column(f"{cost.capitalize()} to {target_text(metric, reach.target)}", *smallest)
+            yield column, [_cost_to(cost, row.reaches[k], reach) for row in rows]
 
     def means(title: str, name: str, text: Callable[[float], str], order: str = "descending") -> Filled:
         spreads: list[Spread | None] = [getattr(row, name) for row in rows]
@@ -115,9 +112,9 @@ def comparison(
             score("Std over clients", "client_std", smallest),
             score("Worst tenth", "client_worst"),
         ]
-    filled += [*to_targets("Rounds", _rounds_to), *to_targets("Bytes", _bytes_to)]
+    filled += [*to_targets("rounds"), *to_targets("bytes")]
     if any(row.timed for row in rows):
-        filled += to_targets("Seconds", _seconds_to)
+        filled += to_targets("seconds")
     if any(row.epsilon is not None for row in rows):
         filled.append(means("Epsilon", "epsilon", "{:.3g}".format, "ascending"))
     if any(row.simulated is not None for row in rows):
@@ -163,32 +160,20 @@ def target_text(metric: Metric, target: TargetValue) -> str:
     return f"{limit.figure} {'≥' if limit.upwards else '≤'} {value}" if isinstance(target, str) else value
 
 
-def _rounds_to(reach: Reach, baseline: Reach) -> Cell:
-    if reach.rounds is None:
-        return _unreached(reach)
-    mean = reach.rounds.mean
-    text = f"{mean:.0f}" if reach.rounds.count == 1 else f"{mean:.1f} ± {reach.rounds.std:.1f}"
-    if reach.reached < reach.seeds:
-        return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True)
-    if reach is not baseline and baseline.rounds is not None and baseline.reached == baseline.seeds:
-        text += f" ({baseline.rounds.mean / mean:.1f}×)"
-    return Cell(text, mean)
-
-
-def _bytes_to(reach: Reach, baseline: Reach) -> Cell:
-    if reach.bytes is None:
-        return _unreached(reach)
-    partial = reach.reached < reach.seeds
-    return Cell(byte_text(reach.bytes.mean) + (SOME if partial else ""), reach.bytes.mean, partial)
-
-
-def _seconds_to(reach: Reach, baseline: Reach) -> Cell:
-    if reach.seconds is None:
-        return _unreached(reach)
-    partial, mean = reach.reached < reach.seeds, f"{reach.seconds.mean:.3g}"
-    text = mean if reach.seconds.count == 1 else f"{mean} ± {reach.seconds.std:.2g}"
-    return Cell(text + (SOME if partial else ""), reach.seconds.mean, partial)
-
-
-def _unreached(reach: Reach) -> Cell:
-    return Cell(NEVER if reach.measured else "–", None)
+def _cost_to(cost: str, reach: Reach, baseline: Reach) -> Cell:
+    """Return the rounds, bytes or seconds to a target; rounds with their speed-up over the `baseline`."""
+    spread: Spread | None = getattr(reach, cost)
+    if spread is None:
+        return Cell(NEVER if reach.measured else "–", None)
+    mean, several, partial = spread.mean, spread.count > 1, reach.reached < reach.seeds
+    if cost == "bytes":
+        text = byte_text(mean)
+    elif cost == "seconds":
+        text = f"{mean:.3g}" + (f" ± {spread.std:.2g}" if several else "")
+    else:
+        text = f"{mean:.1f} ± {spread.std:.1f}" if several else f"{mean:.0f}"
+        if partial:
+            return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True)
+        if reach is not baseline and baseline.rounds is not None and baseline.reached == baseline.seeds:
+            text += f" ({baseline.rounds.mean / mean:.1f}×)"
+    return Cell(text + (SOME if partial else ""), mean, partial)

@@ -9,7 +9,6 @@ from typing import Any
 
 from fedloom.report.cells import Table, halves
 from fedloom.report.sheet import (
-    DIFFERENCE_HEADS,
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
     Sheet,
@@ -71,9 +70,8 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     for sheet in sheets:
         blocks += [f"## {sheet.setting}\n"] if sheet.setting else []
         blocks += map(_markdown, halves(sheet.table))
-        if lines := [[*map(escape_markdown, line[:2]), *line[2:]] for line in sheet.difference_lines]:
-            differences = markdown_table(("Method", "minus", *DIFFERENCE_HEADS), lines, texts=(0, 1, 6))
-            blocks.append(f"{sheet.difference_title}:\n\n{differences}")
+        heading, differences = sheet.differences
+        blocks += [f"{heading}:\n", _markdown(differences)] if heading else []
     blocks += [f"{text}\n" for text in (*explained(sheets), *reading(sheets))]
     return "\n".join(blocks)
 

@@ -26,7 +26,7 @@ from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
-from fedloom.report.sheet import DIFFERENCE_HEADS, Criterion, Sheet, caption, explained, faults_in, overall, reading
+from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.sheet import sheet as sheet_of
 from fedloom.report.summary import LAST, Row, RunSummary, TargetValue, dotted, elapsed_seconds, faults
 from fedloom.report.units import byte_text, percent, time_text
@@ -127,9 +127,7 @@ def render(
         conclusions=conclusions([sheet]),
         tables=halves(sheet.table),
         captions=[*explained([sheet]), _sentence(faults_in(sheet)), *reading([sheet])],
-        differences=sheet.difference_lines,
-        difference_title=sheet.difference_title,
-        difference_heads=DIFFERENCE_HEADS,
+        differences=sheet.differences,
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
         thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",

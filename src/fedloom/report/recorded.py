@@ -197,8 +197,8 @@ def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Itera
     alike = " Directions, axes and contour lines are the same for all methods." if len(entries) > 1 else ""
     for name, (run, entry) in by_method.items():
         caption = (
-            f"around the final model of {name}, on {entry['samples']:,} {entry['data']} samples, in two random filter-normalised "
-            f"directions.{alike} Seed {run.seed}."
+            f"around the final model of {name}, on {entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples, in "
+            f"two random filter-normalised directions.{alike} Seed {run.seed}."
         )
         figure = landscape(name, entry, [*entries.values()])
         yield ReportFigure.of(f"landscape-{name}", "Loss landscape", caption, figure)

@@ -86,15 +86,13 @@ class Sheet:
         return comparison(self.rows, self.marks, self.last)
 
     @property
-    def difference_title(self) -> str:
-        """The title of the table of differences in the measure."""
-        return f"Differences in the {self.criterion.name}{', in points' if self.criterion.metric.share else ''}"
-
-    @property
-    def difference_lines(self) -> list[list[str]]:
-        """The lines of that table: a method, the reference, and the `difference_cells`."""
-        metric = self.criterion.metric
-        return [[test.method, test.other, *difference_cells(test, metric)] for test in self.tests[self.measure]]
+    def differences(self) -> tuple[str, Table]:
+        """The title and the table of the differences in the measure, without lines where nothing was tested."""
+        tests, name, metric = self.tests[self.measure], self.criterion.name, self.criterion.metric
+        title = f"Differences from {tests[0].other} in the {name}{', in points' * metric.share}" if tests else ""
+        lines = [(test.method, *difference_cells(test, metric)) for test in tests]
+        columns = tuple(Column(head, order="") for head in ("Method", *DIFFERENCE_HEADS))
+        return title, Table(columns, tuple(tuple(Cell(text, None) for text in line) for line in lines))
 
 
 def sheet(
