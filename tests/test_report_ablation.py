@@ -24,8 +24,8 @@ def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunS
 
 def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
     return {
-        one.name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in one.lines}
-        for one in ablations(runs, criterion(measure))
+        name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in lines}
+        for name, lines in ablations(runs, criterion(measure)).items()
     }
 
 
@@ -41,14 +41,15 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
         for (method, share), values in accuracy.items()
         for seed, value in enumerate(values)
     ]  # fmt: skip
-    (one,) = ablations(runs, criterion("final"))
-    assert (one.name, one.values, one.numeric) == ("participation", [0.1, 0.5], True)
-    for line in one.lines:
+    final = criterion("final")
+    ((name, lines),) = ablations(runs, final).items()
+    assert (name, len(lines)) == ("participation", 2)
+    for line in lines:
         for share, spread in line.spreads.items():
             values = accuracy[str(line.method), share]
             assert (spread.mean, spread.std) == pytest.approx((statistics.mean(values), statistics.stdev(values)))
     looks = styles(runs)
-    for line, trace in zip(one.lines, ablation_figure(one, looks).data, strict=True):
+    for line, trace in zip(lines, ablation_figure(name, lines, final, looks).data, strict=True):
         assert list(trace.x) == [0.1, 0.5]
         assert list(trace.y) == [spread.mean for spread in line.spreads.values()]
         assert list(trace.error_y.array) == [spread.std for spread in line.spreads.values()]
@@ -94,14 +95,16 @@ def test_two_things_that_differ_are_told_apart() -> None:
             "data.partition=dirichlet(0.1)": {1: 0.2, 5: pytest.approx(0.3)},
         },
     }
-    bars = ablation_figure(ablations(runs, criterion("final"))[0], styles(runs)).data
+    final = criterion("final")
+    name, lines = next(iter(ablations(runs, final).items()))
+    bars = ablation_figure(name, lines, final, styles(runs)).data
     assert [bar.type for bar in bars] == ["bar", "bar"]
     assert list(bars[0].x) == ["iid", "dirichlet(0.1)"]
 
 
 def test_methods_that_only_differ_in_name_show_nothing() -> None:
     runs = [run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]
-    assert ablations(runs, criterion()) == []
+    assert ablations(runs, criterion()) == {}
     assert "Effect of parameters and settings" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
 
 

@@ -1,7 +1,7 @@
 """The effect of a parameter or a setting: accuracy over each value that differs between the runs (FedMR, figures 9 to 11)."""
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,95 +25,83 @@ STAGE = "last round of "  # begins the feature that says when a stage ends; the 
 _IGNORED = ("algorithm", "seed", "command", "targets", "record", "engine", "name", "directory")
 
 
+_Trained = tuple[dict[str, Any], RunSummary, float]
+"""Settings and parameters of a run by name, the run, and its accuracy."""
+
+
 @dataclass(frozen=True)
 class AblationLine:
-    """Spreads over seeds by value, in the order of the values, and the method of the runs with that value, if it is one."""
+    """Spreads over seeds by value, in the order of the values, and the method of the runs with each value, if it is one."""
 
     label: str
-    methods: Mapping[Any, str | None]
     spreads: Mapping[Any, Spread]
+    methods: Sequence[str | None]
 
     @property
     def method(self) -> str | None:
         """The method of all these runs, if it is one."""
-        names = set(self.methods.values())
-        return names.pop() if len(names) == 1 else None
+        return self.methods[0] if len(set(self.methods)) == 1 else None
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """Accuracies by the criterion `title` over the values of one parameter, a line for each combination of the others: `name` is
-    a configuration key (`data.partition`) or a method's parameter (`fraction of fedmr`)."""
+def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[AblationLine]]:
+    """Return, by name, the parameters that differ between runs which agree in everything else but the seed: accuracies by the
+    criterion `by` over the values, a line for each combination of the others.
 
-    name: str
-    title: str
-    lines: Sequence[AblationLine]
-    share: bool = True  # they are shares, drawn in per cent
-
-    @property
-    def values(self) -> list[Any]:
-        """All values, in the order in which the lines have them."""
-        return list(dict.fromkeys(value for line in self.lines for value in line.spreads))
-
-    @property
-    def numeric(self) -> bool:
-        """True if all values are numbers."""
-        return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.values)
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A run with its settings and parameters by name, and its accuracy; `without_stage` where it stands for a run whose first
-    stage has no rounds."""
-
-    features: Mapping[str, Any]
-    run: RunSummary
-    accuracy: float
-    without_stage: bool = False
-
-
-def ablations(runs: Sequence[RunSummary], by: Criterion) -> list[Ablation]:
-    """Return all parameters that differ between runs which agree in everything else but the seed.
-
-    Parameters of methods count with their defaults, so that `fedmr(unit=segment)` and `fedmr(unit=segment, fraction=0.5)`
-    differ in one; a method beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds. Accuracies are
-    those of the criterion `by`.
+    Configuration keys (`data.partition`) count, and parameters of methods (`fraction of fedmr`) with their defaults; a method
+    beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds.
     """
-    trained = list(_trained(runs, by))
-    names = dict.fromkeys(name for run in trained for name in run.features if name != METHOD)
-    varying = [name for name in names if len({_key(run.features[name]) for run in trained if name in run.features}) > 1]
-    results = [Ablation(name, by.title, _lines(name, varying, trained), by.metric.share) for name in varying]
-    return [ablation for ablation in results if ablation.lines]
+    calls = [_call(run) for run in runs]
+    two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
+    staged = {str(call.positional[1]): call for call in two_staged if {*map(type, call.positional)} == {Call}}
+    trained: list[_Trained] = []
+    without_stage: list[_Trained] = []
+    for run, call in zip(runs, calls, strict=True):
+        if (accuracy := by.of(run)) is None:
+            continue
+        settings = dotted({key: value for key, value in run.configuration.items() if key not in _IGNORED})
+        trained.append((settings | _parameters(call), run, accuracy))
+        if like := staged.get(str(call)):
+            stage = like.positional[0]
+            alias = Call(like.name, (Call(stage.name, stage.positional, stage.named, 0), call), like.named)
+            without_stage.append((settings | _parameters(alias), run, accuracy))
+    values: dict[str, set[Any]] = {}
+    for features, *_ in trained + without_stage:
+        for name, value in features.items():
+            values.setdefault(name, set()).add(_key(value))
+    varying = [name for name, distinct in values.items() if name != METHOD and len(distinct) > 1]
+    lines = {name: _lines(name, varying, trained + without_stage * name.startswith(STAGE)) for name in varying}
+    return {name: drawn for name, drawn in lines.items() if drawn}
 
 
-def ablation_figure(ablation: Ablation, looks: Mapping[str, Style]) -> go.Figure:
+def ablation_figure(name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]) -> go.Figure:
     """Draw accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
 
     Every point has the colour of its method in `looks`; a line that joins several methods is grey.
     """
-    methods = [line.method for line in ablation.lines]
+    methods, share = [line.method for line in lines], by.metric.share
     by_method = None not in methods and len(set(methods)) == len(methods)
-    form = ".2%" if ablation.share else ".4~g"
+    values = list(dict.fromkeys(value for line in lines for value in line.spreads))
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     traces: list[go.Scatter | go.Bar] = []
-    for k, line in enumerate(ablation.lines[:LINES]):
-        trace = _trace(line, looks, methods[:k].count(line.method), ablation.numeric, form)
-        name = line.method if by_method and line.method else line.label
-        traces.append(trace.update(name=wrapped(name, NAME), legendgroup=line.method))
-    values = sorted(ablation.values) if ablation.numeric else []
-    wide = bool(values) and values[0] > 0 and values[-1] / values[0] >= 20
-    kind = "category" if not values else "log" if wide else "linear"
-    across: dict[str, Any] = {"title": html.escape(ablation.name), "type": kind}
-    if wide or 0 < len(values) <= 8:
-        across |= {"tickvals": values, "ticktext": [_text(value) for value in values]}
+    for k, line in enumerate(lines[:LINES]):
+        trace = _trace(line, looks, methods[:k].count(line.method), numeric, ".2%" if share else ".4~g")
+        label = line.method if by_method and line.method else line.label
+        traces.append(trace.update(name=wrapped(label, NAME), legendgroup=line.method))
+    across: dict[str, Any] = {"title": html.escape(name), "type": "category"}
+    if numeric:
+        wide = min(values) > 0 and max(values) / min(values) >= 20
+        across["type"] = "log" if wide else "linear"
+        if wide or len(values) <= 8:
+            across |= {"tickvals": sorted(values), "ticktext": [_text(value) for value in sorted(values)]}
     legend = sum(10 + 17 * (1 + trace.name.count("<br>")) for trace in traces) if len(traces) > 1 else 0
     return framed(
         traces,
         max(360 + legend, 2 * legend),  # a legend that is taller than the plot would be cut
         xaxis=across,
         yaxis={
-            "title": wrapped(ablation.title),
-            **(SHARES if ablation.share else {}),
-            "rangemode": "normal" if values else "tozero",
+            "title": wrapped(by.title),
+            **(SHARES if share else {}),
+            "rangemode": "normal" if numeric else "tozero",
         },
         barmode="group",
         hovermode="closest",
@@ -127,7 +115,7 @@ def _trace(
 ) -> go.Scatter | go.Bar:
     """Return a line's points; `earlier` lines of the same method have other dashes, or a deeper colour."""
     spreads = list(line.spreads.values())
-    colours = [looks[method].colour if method else GREY for method in line.methods.values()]
+    colours = [looks[method].colour if method else GREY for method in line.methods]
     error = {"array": [spread.std for spread in spreads], "visible": any(spread.count > 1 for spread in spreads)}
     common: dict[str, Any] = {
         "y": [spread.mean for spread in spreads],
@@ -148,9 +136,9 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
     groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Trained]]] = {}
     fixed = [METHOD, *(feature for feature in varying if feature != name)]
     for run in trained:
-        if name in run.features and (not run.without_stage or name.startswith(STAGE)):
-            group = tuple((feature, _text(run.features[feature])) for feature in fixed if feature in run.features)
-            groups.setdefault(group, {}).setdefault(_key(run.features[name]), []).append(run)
+        if name in (features := run[0]):
+            group = tuple((feature, _text(features[feature])) for feature in fixed if feature in features)
+            groups.setdefault(group, {}).setdefault(_key(features[name]), []).append(run)
     groups = {group: line for group, line in groups.items() if len(line) > 1}
     shared = set.intersection(*(set(group) for group in groups)) if groups else set()
     if len(groups) == 1:
@@ -160,27 +148,11 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
         differing = [(feature, value) for feature, value in group if (feature, value) not in shared]
         label = [value if feature == METHOD else f"{feature}={value}" for feature, value in differing]
         values = sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
-        spreads = {value: spread for value in values if (spread := Spread.of([run.accuracy for run in line[value]]))}
-        names = {value: {run.run.algorithm for run in line[value]} for value in spreads}
-        methods = {value: next(iter(group)) if len(group) == 1 else None for value, group in names.items()}
-        lines.append(AblationLine(", ".join(label), methods, spreads))
+        spreads = {value: Spread.of([accuracy for *_, accuracy in line[value]]) for value in values}
+        names = [{run.algorithm for _, run, _ in line[value]} for value in values]
+        methods = [next(iter(methods)) if len(methods) == 1 else None for methods in names]
+        lines.append(AblationLine(", ".join(label), {k: spread for k, spread in spreads.items() if spread}, methods))
     return lines
-
-
-def _trained(runs: Sequence[RunSummary], by: Criterion) -> Iterator[_Trained]:
-    """Yield each run with an accuracy; one that also takes the place of a run without a first stage comes twice."""
-    calls = [_call(run) for run in runs]
-    two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
-    staged = {str(call.positional[1]): call for call in two_staged if {*map(type, call.positional)} == {Call}}
-    for run, call in zip(runs, calls, strict=True):
-        if (accuracy := by.of(run)) is None:
-            continue
-        settings = dotted({key: value for key, value in run.configuration.items() if key not in _IGNORED})
-        yield _Trained(settings | _parameters(call), run, accuracy)
-        if (like := staged.get(str(call))) is not None:
-            stage = like.positional[0]
-            alias = Call(like.name, (Call(stage.name, stage.positional, stage.named, 0), call), like.named)
-            yield _Trained(settings | _parameters(alias), run, accuracy, without_stage=True)
 
 
 def _call(run: RunSummary) -> Call:

@@ -43,9 +43,13 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
     spread = ", mean over seeds ± one standard deviation" if _seed_count(runs) > 1 else ""
     looks = figures.styles(runs)
     return [
-        ReportFigure.of(f"ablation-{effect.name}", by.title, f"over {effect.name}, all else equal{spread}.", drawn)
-        for effect in ablations(runs, by)[: LIMIT["effects"]]
-        for drawn in [ablation_figure(effect, looks)]
+        ReportFigure.of(
+            f"ablation-{name}",
+            by.title,
+            f"over {name}, all else equal{spread}.",
+            ablation_figure(name, lines, by, looks),
+        )
+        for name, lines in list(ablations(runs, by).items())[: LIMIT["effects"]]
     ]
 
 

@@ -196,9 +196,10 @@ def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Itera
     entries = {name: entry for name, (_, entry) in by_method.items()}
     alike = " Directions, axes and contour lines are the same for all methods." if len(entries) > 1 else ""
     for name, (run, entry) in by_method.items():
+        samples = f"{entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples"
         caption = (
-            f"around the final model of {name}, on {entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples, in "
-            f"two random filter-normalised directions.{alike} Seed {run.seed}."
+            f"around the final model of {name}, on {samples}, in two random filter-normalised directions.{alike} "
+            f"Seed {run.seed}."
         )
         figure = landscape(name, entry, [*entries.values()])
         yield ReportFigure.of(f"landscape-{name}", "Loss landscape", caption, figure)
