@@ -1,8 +1,7 @@
-"""Statistics of the clients' columns as a value: a table, a page with a figure for each column, JSON."""
+"""Statistics of the clients' columns as a value: a table, a frame of pandas, JSON."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping
@@ -11,17 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import plotly.graph_objects as go
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from fedloom.algorithms.private import OpenShare
 from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.frames import data_frame
 from fedloom.report.cells import Cell, Column, Table
-from fedloom.report.figures import COLOURS, ReportFigure, framed
-from fedloom.report.page import templates
 from fedloom.state.files import write_text
 
 if TYPE_CHECKING:
@@ -120,13 +114,8 @@ class Statistics:
         return data_frame(lines).set_index("column")
 
     def save(self, path: str | Path) -> None:
-        """Write a page with a table and figures where the name ends in `.html`, and else all numbers as JSON."""
-        page = str(path).endswith(".html")
-        write_text(Path(path), render_statistics(self) if page else json.dumps(asdict(self), indent=1) + "\n")
-
-
-DRAWN = 12
-"""Categories of a column that are drawn, those with the most rows."""
+        """Write all numbers as JSON."""
+        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
 
 
 def statistics_table(statistics: Statistics) -> Table:
@@ -140,7 +129,8 @@ def statistics_table(statistics: Statistics) -> Table:
         if any(value == value and value for value in values):
             filled.append((Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)]))
     if any(c.categories for c in columns):
-        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns]
+        ordered = [sorted(c.categories.items(), key=lambda item: (-item[1], item[0])) for c in columns]
+        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in frequent[:3]) for frequent in ordered]
         filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
     return Table.of(filled)
 
@@ -155,50 +145,8 @@ def caption(statistics: Statistics) -> str:
     return f"{text}. Quantiles are read from {survey.bins} bins."
 
 
-def render_statistics(statistics: Statistics) -> str:
-    """Return a page that holds all it needs."""
-    figures = [_figure(k, name, column) for k, (name, column) in enumerate(statistics.columns.items())]
-    explained = (
-        "Rows: cells that are not empty. Deviation: population standard deviation. Bins reach between the bounds given, or from "
-        f"{REACH} deviations below the mean to {REACH} above it; the outer two hold all rows beyond."
-    )
-    return templates().get_template("statistics.html").render(
-        options={"title": "Statistics of the clients' data", "command": ""}, tiles=[], conclusions=[], unfinished="",
-        lead=[f"{statistics.clients} clients", f"{len(figures)} columns"],
-        notices=[], looks={}, faults={"lines": []}, configuration={}, environment={}, plotly=Markup(get_plotlyjs()),
-        drawn={f.name: {"choice": None, "variants": {"": json.loads(f.variants[""].to_json())}} for f in figures},
-        table=statistics_table(statistics), captions=[caption(statistics), explained], figures=figures,
-    )  # fmt: skip
-
-
 def _cell(value: float, column: ColumnStatistics) -> Cell:
     """Return a whole number, or four digits of another, 0 for one that is rounding beside the deviation."""
     rounding = abs(value) < 1e-6 * column.deviation
     text = "" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else f"{0 if rounding else value:.4g}"
     return Cell(text, None if math.isnan(value) else value)
-
-
-def _frequent(column: ColumnStatistics) -> list[tuple[str, float]]:
-    return sorted(column.categories.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _figure(number: int, name: str, column: ColumnStatistics) -> ReportFigure:
-    """Return the histogram of numbers, or a bar for each category."""
-    look = {"marker": {"color": COLOURS[0]}, "hovertemplate": "%{x:.4~g}, %{y:.4~g}<extra></extra>"}
-    if column.kind == "categories":
-        listed = _frequent(column)[:DRAWN]
-        bar = go.Bar(
-            x=[rows for _, rows in listed], y=[html.escape(text) for text, _ in listed], orientation="h", **look
-        )
-        up = {"type": "category", "autorange": "reversed"}
-        figure, text = (
-            framed([bar], 90 + 22 * len(listed), xaxis={"title": "Rows"}, yaxis=up),
-            f"{len(column.categories)} categories",
-        )
-    else:
-        edges, filled = np.linspace(*column.edges, len(column.bins) + 1), np.flatnonzero(np.array(column.bins) > 0)
-        shown = slice(filled[0], filled[-1] + 1) if len(filled) else slice(0)
-        bar = go.Bar(x=((edges[1:] + edges[:-1]) / 2)[shown], y=column.bins[shown], width=np.diff(edges)[shown], **look)
-        figure = framed([bar], 240, xaxis={"title": html.escape(name)}, yaxis={"title": "Rows"})
-        text = f"mean {_cell(column.mean, column).text}, deviation {_cell(column.deviation, column).text}"
-    return ReportFigure(f"column-{number}", name, f"{text}.", {"": figure})

@@ -54,7 +54,7 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
         settings: Fields of `Survey`: `smallest`, `bins`, `bounds`, `epsilon`, `delta`.
 
     Returns:
-        The statistics; `frame()` is a table of pandas, `save("statistics.html")` writes a page.
+        The statistics; `frame()` is a table of pandas, `save("statistics.json")` writes all numbers.
 
     Raises:
         InvalidValue: A setting is out of range.

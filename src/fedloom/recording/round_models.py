@@ -60,7 +60,6 @@ class Aggregate(Recorder):
 
 
 def _measures(context: RunContext) -> tuple[str, ...]:
-    """Return the metric that models are judged by, and the loss."""
     return tuple(dict.fromkeys((context.task.objective.metric.name, "loss")))
 
 

@@ -161,7 +161,6 @@ class Recording:
             write_text(self.directory / RESULT, json.dumps(list(results)) + "\n")
 
     def _models(self, recorder: Recorder, numbers: Sequence[int]) -> Tensors:
-        """Return the tensors that a recorder stored in these rounds."""
         if self.directory is None:
             return {number: _of(recorder.name, self._tensors[number]) for number in numbers}
         return {number: recorded_tensors(self.directory, recorder.name, number) for number in numbers}

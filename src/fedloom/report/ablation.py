@@ -132,7 +132,6 @@ def _trace(
 
 
 def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
-    """Return the lines along `name` that have two values or more; their labels say in what they differ."""
     groups: dict[tuple[tuple[str, str], ...], dict[Any, list[_Trained]]] = {}
     fixed = [METHOD, *(feature for feature in varying if feature != name)]
     for run in trained:
@@ -184,7 +183,6 @@ def _parameters(call: Call) -> dict[str, Any]:
 
 
 def _key(value: Any) -> Any:
-    """Return the value, or its expression where it cannot be a key."""
     return value if isinstance(value, int | float | str) or value is None else show(value)
 
 

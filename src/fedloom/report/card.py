@@ -52,7 +52,6 @@ def _data(run: RunSummary, preprocessing: Preprocessing, task: Mapping[str, Any]
 
 
 def _figures(run: RunSummary) -> list[str]:
-    """Return the figures of the last round in which the model was measured, and their spread over the clients."""
     last: Mapping[str, Any] = next((record for record in reversed(run.records) if run.metric.name in record), {})
     lines = [f"{name}: {value:.4g}" for name, value in last.items() if isinstance(value, float)]
     for kind, table in (run.clients[-1] if run.clients else {}).items():

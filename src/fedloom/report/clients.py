@@ -107,7 +107,6 @@ def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
 
 
 def _labels(counts: Sequence[int], class_names: Sequence[str] | None) -> str:
-    """Return the client's classes with their samples, the most frequent first."""
     order = sorted((label for label, count in enumerate(counts) if count), key=lambda label: (-counts[label], label))
     named = [f"{class_names[label] if class_names else label}\u00a0({counts[label]:,})" for label in order[:LABELS]]
     return ", ".join(named) + (f" and {len(order) - LABELS} more" if len(order) > LABELS else "")

@@ -104,7 +104,6 @@ def _text(sheet: Sheet, value: float) -> str:
 
 
 def _names(tests: Sequence[Difference]) -> str:
-    """Return the methods that stand beside the reference, a few of them by name."""
     names = [test.method for test in tests]
     return _joined(names[:NAMED] + ([f"{len(names) - NAMED} more"] if len(names) > NAMED else []))
 

@@ -70,7 +70,6 @@ def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[Repor
 
 
 def _share_axes(panels: Sequence[ReportFigure]) -> None:
-    """Give the panels one range of values, with a margin."""
     for choice in {choice for panel in panels for choice in panel.variants}:
         drawn = [panel.variants[choice] for panel in panels if choice in panel.variants]
         values = np.concatenate([trace.y for figure in drawn for trace in figure.data])
@@ -80,7 +79,6 @@ def _share_axes(panels: Sequence[ReportFigure]) -> None:
 
 
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Draw the accuracy of each seed, where there are several."""
     if _seed_count(runs) < 2:
         return []
     drawn = figures.accuracy_by_seed(runs)
@@ -111,7 +109,6 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 
 
 def _costs(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Draw bytes and, where times were recorded, seconds of a run."""
     caption = "of a run; full colour down to the clients, pale up."
     costs = [ReportFigure.of("bytes", "Bytes", caption, figures.byte_bars(runs))]
     seconds = figures.second_bars(runs)

@@ -147,7 +147,6 @@ def _positions(run: RunSummary, x: str) -> dict[int, float]:
 
 
 def _traces(style: Style, drawn: Curve, form: str) -> Iterator[go.Scatter]:
-    """Yield a band of ± one standard deviation, with several seeds, and the mean."""
     x, several = drawn.x.astype(np.float32), drawn.seeds > 1
     if several:
         low, high = drawn.mean - drawn.std, drawn.mean + drawn.std

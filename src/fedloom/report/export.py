@@ -149,7 +149,6 @@ def _settings(sheets: Sequence[Sheet]) -> list[tuple[dict[str, Any], Sheet]]:
 
 
 def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
-    """The differences of a setting, measure by measure."""
     for name, tests in sheet.tests.items():
         yield from ({"measure": name, **dataclasses.asdict(test)} for test in tests)
 

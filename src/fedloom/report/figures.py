@@ -179,7 +179,6 @@ def _bar(name: str, runs: Sequence[RunSummary], opacity: float, value: float, ho
 
 
 def _by_method(traces: Sequence[Any], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]) -> go.Figure:
-    """Return a figure with the methods from top to bottom."""
     names = [wrapped(name) for name in by_algorithm(runs)]
     height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
     yaxis = {"autorange": "reversed", "type": "category", "showgrid": not traces or not isinstance(traces[0], go.Bar)}

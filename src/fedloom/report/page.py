@@ -92,17 +92,13 @@ def render(
     """Return the report of `runs` (one run, or methods x seeds on the same task) as a page.
 
     Args:
-        title: Its title.
+        title: The page's title.
         runs: The runs, at least one.
-        targets: Accuracies in (0, 1], or limits such as `loss <= 0.2`, whose rounds and bytes the table shows; by default those
-            of the configuration of `runs[0]`.
+        targets: Accuracies or limits such as `loss <= 0.2`; by default those of the configuration of `runs[0]`.
         command: The line that repeats the runs, by default that of the same configuration.
         sheet: The comparison of these runs where there is one already (with its own targets).
         opening: The section that the page begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order.
         by: The criterion for effects of parameters and settings, by default the sheet's measure.
-
-    Raises:
-        InvalidValue: Without runs, or for a target that is none (`Target.of`).
     """
     if not runs:
         raise InvalidValue("a report needs at least one run")
@@ -111,10 +107,6 @@ def render(
         measure = "personal" if settings.get("personal_every") and any(run.clients for run in runs) else "last"
         sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure)
     sections = report_figures(runs, by or sheet.criterion)
-    thinned = (
-        f"Long curves are drawn with about {POINTS} of their points: the lowest and the highest of each of equal stretches. "
-        "Tables use every round."
-    )
     axes = [x for x in AXES if any(x in figure.variants for figure in sections["curves"])]
     return _page(
         "report.html",
@@ -130,9 +122,9 @@ def render(
         differences=sheet.differences,
         figures=sections,
         axes={x: x.capitalize() + "s" * (x == "round") for x in axes},
-        thinned=thinned if max(len(run.records) for run in runs) > POINTS else "",
+        thinned=POINTS if max(len(run.records) for run in runs) > POINTS else 0,
         label_choices={name: name for figure in sections["clients"] for name in figure.variants},
-        **dict(zip(("client_title", "client_table", "client_caption"), client_table(runs), strict=True)),
+        clients=client_table(runs),
     )
 
 
@@ -143,15 +135,11 @@ def render_overview(
     pages: Mapping[str, str],
     command: str,
 ) -> str:
-    """Return the page over all settings.
-
-    `sheets` are the settings, at least one, `by_setting` the runs of each by its label, `pages` the report of each likewise, as a
-    path relative to the folder of this page.
-    """
+    """Return the page over all settings: the sheet of each, and by its label its runs and the path of its report."""
     runs = [run for group in by_setting.values() for run in group]
     curves = setting_curves(by_setting)
     rows = [row for sheet in sheets for row in sheet.rows]
-    counts = (("Settings", len(sheets)), ("Methods", len({row.algorithm for row in rows})))
+    counts = {"Settings": len(sheets), "Methods": len({row.algorithm for row in rows})}
     drawn = effect_figures(runs, sheets[0].criterion)
     return _page(
         "overview.html",
@@ -160,7 +148,7 @@ def render_overview(
         [*curves, *drawn],
         curves=curves,
         conclusions=conclusions(sheets),
-        tiles=[*((name, str(count), "") for name, count in counts), *_cost_tiles(runs, rows)],
+        tiles=[*((name, str(count), "") for name, count in counts.items()), *_cost_tiles(runs, rows)],
         table=overall(sheets),
         captions=[caption(sheets), *explained(sheets)[:1], *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
@@ -175,7 +163,7 @@ def templates() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.globals |= {"asset": _asset}
+    environment.globals["asset"] = lambda name: Markup((files("fedloom.report") / "assets" / name).read_text("utf-8"))
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # without sorting the keys
     environment.filters |= {"breakable": _breakable, "lines": _lines}
     environment.filters["nobreak"] = lambda text: text.replace(" ", NO_BREAK)
@@ -204,11 +192,6 @@ def _page(
         plotly=Markup(get_plotlyjs()),
         **contents,
     )  # fmt: skip
-
-
-def _asset(name: str) -> Markup:
-    """Return a file of `assets/` as it is."""
-    return Markup((files("fedloom.report") / "assets" / name).read_text(encoding="utf-8"))
 
 
 def _breakable(text: str) -> Markup:
@@ -251,12 +234,8 @@ def _cost_tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[Tile]:
     if any(row.seconds for row in rows):
         total = time_text(sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds))
         elapsed = elapsed_seconds(runs)
-        more = (
-            f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
-            if len(runs) > 1
-            else ""
-        )
-        tiles.append(("Time", total if elapsed is None else time_text(elapsed), more))
+        summed = f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
+        tiles.append(("Time", total if elapsed is None else time_text(elapsed), summed if len(runs) > 1 else ""))
     return tiles
 
 
@@ -265,29 +244,27 @@ def _sentence(text: str) -> str:
 
 
 def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the task in a few words, from the keys that all configurations share."""
     reference = configurations[0]
     shared = {key: value for key, value in reference.items() if all(run.get(key) == value for run in configurations)}
     clients, share = shared.get("data.clients", shared.get("clients")), shared.get("participation")
     words = [
         shared.get("data.name", shared.get("data")),
         shared.get("data.partition", shared.get("partition")),
-        None if clients is None else f"{clients} clients",
+        clients and f"{clients} clients",
         f"{percent(share)} % of them a round" if isinstance(share, int | float) else None,
         shared.get("model"),
-        None if shared.get("rounds") is None else f"{shared['rounds']} rounds",
+        f"{shared['rounds']} rounds" if "rounds" in shared else None,
     ]
-    return [str(word) for word in words if word is not None]
+    return [str(word) for word in words if word]
 
 
 def _unfinished(runs: Sequence[RunSummary]) -> str:
     """Return a warning that names the runs with fewer rounds than they should have; empty without any."""
     most = max(len(run.records) for run in runs)
-    asked = [(run, number if isinstance(number := run.configuration.get("rounds"), int) else most) for run in runs]
     short = [
-        f"{run.algorithm} (seed {run.seed}: {len(run.records)} of {number})"
-        for run, number in asked
-        if len(run.records) < number
+        f"{run.algorithm} (seed {run.seed}: {len(run.records)} of {run.configuration.get('rounds', most)})"
+        for run in runs
+        if len(run.records) < run.configuration.get("rounds", most)
     ]
     warning = "The figures below are of the rounds they have; a mean curve ends where its shortest run ends."
     return f"Not all runs have all their rounds: {_listed(short, 8)}. {warning}" if short else ""

@@ -3,11 +3,10 @@
 A seed fixes the clients' data, the initial model and who takes part, so methods are compared seed by seed: the differences
 d_1, ..., d_n over the n seeds that both methods have. Two tests of "no difference", both two-sided:
 
-* The paired t-test. It assumes that the d are normal, and so can reach significance with few seeds. It is undefined where all d
-  are equal, since their standard deviation is then 0.
+* The paired t-test. It assumes that the d are normal, and is undefined where all d are equal.
 * The exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21): the share of all 2^n ways to change signs
   for which |sum(d)| is at least what was measured. It assumes only that, without a difference, d and -d are equally
-  likely. Its p is never below 2^(1 - n): 0.25 with 3 seeds, 0.031 with 6. Beyond 12 seeds it takes a random 4,096 of them.
+  likely. Its p is never below 2^(1 - n). Beyond 12 seeds it takes a random 4,096 of them.
 
 Both are corrected for the number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979), each measure by itself.
 Against the best method, which the same figures selected, that number is all pairs of methods, since any of them might have been
@@ -34,8 +33,8 @@ seeds for the exact test to reach the level; `equal`: the same figure with every
 
 @dataclass(frozen=True)
 class Difference:
-    """One method minus another in one measure, over the seeds that both have: `mean` with its 95 % confidence interval `low` to
-    `high` by the t distribution, and the p of both tests, plain and corrected; None where they are undefined."""
+    """One method minus another over the seeds that both have: `mean`, its 95 % interval by the t distribution, and the p of both
+    tests, plain and corrected; None where undefined."""
 
     method: str
     other: str
@@ -97,8 +96,9 @@ def sign_flip_test(paired: Sequence[float]) -> float | None:
         return None
     from scipy.stats import permutation_test
 
-    options = {"permutation_type": "samples", "vectorized": True, "n_resamples": FLIPS}
-    return float(permutation_test((paired,), np.mean, random_state=numpy_stream(0, "sign flips"), **options).pvalue)
+    draws = numpy_stream(0, "sign flips")
+    test = permutation_test((paired,), np.mean, permutation_type="samples", n_resamples=FLIPS, random_state=draws)
+    return float(test.pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

@@ -312,7 +312,6 @@ def faults(run: RunSummary) -> list[tuple[int, int, str]]:
 
 
 def _total(lines: Sequence[dict[str, Any]], until: int | None, *names: str) -> float:
-    """Return the sum of the named figures over the rounds up to `until`."""
     counted = (line for line in lines if until is None or line["round"] <= until)
     return sum(float(line.get(name, 0)) for line in counted for name in names)
 

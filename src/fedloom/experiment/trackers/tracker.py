@@ -89,7 +89,6 @@ def require_installed(package: str, install: str) -> None:
 
 
 def _own(path: str, call: Call, expression: str) -> Tracker:
-    """Make a tracker of the user's own class."""
     make = found_at(path, "tracker")
     try:
         tracker = make(*map(plain, call.positional), **{name: plain(value) for name, value in call.named.items()})
