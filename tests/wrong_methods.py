@@ -235,11 +235,11 @@ SERVER_MODEL: dict[str, Tensor] = {}
 
 class KeepsAGlobal(fl.Algorithm):
     def send(self, round: Round) -> Message:
-        SERVER_MODEL["model"] = self.state["model"]
+        SERVER_MODEL["model"] = self.state["model"]  # wrong
         return super().send(round)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        return {"model": cohort.fit(inbox["model"]).model.lerp(SERVER_MODEL["model"], 0.1)}  # wrong
+        return {"model": cohort.fit(inbox["model"]).model.lerp(SERVER_MODEL["model"], 0.1)}
 
 
 class ReadsTheClock(fl.Algorithm):

@@ -3,7 +3,6 @@
 import copy
 import difflib
 import inspect
-import os
 import re
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.pickling import dump, load
-from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -265,9 +263,13 @@ class _Reference:
             self.findings.append(replace(finding, location=changed or arose or finding.location))
             self.listener.notes["changed"].clear()
             self.listener.faults.clear()  # the first of which is why no round came about
-        present = _globals(trial.method)
-        self.globals_changed = [name for name in present if present[name] != variables.get(name)]
         self.findings += self.listener.findings()
+        for (module, name), value in _globals(trial.method).items():
+            if value != variables.get((module, name)):
+                problem = f"{name} of {module} changes while rounds go on, and each process has one of its own"
+                location = source_location(trial.method, rf"\b{name}\b") or trial.location
+                remedy = "send it with the message; a client remembers in cohort.memory"
+                self.findings.append(Finding(problem, location, remedy))
         moved = self.findings or not torch.equal(self.federation.algorithm.model(), trial.task.initial)
         if not moved and not self.federation.algorithm.personal:
             problem = f"the global model has not moved in {ROUNDS} rounds"
@@ -415,7 +417,9 @@ class _LockStepEngine(StackedEngine):
 
     def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
         cohort = super().cohort(round, client_tasks)
-        return ListeningCohort.of(cohort, self.listener) if len(client_tasks) > 1 else cohort
+        if len(client_tasks) == 1:
+            return cohort
+        return ListeningCohort(self.listener, cohort)
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
@@ -505,17 +509,6 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
                 source_location(method, r"\.rounds\b") or trial.location,
                 "a property needs_total_rounds that returns True says so",
             )
-        )
-    if reference.globals_changed and os.name == "posix":  # a process that imports the module anew
-        module, name = reference.globals_changed[0]
-        problem = f"{name} of {module} changes while rounds go on, and each process has one of its own"
-        ways[2] = _Way(
-            problem,
-            lambda: trial.outcome(ProcessesEngine(task, proof, workers=1)),
-            problem,
-            source_location(method, rf"\b{name}\b") or trial.location,
-            "send it with the message; a client remembers in cohort.memory",
-            TOLERANCE,
         )
     for way in ways:
         try:

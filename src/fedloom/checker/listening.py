@@ -1,6 +1,5 @@
 """Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -133,7 +132,9 @@ class GuardedState(dict[str, Tensor]):
 class ListeningCohort(Cohort):
     """A cohort that notes functions which read clients' tensors from around them."""
 
-    listener: Listener
+    def __init__(self, listener: Listener, cohort: Cohort) -> None:
+        self.__dict__.update(vars(cohort))
+        self.listener = listener
 
     def fit(self, start: Tensor, **named: Any) -> Trained:
         self._note(named.values())
@@ -147,15 +148,6 @@ class ListeningCohort(Cohort):
         for function in functions:
             for name in enclosed(function, len(self.clients)):
                 self.listener.note("enclosed", name, code_location(function) or calling_location())
-
-    @classmethod
-    def of(cls, cohort: Cohort, listener: Listener) -> "ListeningCohort":
-        """Return the cohort with a listener."""
-        instrumented = copy.copy(cohort)
-        instrumented.__class__ = cls
-        assert isinstance(instrumented, ListeningCohort)
-        instrumented.listener = listener
-        return instrumented
 
 
 def enclosed(function: Any, clients: int) -> list[str]:

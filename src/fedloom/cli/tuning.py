@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import File, Overrides, Quiet, shown
-from fedloom.errors import InvalidValue
+from fedloom.cli.options import File, Overrides, Quiet, option, shown
 
 if TYPE_CHECKING:
     from fedloom.experiment.settings import Changes
     from fedloom.experiment.tune import Search, Trial
 
 Searched = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values.")]
-Trials = Annotated[int | None, typer.Option(metavar="N", help="Number of trials; of a grid, drawn at random.")]
+Trials = Annotated[int | None, option(min=1, help="Number of trials; of a grid, drawn at random.")]
 Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")]
 Test = Annotated[bool, typer.Option("--test", help="Score the best choice on the test data, which can be done once.")]
 
@@ -44,8 +43,6 @@ def tune(
     from fedloom.experiment.settings import label
     from fedloom.experiment.tune import searches
 
-    if trials is not None and trials < 1:
-        raise InvalidValue(f"--trials must be at least 1, not {trials}")
     searched: dict[str, Any] = {}
     for text in search or []:
         put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedloom.config.expression import Call, parse
-from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.cores import runs_side_by_side
@@ -22,14 +21,8 @@ from fedloom.state.files import slug
 PLACES = ("workers", "threads", "engine", *NEUTRAL)
 """Keys that change nothing in the figures but the last digits of sums."""
 
-_REFUSED = {
-    **dict.fromkeys(("name", "directory"), "--directory"),
-    **dict.fromkeys(("algorithm", "algorithms"), "--rows"),
-    **dict.fromkeys(("seed", "seeds"), "--seeds"),
-    "rounds": "--rounds",
-    "settings": "--columns",
-}
-"""Keys that have an option of their own."""
+_OPTIONS = ("name", "directory", "algorithm", "algorithms", "seed", "seeds", "rounds", "settings")
+"""Keys that the command's options set."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +40,13 @@ class ReproduceOptions:
     directory: Path = Path("runs/reproduce")
 
     def __post_init__(self) -> None:
-        if self.rounds is not None:
-            require_at_least("--rounds", self.rounds, 1)
-        if self.samples is not None:
-            require_at_least("--samples", self.samples, 2)
-        for seed in self.seeds or ():
-            require_at_least("--seeds", seed, 0)
-        if self.seeds is not None and len(set(self.seeds)) < max(1, len(self.seeds)):
-            raise InvalidValue(f"--seeds must differ from each other, not {', '.join(map(str, self.seeds))}")
         for name in self.folders:
             if name not in families():
                 raise UnknownName("data set", name, families())
         for change in self.changes:
             key = change.partition("=")[0].strip()
-            if key in _REFUSED:
-                raise InvalidValue(f"{key} is not set here: use {_REFUSED[key]}")
+            if key in _OPTIONS:
+                raise InvalidValue(f"{key} is not set here: the options of fedloom reproduce say so (--help)")
 
 
 @dataclass(frozen=True)
