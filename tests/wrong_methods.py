@@ -33,8 +33,8 @@ MISTAKES = {
     "ReadsTheState": "the client half reads self.state['model']",
     "WritesToItself": "the client half writes self.seen",
     "ForgetsToStore": "changes what cohort.memory.get('displacement') gave in place",
-    "EnclosesTheInbox": "reads inbox of all clients from around it",
-    "EnclosesATensor": "reads anchor of all clients from around it",
+    "EnclosesTheInbox": "clients that advance together: RuntimeError",
+    "EnclosesATensor": "clients that advance together: RuntimeError",
     "LooksAtTheFirst": "clients that advance together come to other models",
     "DrawsFromTorch": "draws from torch's global generator (randn)",
     "DrawsFromNumPy": "two runs with one seed come to other models: np.random.rand() is not of the seed",
@@ -146,17 +146,17 @@ class ForgetsToStore(fl.Algorithm):
 
 class EnclosesTheInbox(fl.Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        def proximal(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:  # wrong
+        def proximal(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
             return gradient + 0.1 * (weights - inbox["model"][:, : cohort.layout.trainable])
 
-        return {"model": cohort.fit(inbox["model"], correction=proximal).model}
+        return {"model": cohort.fit(inbox["model"], correction=proximal).model}  # wrong
 
 
 class EnclosesATensor(fl.Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         anchor = inbox["model"][:, : cohort.layout.trainable]
-        pull = lambda weights, gradient, context: gradient + 0.1 * (weights - anchor)  # noqa: E731  # wrong
-        return {"model": cohort.fit(inbox["model"], correction=pull).model}
+        pull = lambda weights, gradient, context: gradient + 0.1 * (weights - anchor)  # noqa: E731
+        return {"model": cohort.fit(inbox["model"], correction=pull).model}  # wrong
 
 
 class LooksAtTheFirst(fl.Algorithm):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.checker.findings import Finding, kinds, source_location, source_match
-from fedloom.checker.listening import GuardedState, Listener, ListeningCohort, ListeningMemory
+from fedloom.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.base import LocalEngine
@@ -281,13 +281,9 @@ class _Reference:
         initial, attributes = set(method.full_state()), _attributes(method)
         for _ in range(ROUNDS):
             state = {_in_state(name): tensor for name, tensor in method.full_state().items()}
-            copies = {name: tensor.clone() for name, tensor in state.items()}
             self.listener.watch(state)
             self.federation.step()
             self.listener.unwatch(list(state))
-            for name, tensor in state.items():
-                if not torch.equal(tensor.nan_to_num(), copies[name].nan_to_num()):
-                    self.listener.note("changed", name, self.trial.location)
         self.findings += _missing_in_setup(method, initial)
         for name, location in _written(method, attributes):
             if name not in self.listener.notes["written"]:
@@ -309,7 +305,6 @@ class _ListeningEngine(RowsEngine):
     def __init__(self, task: Task, proof: Proof, listener: Listener) -> None:
         super().__init__(task, proof)
         self.listener = listener
-        self.memories: list[ListeningMemory] = []
 
     def train_one(
         self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
@@ -319,7 +314,7 @@ class _ListeningEngine(RowsEngine):
         with self._client_half(algorithm):
             result = super().train_one(algorithm, round, client_task, expected)
         self.listener.unwatch(list(inbox))
-        for name, location in self.memories[-1].lost().items():
+        for name, location in self.client_memory.lost().items():
             self.listener.note("lost", name, location)
         if isinstance(result, Fault) and not result.diverged:
             error = result.error
@@ -334,10 +329,9 @@ class _ListeningEngine(RowsEngine):
             return super().personalised(algorithm, round, client_tasks)
 
     def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
-        plain = super().cohort(round, client_tasks)
-        self.memories.append(ListeningMemory(self.store, plain.clients))
-        plain.memory = self.memories[-1]
-        return plain
+        cohort = super().cohort(round, client_tasks)
+        self.client_memory = cohort.memory = ListeningMemory(self.store, cohort.clients)
+        return cohort
 
     @contextmanager
     def _client_half(self, algorithm: Algorithm) -> Iterator[None]:
@@ -409,17 +403,7 @@ def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]
 
 
 class _LockStepEngine(StackedEngine):
-    """The stacked engine with a listener, which never trains clients one by one instead."""
-
-    def __init__(self, task: Task, proof: Proof) -> None:
-        super().__init__(task, proof)
-        self.listener = Listener()
-
-    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
-        cohort = super().cohort(round, client_tasks)
-        if len(client_tasks) == 1:
-            return cohort
-        return ListeningCohort(self.listener, cohort)
+    """The stacked engine, which never trains clients one by one instead."""
 
     def _attempt(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
@@ -467,7 +451,6 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
     """Return the findings of the first way of running the rounds that fails, or comes to another state than the reference."""
     method, task, proof = trial.method, trial.task, trial.proof
     unseeded, text = source_match(method, _NOT_SEEDED)
-    stacked = _LockStepEngine(task, proof)
     ways = [
         _Way(
             "again",
@@ -478,7 +461,7 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
         ),
         _Way(
             "clients that advance together",
-            lambda: trial.outcome(stacked),
+            lambda: trial.outcome(_LockStepEngine(task, proof)),
             "clients that advance together come to other models than one by one",
             trial.location,
             "treat every row of the leading client axis by itself: no index 0, no mean over all clients, random numbers from "
@@ -515,8 +498,6 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
             off, failure = _off(way.outcome(), reference.federation, task.initial, way.tolerance), None
         except Exception as error:
             off, failure = "", _failure(error, way.location, f"{way.name}: ")
-        if noted := list(stacked.listener.findings()):
-            return noted
         if failure or off:
             return [replace(failure or Finding(f"{way.problem} ({off})", way.location), remedy=way.remedy)]
     return []

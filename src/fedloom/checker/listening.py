@@ -1,6 +1,5 @@
 """Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +7,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedloom.checker.findings import Finding, calling_location, drawing_location
-from fedloom.errors import code_location
-from fedloom.local.cohort import Cohort, Trained
 from fedloom.state.store import ClientStore, Memory
 
 DRAWS = frozenset(
@@ -40,10 +37,6 @@ MISTAKES = {
     "lost": (
         "changes what cohort.memory.get({0!r}) gave in place, and never stores it",
         "store it: cohort.memory[{0!r}] = rows",
-    ),
-    "enclosed": (
-        "reads {0} of all clients from around it, though a step may be one of some clients alone",
-        "pass it as context={{...}} to cohort.fit and read it there, or in each_batch's state ({0})",
     ),
 }
 """Problems that a listener notes, and their remedies, with the name of what is concerned."""
@@ -92,6 +85,7 @@ class Listener(TorchFunctionMode):
 
     def unwatch(self, names: Sequence[str]) -> None:
         """Stop watching these."""
+        self._look()
         for name in names:
             self._watched.pop(name, None)
 
@@ -127,42 +121,6 @@ class GuardedState(dict[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._listener.note("stored", name, calling_location())
         super().__setitem__(name, value)
-
-
-class ListeningCohort(Cohort):
-    """A cohort that notes functions which read clients' tensors from around them."""
-
-    def __init__(self, listener: Listener, cohort: Cohort) -> None:
-        self.__dict__.update(vars(cohort))
-        self.listener = listener
-
-    def fit(self, start: Tensor, **named: Any) -> Trained:
-        self._note(named.values())
-        return super().fit(start, **named)
-
-    def each_batch(self, step: Any, state: dict[str, Tensor], **named: Any) -> Tensor:
-        self._note([step])
-        return super().each_batch(step, state, **named)
-
-    def _note(self, functions: Any) -> None:
-        for function in functions:
-            for name in enclosed(function, len(self.clients)):
-                self.listener.note("enclosed", name, code_location(function) or calling_location())
-
-
-def enclosed(function: Any, clients: int) -> list[str]:
-    """Return the names under which a function holds tensors with a row for each of several clients, or a whole inbox."""
-    try:
-        variables = inspect.getclosurevars(function).nonlocals
-    except (TypeError, ValueError):  # no function written in Python, or a variable that is assigned later
-        return []
-    return [name for name, value in variables.items() if _is_of_clients(value, clients)]
-
-
-def _is_of_clients(value: Any, clients: int) -> bool:
-    if isinstance(value, Mapping):
-        return any(isinstance(entry, Tensor) for entry in value.values())
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == clients > 1
 
 
 class ListeningMemory(Memory):
