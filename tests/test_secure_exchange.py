@@ -61,7 +61,7 @@ def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rul
     slices = [(slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)]
     original = rows.clone()
     moved = rows.clone()
-    exchange_(moved, rows, slices, sources)
+    exchange_(moved, rows, slices, sources, torch.arange(count))
     assert torch.equal(rows, original)
     for index in range(count):
         for unit, parts in enumerate(slices):

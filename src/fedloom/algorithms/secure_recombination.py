@@ -71,37 +71,39 @@ class Secure(Wrapper):
             raise InvalidValue(f"secure: clients of {self.method} do not return one whole model and nothing else")
 
     def outgoing(self, round: Round, message: Message) -> Message:
-        rows, count = message["model"], len(round.selected)
         if not self._rehearses(round, message):
             return message
         # A row beyond those of the selected clients is for idle ones, which take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
-        moved = self.plan.empty_rows(len(rows)).copy_(rows)
-        exchange_(moved[:count], rows, self.units(), rehearsal.sources)
-        return {**message, "model": moved}
+        return {**message, "model": self._moved(message["model"], rehearsal, torch.arange(len(round.selected)))}
 
     def receive(self, round: Round, replies: Replies) -> None:
         if self.exchanges("before_upload") and not self.plan.remote:
             rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
-            rows = replies.matrices["model"]
-            moved = self.plan.empty_rows(len(rows)).copy_(rows)
-            exchange_(moved, rows, self.units(), rehearsal.sources, replies.slots)
-            replies = replace(replies, matrices={**replies.matrices, "model": moved})
-            self.state["upload_bytes"] = torch.tensor([rehearsal.bytes(self._sizes())])
+            model = self._moved(replies.matrices["model"], rehearsal, replies.slots)
+            replies = replace(replies, matrices={**replies.matrices, "model": model})
+            self.carried(self._bytes(rehearsal))
         super().receive(round, replies)
 
     def finish(self, round: Round, exchange: Exchange) -> None:
-        # Without any reply there was no exchange before upload, and `receive` was not called.
-        total = self.state["train_bytes"] + self.state["upload_bytes"]
         if self._rehearses(round, exchange.within().sent):
-            total = total + self.rehearse(round, round.selected, "before_train").bytes(self._sizes())
-        self._count(total)
+            self.carried(self._bytes(self.rehearse(round, round.selected, "before_train")))
+        self._count(self.state["carried"])
         super().finish(round, exchange)
+
+    def carried(self, count: int) -> None:
+        """Take note that clients exchanged layers in this round, and `count` bytes were carried between them."""
+        self.state["carried"] = self.state["carried"] + count
 
     def _count(self, total: Tensor | int) -> None:
         """Set the bytes of the last round, and begin to count those of the next one."""
         nothing = torch.zeros(1, dtype=torch.int64)
-        self.state = {"train_bytes": nothing, "upload_bytes": nothing, "peer_bytes": nothing + total}
+        self.state = {"carried": nothing, "peer_bytes": nothing + total}
+
+    def _moved(self, rows: Tensor, rehearsal: Rehearsal, slots: Tensor) -> Tensor:
+        moved = self.plan.empty_rows(len(rows)).copy_(rows)
+        exchange_(moved, rows, self.units(), rehearsal.sources, slots)
+        return moved
 
     def _rehearses(self, round: Round, message: Message) -> bool:
         """Return True if this simulation moves the layers of what is sent: models of their own, for two clients or more."""
@@ -119,31 +121,19 @@ class Secure(Wrapper):
         """Return True if clients exchange at this point: `before_train` or `before_upload`."""
         return self.when in ("both", when)
 
-    def carried(self, when: str, count: int) -> None:
-        """Take note that clients of real sites exchanged layers in this round, and `count` bytes were carried between them."""
-        name = "train_bytes" if when == "before_train" else "upload_bytes"
-        self.state[name] = self.state[name] + count
-
-    def _sizes(self) -> list[int]:
-        return layer_sizes(self.units(), self.plan.initial)
+    def _bytes(self, rehearsal: Rehearsal) -> int:
+        return rehearsal.bytes(layer_sizes(self.units(), self.plan.initial))
 
 
 def exchange_(
-    moved: Tensor,
-    rows: Tensor,
-    units: Sequence[Unit],
-    sources: Sequence[Sequence[int]],
-    slots: Tensor | None = None,
+    moved: Tensor, rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]], slots: Tensor
 ) -> None:
-    """Set `moved[k, unit u]` to `rows[sources[u][k], unit u]` in place. Where only `slots` take part, k and the sources count
-    these; other rows stay."""
+    """Set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]` in place; other rows stay."""
+    slots = slots.to(rows.device)
     for unit, source in zip(units, sources, strict=True):
-        index = torch.tensor(source, dtype=torch.int64)
+        origins = slots[torch.tensor(source, dtype=torch.int64, device=rows.device)]
         for piece in unit:
-            if slots is None or len(slots) == len(rows):
-                torch.index_select(rows[:, piece], 0, index.to(rows.device), out=moved[:, piece])
-            else:
-                moved[slots.to(rows.device), piece] = rows[slots[index].to(rows.device), piece]
+            moved[slots, piece] = rows[origins, piece]
 
 
 def _require_anonymous(method: Algorithm) -> None:

@@ -18,8 +18,8 @@ from fedloom.errors import FedloomError, InvalidValue
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
-from fedloom.secure.layers import from_layers, layer_sizes, to_layers
-from fedloom.secure.wire import Request, unpack
+from fedloom.secure.layers import from_layers, layer_sizes
+from fedloom.secure.wire import unpack
 from fedloom.sites.known_sites import SiteMessenger
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
@@ -68,10 +68,10 @@ class Courier:
         self.carried += sum(map(len, answers.values()))
         return answers
 
-    def uploads(self, peers: Sequence[int]) -> dict[int, list[bytes]]:
+    def uploads(self) -> dict[int, list[bytes]]:
         """Return the sealed layers of every peer that hands them over after the exchange."""
         layers = {}
-        for peer, parcel in self._ask(dict.fromkeys(peers, b""), {"upload": True}).items():
+        for peer, parcel in self._ask(dict.fromkeys(self.terms.peers, b""), {"upload": True}).items():
             try:
                 layers[peer] = unpack(parcel, peer, len(self.terms.sizes))
             except ProtocolViolation as fault:
@@ -79,16 +79,14 @@ class Courier:
         return layers
 
     def _ask(self, parcels: Mapping[int, bytes], words: Words) -> dict[int, bytes]:
-        client_tasks, by_client = [], {}
-        for peer, parcel in parcels.items():
-            if peer not in self.lost:
-                task = self.client_tasks[peer]
-                inbox = {"model": task.inbox["model"]} if _brings_model(parcel) else {}
-                client_tasks.append(replace(task, inbox=inbox))
-                by_client[task.client] = parcel
+        # The first request of an exchange before training brings the model that is to be exchanged.
+        tensors = {"model"} if self.terms.when == "before_train" and not self.reached else set()
+        tasks = [self.client_tasks[peer] for peer in parcels if peer not in self.lost]
+        tasks = [replace(task, inbox={n: rows for n, rows in task.inbox.items() if n in tensors}) for task in tasks]
+        by_client = {task.client: parcels[self.messenger.numbers[task.client]] for task in tasks}
         words = {"run": self.terms.run, "when": self.terms.when, **words}
         answers = {}
-        for _, task, answer in self.messenger.answers("exchange", self.round, client_tasks, lambda _: words, by_client):
+        for _, task, answer in self.messenger.answers("exchange", self.round, tasks, lambda _: words, by_client):
             peer = self.messenger.numbers[task.client]
             try:
                 if not isinstance(answer, Fault) or answer.sent:
@@ -100,12 +98,6 @@ class Courier:
             except FedloomError as error:
                 self.lost[peer] = str(error)
         return answers
-
-
-def _brings_model(parcel: bytes) -> bool:
-    """Return True for the request that begins an exchange before training."""
-    terms = Request.decode(parcel).terms if parcel else None
-    return terms is not None and (terms.when, terms.attempt) == ("before_train", 0)
 
 
 @dataclass(frozen=True)
@@ -128,13 +120,12 @@ class SecureRound:
         several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1  # else there is nothing to exchange
         exchanged = several and self.method.exchanges("before_train")
         if exchanged:
-            _, _, terms, faults = self._exchange("before_train", uploading)
+            courier, faults = self._exchange("before_train", uploading, ServerKey())
             yield from faults
-            peers = () if terms is None else terms.peers
             uploading = [
                 replace(task, inbox={name: rows for name, rows in task.inbox.items() if name != "model"})
                 for task in uploading
-                if self._number(task) in peers
+                if self.messenger.numbers[task.client] in courier.terms.peers
             ]
         withheld = self.method.exchanges("before_upload")
         trained: list[Reply] = []
@@ -144,7 +135,10 @@ class SecureRound:
             else:
                 yield result
         if trained:
-            yield from self._uploads(sorted(trained, key=lambda reply: reply.client_task.slot or 0), sent)
+            for result in self._uploads(sorted(trained, key=lambda reply: reply.client_task.slot or 0), sent):
+                if isinstance(result, Fault):
+                    self.forget(result.client_task.client)
+                yield result
 
     def _uploads(self, replies: Sequence[Reply], sent: Mapping[int, Tensor]) -> Iterator[Reply | Fault]:
         """Yield the replies with the models that the sites hold after the exchange.
@@ -152,66 +146,48 @@ class SecureRound:
         There is one exchange before upload, whatever becomes of it: from a second one among fewer sites the server would learn
         whose layers were missing. So the layers that a site holds are lost when it does not upload, as in a simulation those
         of a client that drops out after the exchange before training. A layer that cannot be used, whoever spoilt it, is
-        replaced by that of the model that the server had sent.
+        replaced by that of the model that the server had sent; so are weights that are not finite.
         """
-        courier, key, terms, faults = self._exchange("before_upload", [reply.client_task for reply in replies])
-        yield from map(self._given_up, faults)
-        if terms is None:
-            return
-        models, spoilt = key.open_models(courier.uploads(terms.peers), terms)
+        key = ServerKey()
+        courier, faults = self._exchange("before_upload", [reply.client_task for reply in replies], key)
+        yield from faults
+        models, spoilt = key.open_models(courier.uploads(), courier.terms)
         for violation in spoilt:
             _logger.warning("round %d: %s", self.round.number, violation)
             courier.lost.setdefault(violation.peer, str(violation))
         for reply in replies:
-            number = self._number(reply.client_task)
+            client = reply.client_task.client
+            number, like = self.messenger.numbers[client], sent[client].to(self.task.initial)
             if number in models:
-                row = self._row(models[number], sent[reply.client_task.client])
+                row = from_layers(models[number], self.method.units(), like)
+                row = torch.where(row.isfinite(), row, like)
                 yield replace(reply, tensors={**reply.tensors, "model": row})
-            elif number in terms.peers:
-                yield self._given_up(Fault(reply.client_task, courier.lost[number]))
+            elif number in courier.terms.peers:
+                yield Fault(reply.client_task, courier.lost[number])
 
-    def _row(self, layers: Sequence[bytes | None], sent: Tensor) -> Tensor:
-        """Return the model of these layers; what is missing or not finite in it is as it was sent."""
-        units, like = self.method.units(), sent.to(self.task.initial)
-        fallbacks = to_layers(like, units)
-        filled = [fallback if layer is None else layer for layer, fallback in zip(layers, fallbacks, strict=True)]
-        row = from_layers(filled, units, like)
-        return torch.where(row.isfinite(), row, like)
+    def _exchange(self, when: str, client_tasks: Sequence[ClientTask], key: ServerKey) -> tuple[Courier, list[Fault]]:
+        """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new.
 
-    def _exchange(
-        self, when: str, client_tasks: Sequence[ClientTask]
-    ) -> tuple[Courier, ServerKey, Terms | None, list[Fault]]:
-        """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new. Return the courier, the
-        key, the terms of the attempt that came to its end, if any, and a fault for each site that took no part to the end."""
-        key, rules = ServerKey(), self.method.rules()
+        Return the courier, whose terms then have the peers that came to the end, and a fault for each site that did not.
+        """
         name = f"{self.messenger.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))
-        peers = tuple(map(self._number, client_tasks))
-        opening = Terms(name, self.round.number, when, 0, peers, key.public, rules, sizes)
-        courier = Courier(self.messenger, self.round, client_tasks, opening)
-        terms, abort = None, ""
+        peers = tuple(self.messenger.numbers[client_task.client] for client_task in client_tasks)
+        opening = Terms(name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes)
+        courier, abort = Courier(self.messenger, self.round, client_tasks, opening), ""
         try:
             outcome = run_exchange(courier, opening, fewest=FEWEST)
-            terms, faults = outcome.terms, outcome.faults
+            courier.terms, violations = outcome.terms, outcome.faults
         except ExchangeAborted as error:
-            faults, abort = error.faults, str(error)
-        self.method.carried(when, courier.carried)
+            courier.terms, violations, abort = replace(opening, peers=()), error.faults, str(error)
+        self.method.carried(courier.carried)
         reasons: dict[int, str] = {}
-        for fault in faults:
-            _logger.warning("round %d: exchange %s: %s", self.round.number, when, fault)
-            reason = courier.lost.get(fault.peer) if fault.kind == "left" else None
-            reasons.setdefault(fault.peer, f"{fault}: {reason}" if reason else str(fault))
-        lost = [
+        for violation in violations:
+            _logger.warning("round %d: exchange %s: %s", self.round.number, when, violation)
+            reason = courier.lost.get(violation.peer) if violation.kind == "left" else None
+            reasons.setdefault(violation.peer, f"{violation}: {reason}" if reason else str(violation))
+        return courier, [
             Fault(task, reasons.get(number, abort), sent=when == "before_upload" or number in courier.reached)
             for task, number in zip(client_tasks, peers, strict=True)
-            if terms is None or number not in terms.peers
+            if number not in courier.terms.peers
         ]
-        return courier, key, terms, lost
-
-    def _given_up(self, fault: Fault) -> Fault:
-        """Forget a client's work of this round, and return its fault."""
-        self.forget(fault.client_task.client)
-        return fault
-
-    def _number(self, client_task: ClientTask) -> int:
-        return self.messenger.numbers[client_task.client]
