@@ -31,7 +31,7 @@ from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.client_app import app
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites, SiteMessenger
-from fedloom.sites.messages import ARRAYS, FIGURES, PARCEL, PROTOCOL, RECORD, Mailbox, Words
+from fedloom.sites.messages import ARRAYS, NUMBERS, PARCEL, PROTOCOL, RECORD, Mailbox, Words
 from fedloom.sites.site_data import DataAgreement
 
 
@@ -240,7 +240,8 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
 
     def tamper(reply: Message) -> Message:
         arrays = reply.content.array_records[ARRAYS]
-        arrays[name] = array if isinstance(array, Array) else Array(array)
+        plain = isinstance(array, Array)
+        arrays[name] = array if plain else Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
         return reply
 
     return tamper
@@ -248,7 +249,7 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
 
 def words_of(message: Message) -> Words:
     """Return the words of any message, whatever else is in it."""
-    return messages.words_of(message, ARRAYS, FIGURES, PARCEL)
+    return messages.words_of(message, ARRAYS, PARCEL)
 
 
 def with_words(text: str, protocol: int = PROTOCOL) -> Tamper:

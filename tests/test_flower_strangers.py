@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +40,7 @@ from flower_support import (
     site,
     with_array,
     with_words,
+    words_of,
 )
 from secure_sites import peers
 from small_task import small_task
@@ -52,9 +53,8 @@ def with_figures(**figures: float) -> Tamper:
     """Answers with more figures."""
 
     def tamper(reply: Message) -> Message:
-        measured = reply.content.metric_records.get("figures", MetricRecord())
-        reply.content["figures"] = MetricRecord({**dict(measured), **figures})
-        return reply
+        words = words_of(reply)
+        return with_words(json.dumps({**words, "figures": {**words["figures"], **figures}}))(reply)
 
     return tamper
 
@@ -75,7 +75,7 @@ def test_a_site_reports_only_what_the_method_has_it_measure(name: str, tmp_path:
     assert record["training_loss"] > 0
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
 def test_figures_are_finite(value: float, tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=2)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
@@ -325,7 +325,7 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     site(grid, 0).says = {"totals": {"correct": [1.0], "loss": 1.0}}
     site(grid, 1).says = {"samples": 10**9, "totals": {"correct": 10**9, "loss": 1e9}}
     site(grid, 3).says = {"totals": {"correct": 1.0, "loss": float("inf")}}
-    site(grid, 4).says = {"totals": {"correct": 10**9, "loss": 1.0}}
+    site(grid, 4).says = {"totals": {"correct": 10**9, "loss": 10**400}}
     site(grid, 5).says = {"totals": {"correct": 1.0}}
     tallies = {int(t.clients): t for t in engine.evaluate(method, federation._first, tasks)}
     assert tallies.keys() == {1, 2}

@@ -6,14 +6,12 @@ import json
 import random
 
 import numpy as np
-from flwr.app import Array, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ConfigRecord, Message
 
 from damage import mutated
 from fedloom.rounds.engine import INTEGERS
-from fedloom.sites.messages import ARRAYS, PROTOCOL, RECORD
+from fedloom.sites.messages import ARRAYS, PROTOCOL, RECORD, tensors_of
 from flower_support import with_array, with_words, words_of
-
-HEADER = 128  # bytes before the numbers of an array, which is a .npy file
 
 
 class Site:
@@ -32,7 +30,7 @@ class Site:
 
     def floats(self, reply: Message) -> tuple[str, np.ndarray]:
         """One of the arrays of floats of a reply: the model, or a part of one that is coded."""
-        arrays = {name: array.numpy() for name, array in reply.content.array_records[ARRAYS].items()}
+        arrays = {name: tensor.numpy() for name, tensor in tensors_of(reply).items()}
         name = self.draw.choice(sorted(name for name, array in arrays.items() if array.dtype.kind == "f"))
         return name, arrays[name]
 
@@ -67,9 +65,8 @@ class OwnFigures(Site):
 
     def tamper(self, reply: Message) -> Message:
         name = self.draw.choice(("accuracy", "loss", "round", "bytes_up", "personal_accuracy"))
-        measured = reply.content.metric_records.get("figures", MetricRecord())
-        reply.content["figures"] = MetricRecord({**dict(measured), name: 1.0})
-        return reply
+        words = words_of(reply)
+        return with_words(json.dumps({**words, "figures": {**words["figures"], name: 1.0}}))(reply)
 
 
 class NoWords(Site):
@@ -104,14 +101,14 @@ class Counters(Site):
     refused = False
 
     def tamper(self, reply: Message) -> Message:
-        counters = reply.content.array_records[ARRAYS][INTEGERS].numpy()
+        counters = tensors_of(reply)[INTEGERS].numpy()
         return with_array(INTEGERS, np.full_like(counters, self.draw.choice((2**63 - 1, 10**9, 0, -1, -(2**63)))))(
             reply
         )
 
 
 class Mutated(Site):
-    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the header, type or shape of an array. The
+    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the type, shape or length of an array. The
     numbers themselves stay, since nobody can tell a changed one from an honest one."""
 
     refused = False
@@ -125,12 +122,11 @@ class Mutated(Site):
             words = mutated(json.dumps(words_of(reply)).encode(), self.draw).decode(errors="replace")
             return with_words(words, self.draw.choice((PROTOCOL, PROTOCOL, PROTOCOL + 1)))(reply)
         name = self.draw.choice(sorted(arrays))
-        old, kind = arrays[name], self.draw.randrange(4)
+        old, kind = arrays[name], self.draw.randrange(3)
         dtype = mutated(old.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else old.dtype
         shape = (*old.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else old.shape
-        header = mutated(old.data[:HEADER], self.draw) if kind == 2 else old.data[:HEADER]
-        rest = old.data[HEADER:] if kind != 3 else old.data[HEADER : self.draw.randrange(HEADER, len(old.data) + 1)]
-        arrays[name] = Array(dtype, shape, old.stype, header + rest)
+        data = old.data[: self.draw.randrange(len(old.data))] if kind == 2 else old.data
+        arrays[name] = Array(dtype, shape, old.stype, data)
         return reply
 
 

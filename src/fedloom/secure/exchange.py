@@ -4,8 +4,6 @@ Peers hold one model of U layers each. In one repeat every peer sends n layers, 
 random (stage 1), puts what it receives into the buffer of the layer's index (stage 2), returns for each received layer a
 random one of that buffer (stage 3) and takes what is returned to it (stage 4). Source: Hu et al., arXiv 2208.07677,
 appendix B, algorithm 2; its line 9 must empty the buffer of the layer's index, not of the loop counter.
-
-Random choices come from the operating system, or from a run's named streams.
 """
 
 import math

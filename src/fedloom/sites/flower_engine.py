@@ -27,7 +27,7 @@ from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
 from fedloom.rounds.scoring import Tally
 from fedloom.sites.known_sites import MOST_SAMPLES, Orders, SiteMessenger
-from fedloom.sites.messages import ARRAYS, FIGURES, Refusal, Words, figures_of, tensors_of, whole_number, words_of
+from fedloom.sites.messages import ARRAYS, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.task import Task
 
@@ -137,7 +137,7 @@ class FlowerEngine(RemoteClients):
         """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when it is refused."""
         client, number = client_task.client, self.numbers[client_task.client]
         try:
-            words = words_of(message, ARRAYS, FIGURES)
+            words = words_of(message, ARRAYS)
         except Refusal as refusal:
             if refusal.words.get("lost"):
                 self._written[client] = 0  # from the next time on it is a client that remembers nothing
@@ -154,7 +154,7 @@ class FlowerEngine(RemoteClients):
         tensors = tensors_of(message, expected)
         if expected:
             inspect_reply(algorithm, round, tensors, expected)
-        measured = figures_of(message, figures)
+        measured = figures_of(words, figures)
         self._written[client] = version
         return Reply(
             client_task, tensors, measured, samples=self.sites.samples(number) if self.task.elsewhere else None
@@ -186,7 +186,7 @@ class FlowerEngine(RemoteClients):
             shapes = objective.shapes(outputs) | counted_shapes(self.task.dataset.metrics)
             totals = {name: _total(counted[name], shape) for name, shape in shapes.items()}
             objective.require_totals({**totals, "samples": torch.tensor([float(samples)])})
-        except (KeyError, TypeError, ValueError, InvalidValue) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, InvalidValue) as error:
             raise RefusedReply(f"the reply does not say what was counted: {error}") from None
         share = min(1.0, registered / samples)
         totals = {name: total if share == 1 else total * share for name, total in totals.items()}

@@ -1,20 +1,19 @@
-"""Messages between the server and the sites, and how they travel: words as JSON, tensors as plain arrays, figures.
+"""Messages between the server and the sites, and how they travel: words and figures as JSON, tensors as plain numbers.
 
-Both sides check what they get before they decode it: which records there are, the size, type and shape that an array says it
-has, then its bytes, which are read as numbers and never as objects.
+Both sides check what they get before they decode it: which records there are, the size, type and shape that an array says it has.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.errors import FedloomError, RefusedReply, one_line
@@ -24,13 +23,15 @@ if TYPE_CHECKING:
 
     from fedloom.rounds.engine import TensorSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the agreement between server and site; both must have the same."""
 
 RECORD = "fedloom"
 ARRAYS = "arrays"
-FIGURES = "figures"
 PARCEL = "parcel"
+
+NUMBERS = "fedloom.numbers"
+"""Name of the way in which tensors travel, beside their type and shape."""
 
 Kind = Literal["hello", "statistics", "exchange", "train", "evaluate", "end"]
 
@@ -39,7 +40,7 @@ _KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello":
 Words = dict[str, Any]
 """Plain values."""
 
-_RECORDS = {RECORD: ConfigRecord, ARRAYS: ArrayRecord, FIGURES: MetricRecord, PARCEL: ConfigRecord}
+_RECORDS = {RECORD: ConfigRecord, ARRAYS: ArrayRecord, PARCEL: ConfigRecord}
 
 _LONGEST_WORDS = 1 << 22
 _MOST_AXES = 32
@@ -54,18 +55,11 @@ class Refusal(FedloomError):
         self.words = words
 
 
-def pack(
-    words: Words,
-    tensors: Mapping[str, Tensor | Array] | None = None,
-    figures: Mapping[str, float] | None = None,
-    parcel: bytes = b"",
-) -> RecordDict:
+def pack(words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parcel: bytes = b"") -> RecordDict:
     """Return the content of a message; `parcel` is what the carrier does not look into."""
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
     if tensors is not None:
         content[ARRAYS] = ArrayRecord({n: t if isinstance(t, Array) else encoded(t) for n, t in tensors.items()})
-    if figures is not None:
-        content[FIGURES] = MetricRecord({name: float(value) for name, value in figures.items()})
     if parcel:
         content[PARCEL] = ConfigRecord({"bytes": parcel})
     return content
@@ -106,8 +100,9 @@ def words_of(message: Message, *records: str) -> Words:
 
 
 def encoded(tensor: Tensor) -> Array:
-    """Return a tensor as it travels: its numbers in NumPy's format."""
-    return Array.from_numpy_ndarray(tensor.detach().cpu().contiguous().numpy())
+    """Return a tensor as it travels: its numbers, little-endian, one after another."""
+    array = tensor.detach().cpu().contiguous().numpy()
+    return Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
 
 
 def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = None) -> dict[str, Tensor]:
@@ -125,7 +120,7 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
     Raises `RefusedReply` for a type in which no tensor travels, a type or shape that is not `expected` (None for any), and bytes
     that are not what type and shape say.
     """
-    if array.stype != "numpy.ndarray" or array.dtype not in _TYPES:
+    if array.stype != NUMBERS or array.dtype not in _TYPES:
         raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
     declared = tuple(array.shape)
     if expected is not None and f"torch.{array.dtype}" != str(expected.dtype):
@@ -134,32 +129,28 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
         raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(expected.shape)}")
     if len(declared) > _MOST_AXES or any(type(size) is not int or size < 0 for size in declared):
         raise RefusedReply(f"{name!r:.80} has an impossible shape")
-    dtype, stream = np.dtype(array.dtype), io.BytesIO()
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": declared}
-    np.lib.format.write_array_header_1_0(stream, header)
-    start, size = stream.tell(), math.prod(declared) * dtype.itemsize
-    if len(array.data) != start + size:
-        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {start + size}")
-    if not array.data.startswith(stream.getvalue()):
-        raise RefusedReply(f"{name!r:.80} is not an array of its type and shape in NumPy's format")
+    size = math.prod(declared) * np.dtype(array.dtype).itemsize
+    if len(array.data) != size:
+        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}")
     import torch
 
     # Into memory of torch's own: sums may round differently where memory begins off the boundaries that it keeps.
     tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
-    tensor.numpy()[...] = np.frombuffer(array.data, dtype, offset=start).reshape(declared)
+    tensor.numpy()[...] = np.ndarray(declared, array.dtype, array.data)
     return tensor
 
 
-def figures_of(message: Message, declared: Collection[str]) -> dict[str, float]:
-    """Return the figures of a message. Raises `RefusedReply` for names that are not declared and numbers that are not finite."""
-    figures = {}
-    for name, value in message.content.metric_records.get(FIGURES, MetricRecord()).items():
+def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
+    """Return the figures among the words. Raises `RefusedReply` for names that are not declared and for infinity."""
+    figures = words.get("figures", {})
+    if not isinstance(figures, dict):
+        raise RefusedReply("the message's figures are no table")
+    for name, value in figures.items():
         if name not in declared:
             raise RefusedReply(f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is")
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise RefusedReply(f"the figure {name} is not a finite number")
-        figures[name] = float(value)
-    return figures
+    return {name: float(value) for name, value in figures.items()}
 
 
 def parcel_of(message: Message) -> bytes:

@@ -141,8 +141,9 @@ class Site:
             peer.leave()
             if exchange.exchanges("before_upload"):
                 peer.keep(to_layers(tensors.pop("model"), exchange.units()))
-        words = {"site": self.number, "round": round.number, "memory": round.number if written else version}
-        return pack(words, tensors, result.metrics)
+        figures = {name: float(value) for name, value in result.metrics.items()}
+        remembered = round.number if written else version
+        return pack({"site": self.number, "round": round.number, "memory": remembered, "figures": figures}, tensors)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
         """Answer a step of an exchange of layers with other sites, or hand over what this site holds after it.
