@@ -140,8 +140,8 @@ class Runs(Trial):
             server = self.server(method, engine)
             if (code := server.run("run", "job.toml", "--quiet", *self.options))[0] != 0:
                 raise Wrong(f"{method} on {engine} fails undisturbed: {code[1]}")
-            place = place_of(server)
-            self.undisturbed[method, engine] = {name: content_of(place / name) for name in self.files}
+            path = place_of(server)
+            self.undisturbed[method, engine] = {name: content_of(path / name) for name in self.files}
             shutil.rmtree(server.folder)
         return self.undisturbed[method, engine]
 
@@ -194,17 +194,17 @@ class Cuts(Runs):
             finished += name == "metrics.jsonl"
 
     def once(self, draw: random.Random) -> str:
-        method, number, what = next(self.turns)
+        method, number, write = next(self.turns)
         expected, server = self.expected(method, "rows"), self.server(method, "rows")
         code, output = server.run("run", "job.toml", "--quiet", *self.options, die_at=number)
         if code != -signal.SIGKILL:
-            raise Wrong(f"{method}: write {number} ({what}) was not reached: {output}")
+            raise Wrong(f"{method}: write {number} ({write}) was not reached: {output}")
         code, output = server.run("run", "job.toml", "--quiet", *self.options)
         if code != 0:
-            raise Wrong(f"{method}, cut in {what}, does not go on: {output}")
-        self.require_same(server, expected, f"{method}, cut in {what}")
+            raise Wrong(f"{method}, cut in {write}, does not go on: {output}")
+        self.require_same(server, expected, f"{method}, cut in {write}")
         shutil.rmtree(server.folder)
-        return what.partition(" ")[0]
+        return write.partition(" ")[0]
 
 
 class Kills(Runs):
@@ -255,9 +255,9 @@ class Workers(Runs):
     def told(self, command: Command) -> bool:
         """Return True if it soon says in one line how to resume."""
         end = time.monotonic() + SECONDS
-        while not (said := command.output.read_text()).count(GOES_ON) and time.monotonic() < end:
+        while not (output := command.output.read_text()).count(GOES_ON) and time.monotonic() < end:
             time.sleep(0.1)
-        return said.count(GOES_ON) == 1 and "Traceback" not in said
+        return output.count(GOES_ON) == 1 and "Traceback" not in output
 
     def once(self, draw: random.Random) -> str:
         (kind, *options), methods = draw.choice(self.ways), draw.sample(WORKERS_METHODS, 2)
@@ -285,8 +285,8 @@ class Workers(Runs):
         if code != 0:
             raise Wrong(f"{what} does not go on after a kill: {output}")
         for name, contents in expected.items():
-            same = {file: content for file, content in contents.items() if file != "configuration.json"}
-            self.require_same(server, same, what, server.folder / "runs/job" / name / "seed-0")
+            compared = {file: content for file, content in contents.items() if file != "configuration.json"}
+            self.require_same(server, compared, what, server.folder / "runs/job" / name / "seed-0")
         shutil.rmtree(server.folder)
         return f"{kind}, {victim} killed"
 
@@ -313,12 +313,12 @@ class Actors(Workers):
 
 def _running(parent: int, wanted: Callable[[str], bool]) -> list[int]:
     """The descendants of a process with such a command."""
-    found = []
+    processes = []
     for process in descendants(parent):
         with suppress(OSError):
             if wanted(Path(f"/proc/{process}/cmdline").read_text()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def written(server: Server) -> int:
@@ -353,12 +353,12 @@ class Damages(Runs):
         path = draw.choice(
             sorted(path for path in place_of(server).rglob("*") if path.stat().st_size and path.is_file())
         )
-        ((what, content),) = damages_of(path.read_bytes(), draw)
+        ((damage, content),) = damages_of(path.read_bytes(), draw)
         path.write_bytes(content)
         code, output = server.run("run", "job.toml", "--quiet")
-        what = f"{method}, {path.name}: {what}"
+        damage = f"{method}, {path.name}: {damage}"
         if "Traceback" in output or "FEDLOOM_TRACEBACK" in output:
-            raise Wrong(f"{what}: {output}")
+            raise Wrong(f"{damage}: {output}")
         if code == 0:
             if path.name in READERS and path.read_bytes() == content:  # a finished run, which does not read it
                 found = None
@@ -366,15 +366,17 @@ class Damages(Runs):
                     found = READERS[path.name](path)
                 path.write_bytes(expected[path.name])
                 if found not in (None, READERS[path.name](path)):
-                    raise Wrong(f"{what}: it is read as something else")
-            self.require_same(server, expected, what)
-            said = "noticed" if "damaged" in output or "going on" in output or "starting again" in output else "mended"
+                    raise Wrong(f"{damage}: it is read as something else")
+            self.require_same(server, expected, damage)
+            outcome = (
+                "noticed" if "damaged" in output or "going on" in output or "starting again" in output else "mended"
+            )
         elif code == 2 and "seed-0" in output and len(output.splitlines()) == 1:
-            said = "refused"
+            outcome = "refused"
         else:
-            raise Wrong(f"{what}: exit code {code}: {output}")
+            raise Wrong(f"{damage}: exit code {code}: {output}")
         shutil.rmtree(server.folder)
-        return said
+        return outcome
 
 
 class Resumptions(Trial):
@@ -411,26 +413,26 @@ class Resumptions(Trial):
         return [federation.algorithm.model().tolist(), federation.integers.tolist(), *figures]
 
     def once(self, draw: random.Random) -> str:
-        name, place = draw.choice(list(self.methods)), self.folder / "damaged"
-        shutil.copytree(self.folder / f"{name} {draw.randint(1, self.schedule.rounds)}", place)
-        path = draw.choice(sorted(path for path in place.rglob("*") if path.is_file() and path.stat().st_size))
-        ((what, content),) = damages_of(path.read_bytes(), draw)
+        name, folder = draw.choice(list(self.methods)), self.folder / "damaged"
+        shutil.copytree(self.folder / f"{name} {draw.randint(1, self.schedule.rounds)}", folder)
+        path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+        ((damage, content),) = damages_of(path.read_bytes(), draw)
         path.write_bytes(content)
-        what = f"{name}, {path.name}: {what}"
+        damage = f"{name}, {path.name}: {damage}"
         try:
-            federation = self.federation(name, place)
+            federation = self.federation(name, folder)
             noticed = bool(federation.notices)
             federation.run()
-            said = "noticed" if noticed else "mended"
-            if self.end(federation, place) != self.ends[name]:
-                raise Wrong(f"{what}: another end than that of a run that was not disturbed, {said}")
+            outcome = "noticed" if noticed else "mended"
+            if self.end(federation, folder) != self.ends[name]:
+                raise Wrong(f"{damage}: another end than that of a run that was not disturbed, {outcome}")
         except FedloomError as error:
-            said = "refused"
+            outcome = "refused"
             if "\n" in str(error) or path.name not in str(error):
-                raise Wrong(f"{what}: {error}") from error
+                raise Wrong(f"{damage}: {error}") from error
         finally:
-            shutil.rmtree(place)
-        return said
+            shutil.rmtree(folder)
+        return outcome
 
 
 class SuperNodes(Trial):
@@ -515,16 +517,16 @@ class Inputs(Trial):
 
     def _file(self, draw: random.Random) -> None:
         path = draw.choice(list(self.files))
-        other = self.folder / f"mutated{path.suffix}"
-        other.write_bytes(mutated(self.files[path], draw))
+        path_mutated = self.folder / f"mutated{path.suffix}"
+        path_mutated.write_bytes(mutated(self.files[path], draw))
         if path.suffix == ".toml":
-            load(other)
+            load(path_mutated)
         elif path.suffix == ".safetensors":
-            tensors, metadata = read_tensors(other)
+            tensors, metadata = read_tensors(path_mutated)
             if tensors["model"].tolist() != list(range(9)) or metadata != {"round": "3"}:
                 raise Wrong(f"{path.name} is read as something else")
         else:
-            (Partition.load if path.name == "split.npz" else read_arrays)(other)
+            (Partition.load if path.name == "split.npz" else read_arrays)(path_mutated)
 
     def _request(self, draw: random.Random) -> None:
         world = World(3)
@@ -572,7 +574,7 @@ class Files(Trial):
 
 def bounded(kind: str, read: Callable[[], object]) -> str:
     """Read an input: it is read, or refused in one short line, in time and in little memory. Raises `Wrong`."""
-    began, before = time.monotonic(), peak()
+    began, peak_before = time.monotonic(), peak()
     end = "read"
     try:
         read()
@@ -586,8 +588,8 @@ def bounded(kind: str, read: Callable[[], object]) -> str:
         raise Wrong(f"{kind}: {type(error).__name__}: {str(error)[:300]}") from error
     if time.monotonic() - began > SECONDS:
         raise Wrong(f"{kind}: took {time.monotonic() - began:.0f} s")
-    if peak() - before > MEBIBYTES:
-        raise Wrong(f"{kind}: took {peak() - before} MiB")
+    if peak() - peak_before > MEBIBYTES:
+        raise Wrong(f"{kind}: took {peak() - peak_before} MiB")
     return end
 
 
@@ -678,13 +680,13 @@ class Rounds(Trial):
 
     def once(self, draw: random.Random) -> str:
         processes = (os.getpid(), *self.engine.processes)
-        before = [held(process) for process in processes]
+        resources_before = [held(process) for process in processes]
         self.step(self.rounds)
         gc.collect()
-        for one, two in zip(before, [held(process) for process in processes], strict=True):
+        for start, two in zip(resources_before, [held(process) for process in processes], strict=True):
             for name, now in two.items():
-                if now > one[name] + self.growth.get(name, 0):
-                    raise Wrong(f"{name}: {one[name]} before {self.rounds} rounds, {now} after them")
+                if now > start[name] + self.growth.get(name, 0):
+                    raise Wrong(f"{name}: {start[name]} before {self.rounds} rounds, {now} after them")
         return f"{self.rounds} rounds"
 
     def close(self) -> None:

@@ -198,8 +198,8 @@ class FedExP(Definition):
         mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
         update, length = (mean - self.server_model)[:count], 0.0
         for answer in answers:
-            own = (answer.reply["model"] - self.server_model)[:count]
-            length += answer.weight / total * float(own.square().sum())
+            update = (answer.reply["model"] - self.server_model)[:count]
+            length += answer.weight / total * float(update.square().sum())
         epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2  # type: ignore[attr-defined]
         step = max(1.0, length / (2 * (float(update.square().sum()) + epsilon)))
         mean[:count] = self.server_model[:count] + step * update
@@ -312,13 +312,13 @@ class FedMut(Definition):
         paired = count - count % 2
         skew = method.beta * (1 - min(max(round.number - 2, 0) / method.mutation_rounds, 1))
         rows = [self.server_model.clone() for _ in range(count)]
-        for part in self.setting.layout.slices:
-            if part.stop > self.setting.trainable:
+        for entry in self.setting.layout.slices:
+            if entry.stop > self.setting.trainable:
                 continue
             order = torch.randperm(paired, generator=generator).tolist()
             for slot in range(paired):
                 sign = 1.0 if order[slot] % 2 == 0 else skew - 1.0
-                piece = slice(part.start, part.stop)
+                piece = slice(entry.start, entry.stop)
                 rows[slot][piece] += sign * method.radius * (self.server_model - self.previous)[piece]
         return [{"model": row} for row in rows]
 
@@ -340,29 +340,29 @@ class Pool(Definition):
         return {"model": self.model()}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        before, pool = self.pool, [row.clone() for row in self.pool]
+        pool_before, pool = self.pool, [row.clone() for row in self.pool]
         for answer in answers:
             pool[answer.slot] = answer.reply["model"].clone()
         self.pool = pool
         if name_of(self.method) in ("fedmr", "fedkdmr", "fedmr_async"):
-            self.recombine(round, before, answers)
+            self.recombine(round, pool_before, answers)
 
-    def recombine(self, round: Round, before: list[Tensor], answers: Sequence[Answer]) -> None:
+    def recombine(self, round: Round, pool_before: list[Tensor], answers: Sequence[Answer]) -> None:
         pool, blend = self.pool, self.method.blend  # type: ignore[attr-defined]
         target = mean_of(pool)
         if blend == "auto":
             target = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
-            share = self.chosen_share(before, target)
+            share = self.chosen_share(pool_before, target)
         else:
             share = share_at(blend, round.number)
         mixed = shuffled(pool, self.setting.layout, round.stream("recombine"))
         self.pool = [(1 - share) * row + share * target for row in mixed]
 
-    def chosen_share(self, before: list[Tensor], average: Tensor) -> float:
+    def chosen_share(self, pool_before: list[Tensor], average: Tensor) -> float:
         count = self.setting.trainable
         common = float((average - self.setting.initial)[:count].square().sum())
         spread = variance([row[:count] for row in self.pool])
-        added = variance([(row - old)[:count] for row, old in zip(self.pool, before, strict=True)])
+        added = variance([(row - start)[:count] for row, start in zip(self.pool, pool_before, strict=True)])
         if not spread * added:
             return 0.0
         return max(0.0, 1 - (self.method.tolerance * common) ** 2 / (spread * added))  # type: ignore[attr-defined]
@@ -384,7 +384,7 @@ class FedCross(Pool):
         method, pool, mixed = self.method, self.pool, []
         alpha = share_at(method.alpha, round.number)  # type: ignore[attr-defined]
         for k, row in enumerate(pool):
-            directions = [other[: self.setting.trainable] / other[: self.setting.trainable].norm() for other in pool]
+            directions = [model[: self.setting.trainable] / model[: self.setting.trainable].norm() for model in pool]
             cosine = {j: float(directions[k] @ directions[j]) for j in range(len(pool)) if j != k}
             partner = {
                 "lowest": min(cosine, key=lambda j: cosine[j]),
@@ -416,8 +416,8 @@ def variance(rows: Sequence[Tensor]) -> float:
 def layers_of(layout: Layout) -> list[list[slice]]:
     """The slices of each layer, from the lowest layer up, as the names of the tensors say."""
     groups: dict[str, list[slice]] = {}
-    for part in layout.slices:
-        groups.setdefault(part.name.rpartition(".")[0], []).append(slice(part.start, part.stop))
+    for entry in layout.slices:
+        groups.setdefault(entry.name.rpartition(".")[0], []).append(slice(entry.start, entry.stop))
     return list(groups.values())
 
 
@@ -446,14 +446,14 @@ class Personal(Definition):
         if name in ("fedper", "fedrep", "fedbabu", "fedas", "pfedfda") and not getattr(method, "upload_head", False):
             private = {"head"}
         elif name == "lg_fedavg":
-            private = {layer.rpartition(".")[0] for layer in (part.name for part in layout.slices)} - {"head"}
+            private = {layer.rpartition(".")[0] for layer in (entry.name for entry in layout.slices)} - {"head"}
         elif name == "fedbn":
             private = {n for n, m in self.setting.module.named_modules() if isinstance(m, _BatchNorm)}
         end = layout.size if getattr(method, "buffers", "average") == "average" else layout.trainable
         index: list[int] = []
-        for part in layout.slices:
-            if part.name.rpartition(".")[0] not in private and part.stop <= end:
-                index += range(part.start, part.stop)
+        for entry in layout.slices:
+            if entry.name.rpartition(".")[0] not in private and entry.stop <= end:
+                index += range(entry.start, entry.stop)
         self.index = torch.tensor(index)
 
     def sends(self, round: Round) -> list[Message]:
@@ -480,10 +480,10 @@ class FedAMP(Personal):
         messages = []
         for client in round.selected:
             pulls = []
-            for other in range(self.setting.clients):
-                gap = (self.models[client] - self.models[other])[: self.setting.trainable]
+            for index in range(self.setting.clients):
+                gap = (self.models[client] - self.models[index])[: self.setting.trainable]
                 pull = method.alpha / method.sigma * math.exp(-float(gap.square().sum()) / method.sigma)
-                pulls.append(0.0 if other == client else pull)
+                pulls.append(0.0 if index == client else pull)
             pulls = [pull / max(1.0, sum(pulls)) for pull in pulls]
             pulls[client] = 1 - sum(pulls)
             centre = torch.zeros_like(self.models[0])
@@ -551,8 +551,8 @@ class FedDBE(Personal):
         self.consensus: Tensor | None = None
 
     def sends(self, round: Round) -> list[Message]:
-        more = {} if self.consensus is None else {"consensus": self.consensus}
-        return [{**message, **more} for message in super().sends(round)]
+        consensus_message = {} if self.consensus is None else {"consensus": self.consensus}
+        return [{**message, **consensus_message} for message in super().sends(round)]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         if self.consensus is None:
@@ -567,7 +567,7 @@ class Prototypes(Definition):
     whole = False
 
     def begin(self) -> None:
-        weight = next(part for part in self.setting.layout.slices if part.name == "head.weight")
+        weight = next(entry for entry in self.setting.layout.slices if entry.name == "head.weight")
         self.classes, self.width = weight.shape
         self.prototypes = [self.setting.initial.new_zeros(self.width) for _ in range(self.classes)]
         self.present = [0.0] * self.classes
@@ -586,9 +586,9 @@ class Prototypes(Definition):
     def with_head(self, row: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """A model with another classifier."""
         row = row.clone()
-        for part in self.setting.layout.slices:
-            if part.name in ("head.weight", "head.bias"):
-                row[part.start : part.stop] = (weight if part.name == "head.weight" else bias).reshape(-1)
+        for entry in self.setting.layout.slices:
+            if entry.name in ("head.weight", "head.bias"):
+                row[entry.start : entry.stop] = (weight if entry.name == "head.weight" else bias).reshape(-1)
         return row
 
 
@@ -618,8 +618,8 @@ class FedPAC(Prototypes, Personal):
     def begin(self) -> None:
         Personal.begin(self)
         Prototypes.begin(self)
-        self.head = torch.tensor([k for part in self.setting.layout.slices if part.name.startswith("head.")
-                                  for k in range(part.start, part.stop)])  # fmt: skip
+        self.head = torch.tensor([k for entry in self.setting.layout.slices if entry.name.startswith("head.")
+                                  for k in range(entry.start, entry.stop)])  # fmt: skip
         self.heads = [self.setting.initial[self.head] for _ in range(self.setting.clients)]
 
     def sends(self, round: Round) -> list[Message]:
@@ -754,13 +754,13 @@ class Ala(Wrapped):
             handed = inner[client].inbox[SERVER_MODEL]
             if wrong := difference(handed, record.inbox.get(SERVER_MODEL, download)):
                 return f"client {client} takes another model for the server's, off by {wrong}"
-            old = self.trained.get(client)
-            if old is None:
+            last_model = self.trained.get(client)
+            if last_model is None:
                 if wrong := difference(start, download):
                     return f"client {client} starts off by {wrong} in its first round"
-            elif len(old) == len(start):
+            elif len(last_model) == len(start):
                 slack = 1e-9 if start.dtype == torch.float64 else 1e-5
-                low, high = torch.minimum(old, download) - slack, torch.maximum(old, download) + slack
+                low, high = torch.minimum(last_model, download) - slack, torch.maximum(last_model, download) + slack
                 if not bool(((start >= low) & (start <= high)).all()):
                     return f"client {client} starts beyond its last model and its download"
             if record.uploads and client not in refused:
@@ -789,8 +789,10 @@ class Robust(Wrapped):
             else:
                 trimmed = (count - 1) // 2 if method.rule == "median" else malicious
                 columns = torch.stack([row.reshape(-1) for row in rows]).T.tolist()
-                kept = [sorted(column)[trimmed : count - trimmed] for column in columns]
-                estimate = rows[0].new_tensor([sum(column) / len(column) for column in kept]).reshape(rows[0].shape)
+                inner_values = [sorted(column)[trimmed : count - trimmed] for column in columns]
+                estimate = (
+                    rows[0].new_tensor([sum(column) / len(column) for column in inner_values]).reshape(rows[0].shape)
+                )
             estimates[name] = estimate.to(value.dtype)
         self.inner.receive(round, [replace(answer, reply=estimates) for answer in answers])
 
@@ -799,7 +801,7 @@ def krum(rows: Sequence[Tensor], malicious: int, chosen: int) -> list[int]:
     """The rows whose K - f - 2 nearest others are nearest."""
     scores = []
     for k, row in enumerate(rows):
-        gaps = sorted(float((row - other).square().sum()) for j, other in enumerate(rows) if j != k)
+        gaps = sorted(float((row - neighbour).square().sum()) for j, neighbour in enumerate(rows) if j != k)
         scores.append(sum(gaps[: max(1, len(rows) - malicious - 2)]))
     return sorted(range(len(rows)), key=lambda k: scores[k])[:chosen]
 
@@ -893,7 +895,7 @@ class Coded(Wrapped):
         self.inner.receive(round, decoded)
 
     @property
-    def parts(self) -> set[str]:
+    def codes(self) -> set[str]:
         """The last words of the names of what codes a tensor."""
         kind = name_of(self.method)
         if kind == "quantised":
@@ -907,14 +909,14 @@ class Coded(Wrapped):
         coded: dict[str, Message] = {}
         for key, value in reply.items():
             name, _, word = key.rpartition(".")
-            mine = word in self.parts and (not nested or name.endswith((".values", ".factors")))
+            mine = word in self.codes and (not nested or name.endswith((".values", ".factors")))
             if mine or (word == "rest" and not nested):
                 coded.setdefault(name, {})[word] = value
             else:
                 result[key] = value
-        for name, parts in coded.items():
-            rest = [parts.pop("rest")] if "rest" in parts else []
-            row = torch.cat([self.decode(parts, self.size_of(name, sent)), *rest])
+        for name, codes in coded.items():
+            uncoded = [codes.pop("rest")] if "rest" in codes else []
+            row = torch.cat([self.decode(codes, self.size_of(name, sent)), *uncoded])
             result[name] = row + sent["model"] if name == "model" else row
         return result
 
@@ -928,37 +930,37 @@ class Coded(Wrapped):
 
     def factors(self, size: int) -> int:
         rank, total = self.method.rank, 0  # type: ignore[attr-defined]
-        for part in self.setting.layout.slices:
-            if part.stop <= size:
-                high = part.shape[0] if len(part.shape) > 1 else 1
-                wide = (part.stop - part.start) // high
+        for entry in self.setting.layout.slices:
+            if entry.stop <= size:
+                high = entry.shape[0] if len(entry.shape) > 1 else 1
+                wide = (entry.stop - entry.start) // high
                 total += rank * (high + wide) if rank * (high + wide) < high * wide else high * wide
         return total
 
-    def decode(self, parts: Message, size: int) -> Tensor:
+    def decode(self, codes: Message, size: int) -> Tensor:
         method: Any = self.method
         kind = name_of(method)
         if kind == "quantised":
             if method.bits is None:
-                return parts["update"].clone()
-            return levels_decoded(parts["levels"], parts["scales"], size, method.bits, method.bucket)
+                return codes["update"].clone()
+            return levels_decoded(codes["levels"], codes["scales"], size, method.bits, method.bucket)
         if kind == "sparse":
-            row = parts["values"].new_zeros(size)
-            for index, value in zip(parts["indices"].tolist(), parts["values"], strict=True):
+            row = codes["values"].new_zeros(size)
+            for index, value in zip(codes["indices"].tolist(), codes["values"], strict=True):
                 row[index] += value
             return row
-        pieces, offset, factors = [], 0, parts["factors"]
-        for part in self.setting.layout.slices:
-            if part.stop > size:
+        pieces, offset, factors = [], 0, codes["factors"]
+        for entry in self.setting.layout.slices:
+            if entry.stop > size:
                 continue
-            high = part.shape[0] if len(part.shape) > 1 else 1
-            wide = (part.stop - part.start) // high
+            high = entry.shape[0] if len(entry.shape) > 1 else 1
+            wide = (entry.stop - entry.start) // high
             if method.rank * (high + wide) < high * wide:
-                left = factors[offset : offset + high * method.rank].reshape(high, method.rank)
+                factor_out = factors[offset : offset + high * method.rank].reshape(high, method.rank)
                 offset += high * method.rank
-                right = factors[offset : offset + wide * method.rank].reshape(wide, method.rank)
+                factor_in = factors[offset : offset + wide * method.rank].reshape(wide, method.rank)
                 offset += wide * method.rank
-                pieces.append((left @ right.T).reshape(-1))
+                pieces.append((factor_out @ factor_in.T).reshape(-1))
             else:
                 pieces.append(factors[offset : offset + high * wide])
                 offset += high * wide
@@ -1006,28 +1008,32 @@ class Coded(Wrapped):
                 update = update[:size]
                 if method_keeps(method):
                     update = update + self.errors.get((client, name), torch.zeros_like(update))
-                left = update - decoded[name][:size]
-                if wrong := self.lost_too_much(update, left, record.reply, name):
+                error = update - decoded[name][:size]
+                if wrong := self.lost_too_much(update, error, record.reply, name):
                     return f"client {client}: {wrong}"
                 if method_keeps(method) and record.uploads and client not in refused:
-                    self.errors[client, name] = left
+                    self.errors[client, name] = error
         return ""
 
-    def lost_too_much(self, update: Tensor, left: Tensor, reply: Message, name: str) -> str:
+    def lost_too_much(self, update: Tensor, error: Tensor, reply: Message, name: str) -> str:
         method: Any = self.method
         kind, tolerance = name_of(method), 1e-9 if update.dtype == torch.float64 else 1e-5
         if kind == "quantised":
             if method.bits is None:
-                return "" if float(left.abs().max()) <= tolerance else "the update changes without being coded"
+                return "" if float(error.abs().max()) <= tolerance else "the update changes without being coded"
             scales = reply[f"{name}.scales"]
             step = float((scales[:, 1] - scales[:, 0]).max()) / (2**method.bits - 1)
-            return "" if float(left.abs().max()) <= step + tolerance else "a number is off by more than one level"
+            return "" if float(error.abs().max()) <= step + tolerance else "a number is off by more than one level"
         if kind == "sparse":
-            kept = max(1, int(method.share * len(update) + 1e-9))
-            smallest = float(update.abs().sort(descending=True).values[kept - 1])
-            wrong = float(left.abs().max()) > smallest + tolerance
+            count = max(1, int(method.share * len(update) + 1e-9))
+            smallest = float(update.abs().sort(descending=True).values[count - 1])
+            wrong = float(error.abs().max()) > smallest + tolerance
             return "a number beyond the share is left out" if wrong else ""
-        return "what is left is longer than the update" if float(left.norm()) > float(update.norm()) + tolerance else ""
+        return (
+            "what is left out is longer than the update"
+            if float(error.norm()) > float(update.norm()) + tolerance
+            else ""
+        )
 
 
 def method_keeps(method: Any) -> bool:
@@ -1097,8 +1103,8 @@ class Stages(Definition):
 class Secure(Wrapped):
     def sends(self, round: Round) -> list[Message]:
         messages, method = self.inner.sends(round), self.method
-        apart = len({id(message["model"]) for message in messages}) > 1
-        if not method.exchanges("before_train") or not apart:  # type: ignore[attr-defined]
+        different = len({id(message["model"]) for message in messages}) > 1
+        if not method.exchanges("before_train") or not different:  # type: ignore[attr-defined]
             return messages
         rows = self.exchanged(round, [message["model"] for message in messages], round.selected, "before_train")
         return [{**message, "model": row} for message, row in zip(messages, rows, strict=True)]
@@ -1130,7 +1136,7 @@ class UnderWay:
     until: float
     answer: Answer
     version: int
-    place: int
+    slot: int
 
 
 class Buffered(Wrapped):
@@ -1146,7 +1152,7 @@ class Buffered(Wrapped):
         return getattr(self.method, "k", 1)
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        free = [place for place in range(self.setting.participants) if all(u.place != place for u in self.under_way)]
+        free = [slot for slot in range(self.setting.participants) if all(u.slot != slot for u in self.under_way)]
         for answer in answers:
             speeds = self.setting.speeds
             took = self.setting.sizes[answer.client] / speeds[answer.client] if speeds else 1.0
@@ -1158,8 +1164,8 @@ class Buffered(Wrapped):
         taken = [work for work in order[: self.goal] if work.until <= closes]
         waits = math.isfinite(closes) and len(taken) < min(self.goal, len(order))
         self.now = closes if waits else max([self.now, *(work.until for work in taken)])
-        self.under_way = [work for work in self.under_way if all(work is not one for one in taken)]
-        return sorted(taken, key=lambda work: work.place)
+        self.under_way = [work for work in self.under_way if all(work is not arrival for arrival in taken)]
+        return sorted(taken, key=lambda work: work.slot)
 
     def finish(self, round: Round) -> None:
         taken = self.arrived()
@@ -1189,7 +1195,7 @@ class PoolUnderWay(Pool, Buffered):
         self.under_way, self.now, self.version = [], 0.0, 0
 
     def sends(self, round: Round) -> list[Message]:
-        free = [place for place in range(self.setting.participants) if all(u.place != place for u in self.under_way)]
+        free = [slot for slot in range(self.setting.participants) if all(u.slot != slot for u in self.under_way)]
         return [{"model": self.pool[free[slot]]} for slot in range(len(round.selected))]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
@@ -1203,18 +1209,18 @@ class PoolUnderWay(Pool, Buffered):
             )
             share, mean = share_at(self.method.blend, round.number), mean_of(rows)  # type: ignore[attr-defined]
             for work, row in zip(taken, rows, strict=True):
-                self.pool[work.place] = (1 - share) * row + share * mean
+                self.pool[work.slot] = (1 - share) * row + share * mean
 
 
-def difference(one: Tensor, other: Tensor) -> float:
-    """How far two tensors are apart, beyond rounding in their type."""
-    if one.shape != other.shape:
+def difference(tensor: Tensor, reference: Tensor) -> float:
+    """Return the distance of two tensors beyond rounding in their type."""
+    if tensor.shape != reference.shape:
         return math.inf
-    if not one.numel():
+    if not tensor.numel():
         return 0.0
-    gap = float((one.double() - other.double()).abs().max())
-    allowed = 1e-9 if one.dtype == torch.float64 else 2e-5
-    return gap if not gap <= allowed * (1 + float(other.double().abs().max())) else 0.0
+    gap = float((tensor.double() - reference.double()).abs().max())
+    allowed = 1e-9 if tensor.dtype == torch.float64 else 2e-5
+    return gap if not gap <= allowed * (1 + float(reference.double().abs().max())) else 0.0
 
 
 KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
