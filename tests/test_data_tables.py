@@ -320,7 +320,7 @@ def test_a_table_takes_no_more_memory_than_it_may(tmp_path: Path, monkeypatch: p
     names = [f"a name of some length, number {row}" for row in range(3000)]
     pq.write_table(pa.table({"name": names, "y": [0, 1] * 1500}), tmp_path / "wide.parquet")
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.01")
-    with pytest.raises(DataError, match=r"2400 categories of 'name': takes 0.05 GiB"):
+    with pytest.raises(DataError, match=r"2400 inputs of 'name': takes 0.05 GiB"):
         table(path=str(tmp_path / "wide.parquet"), target="y")
     with pytest.raises(InvalidValue, match="table needs path"):
         table()

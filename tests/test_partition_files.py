@@ -64,9 +64,9 @@ def test_a_saved_partition_comes_back(tmp_path: Path) -> None:
         ([0, 1, 2], [0, 1], "offsets must rise from 0 to 3"),
         ([0, 1, 2], [1, 3], "offsets must rise from 0 to 3"),
         ([0, 1, 2], [0, 3, 2, 3], "offsets must rise from 0 to 3"),
-        ([0, 1, 2], [], "offsets must be one row of whole numbers|offsets must rise"),
-        ([0.0, 1.0], [0, 2], "indices must be one row of whole numbers, not float64"),
-        ([[0, 1]], [0, 2], "indices must be one row of whole numbers"),
+        ([0, 1, 2], [], "'offsets' must be one row of whole numbers|offsets must rise"),
+        ([0.0, 1.0], [0, 2], "'indices' must be one row of whole numbers"),
+        ([[0, 1]], [0, 2], "'indices' must be one row of whole numbers"),
         ([0, 10], [0, 2], "holds sample 10, but the data end at sample 9"),
         ([0, -1], [0, 2], "holds sample -1"),
         ([0, 4, 4], [0, 2, 3], "holds sample 4 2 times"),
@@ -86,11 +86,11 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     labels = some_labels(10, 2)
     with pytest.raises(DataError, match="no such file"):
         make("fixed", labels, 0, file=str(tmp_path / "none.npz"))
-    with pytest.raises(DataError, match="is not a partition file: it has no array 'indices'"):
+    with pytest.raises(DataError, match="is no partition file: its array 'indices'"):
         make("fixed", labels, 0, file=str(tmp_path))
     foreign = tmp_path / "foreign.npz"
     np.savez(foreign, other=np.arange(3))
-    with pytest.raises(DataError, match="is not a partition file: it has no array 'indices'"):
+    with pytest.raises(DataError, match="is no partition file: its array 'indices'"):
         make("fixed", labels, 0, file=str(foreign))
     with pytest.raises(CheckpointError, match="cannot be written"):
         make("iid", labels, 2).save(tmp_path / "nowhere" / "split.npz")

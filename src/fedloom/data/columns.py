@@ -18,13 +18,7 @@ Missing = Literal["refuse", "mean", "drop"]
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of several features, leaving out empty cells.
-
-    Attributes:
-        count: `[features]` float64.
-        mean: `[features]` float64, 0 where the count is.
-        squares: `[features]` float64, the sums of (x - mean)^2.
-    """
+    """Count, mean and sum of squared deviations of features, `[features]` float64 each, leaving out empty cells."""
 
     count: Tensor
     mean: Tensor
@@ -48,14 +42,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """An input column.
+    """An input column: categories that become columns of 0 and 1, or numbers, `width` of them in a cell.
 
-    Attributes:
-        name: Its name.
-        categories: The texts that become columns of 0 and 1, in this order; None for numbers.
-        mean: Of numbers, the mean of each of the `width` in a cell, which replaces empty cells; empty before `fitted`.
-        deviation: The standard deviation of each.
-        width: The numbers of a cell: the length of its lists, or 1.
+    Numbers have a mean, which replaces empty cells, and a standard deviation each, none of them before `fitted`.
     """
 
     name: str
@@ -106,11 +95,8 @@ class TableInputs:
                 present = np.unique(index if rows is None else index[rows]).tolist()
                 columns.append(TableColumn(name, tuple(sorted(texts[k] for k in present))))
             else:
-                columns.append(
-                    TableColumn(
-                        name, width=_numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}").shape[1]
-                    )
-                )
+                first = _numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}")
+                columns.append(TableColumn(name, width=first.shape[1]))
         return cls(tuple(columns), missing, standardise)
 
     @property
@@ -133,15 +119,14 @@ class TableInputs:
         """
         blocks: list[npt.NDArray[np.float64]] = []
         notices: list[str] = []
-        width = 0
+        widest = max(self.columns, key=lambda column: column.features)
+        require_room(8 * self.features * len(table), f"{source}: {widest.features} inputs of {quoted(widest.name)}")
+        by_name = dict(zip(table.column_names, table.columns, strict=True))  # Arrow looks for a name among all
         for column in self.columns:
-            if column.name not in table.column_names:
-                near = suggestion(column.name, table.column_names)
+            if column.name not in by_name:
+                near = suggestion(column.name, by_name)
                 raise DataError(f"{source}: no column {quoted(column.name)}, which the model was trained on{near}")
-            cells, title = table.column(column.name), f"{source}: column {quoted(column.name)}"
-            width += column.features
-            size = f"{source}: {column.features} categories of {quoted(column.name)}" if column.categories else source
-            require_room(8 * width * len(table), size)
+            cells, title = by_name[column.name], f"{source}: column {quoted(column.name)}"
             if column.categories is None:
                 if is_text(cells.type):
                     raise DataError(f"{title} is text, and the model was trained on numbers")

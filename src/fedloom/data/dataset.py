@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class DataSpec:
     vocabulary: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Samples:
     """Inputs, targets and perhaps clients of n samples.
 
@@ -59,31 +59,18 @@ class Samples:
     label_names: Names | None = None
     group_names: Names | None = None
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            inputs: Any,
-            labels: Any,
-            groups: Any = None,
-            label_names: Names | None = None,
-            group_names: Names | None = None,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inputs, LazyInputs):
-            object.__setattr__(self, "inputs", as_inputs(self.inputs))
-        labels, label_names = as_labels(self.labels)
-        object.__setattr__(self, "labels", labels)
-        object.__setattr__(self, "label_names", label_names or self.label_names)
-        if len(self.inputs) != len(labels):
-            raise InvalidValue(f"{len(self.inputs)} inputs but {len(labels)} labels: give one label for each sample")
-        if self.groups is not None:
-            groups, group_names = as_groups(self.groups)
-            object.__setattr__(self, "groups", groups)
-            object.__setattr__(self, "group_names", group_names or self.group_names)
-            if len(groups) != len(labels):
-                raise InvalidValue(f"{len(groups)} client ids but {len(labels)} labels: give one for each sample")
+    def __init__(
+        self, inputs: Any, labels: Any, groups: Any = None, label_names: Names | None = None,
+        group_names: Names | None = None,
+    ) -> None:  # fmt: skip
+        inputs = inputs if isinstance(inputs, LazyInputs) else as_inputs(inputs)
+        labels, label_texts = as_labels(labels)
+        groups, group_texts = (None, None) if groups is None else as_groups(groups)
+        for kind, values in (("inputs", inputs), ("client ids", groups)):
+            if values is not None and len(values) != len(labels):
+                raise InvalidValue(f"{len(values)} {kind} but {len(labels)} labels: give one for each sample")
+        names = {"label_names": label_texts or label_names, "group_names": group_texts or group_names}
+        vars(self).update(inputs=inputs, labels=labels, groups=groups, **names)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -178,8 +165,8 @@ class Dataset:
         kinds = [f"{list(samples.inputs.shape[1:])} {samples.inputs.dtype}" for samples in (self.train, self.test)]
         if kinds[0] != kinds[1] and len(self.test):
             raise InvalidValue(f"inputs for training are {kinds[0]}, those for testing {kinds[1]}: give both alike")
-        for name, samples in zip(("train", "test"), same_names(self.train, self.test), strict=True):
-            object.__setattr__(self, name, samples)
+        train, test = same_names(self.train, self.test)
+        vars(self).update(train=train, test=test)
         if self.objective.classes:
             self._number_labels()
         for samples in (self.train, self.test):
@@ -207,9 +194,8 @@ class Dataset:
             present = torch.cat(labels).unique()
             splits = [replace(samples, labels=torch.searchsorted(present, samples.labels)) for samples in splits]
             names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
-        values = (*splits, classes or highest + bool(labels), names)
-        for name, value in zip(("train", "test", "classes", "class_names"), values, strict=True):
-            object.__setattr__(self, name, value)
+        classes = classes or highest + bool(labels)
+        vars(self).update(train=splits[0], test=splits[1], classes=classes, class_names=names)
 
     @property
     def spec(self) -> DataSpec:

@@ -112,12 +112,9 @@ class Partition:
         """
         arrays = read_arrays(Path(path))
         for name in ("indices", "offsets"):
-            if name not in arrays:
-                raise DataError(f"{path} is not a partition file: it has no array {name!r}")
-            if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
-                shape = list(arrays[name].shape)
-                raise DataError(f"{path}: {name} must be one row of whole numbers, not {arrays[name].dtype} {shape}")
-        indices, offsets = (np.asarray(arrays[name], dtype=np.int64) for name in ("indices", "offsets"))
+            if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+                raise DataError(f"{path} is no partition file: its array {name!r} must be one row of whole numbers")
+        indices, offsets = (arrays[name].astype(np.int64) for name in ("indices", "offsets"))
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
             raise DataError(f"{path}: offsets must rise from 0 to {len(indices)}, the number of indices")
         return cls(indices, offsets)

@@ -58,20 +58,17 @@ def build_objective(expression: str | Callable[..., Any] | Objective) -> Objecti
         return expression
     if not isinstance(expression, str):
         return Custom(expression)
-    path, bracket, _ = expression.partition("(")
-    if ":" not in path:
+    if ":" not in expression.partition("(")[0]:
         return cast(Objective, objectives.build(expression))
-    if bracket:
-        raise InvalidValue(f"objective {expression!r}: a function of your own takes no options here")
-    loss = found_at(path, "objective", "a registered name or 'package.module:function'")
+    loss = found_at(expression, "objective", "a registered name or 'package.module:function'")
     return build_objective(loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss)
 
 
 def expression_of(objective: Objective) -> str | None:
     """Return the expression that builds an equal objective, or None for a function of the user's."""
-    for entry in objectives:
-        if entry.make is type(objective):
-            values = {name: getattr(objective, name) for name in entry.parameters}
-            options = {name: value for name, value in values.items() if value != entry.parameters[name].default}
-            return str(Call(entry.name, named=options))
-    return None
+    entry = objectives.of(type(objective))
+    if entry is None:
+        return None
+    values = {name: getattr(objective, name) for name in entry.parameters}
+    options = {name: value for name, value in values.items() if value != entry.parameters[name].default}
+    return str(Call(entry.name, named=options))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.config.expression import Call, parse, plain, show
+from fedloom.config.expression import parse, plain, show
 from fedloom.config.plugins import found_at
 from fedloom.errors import InvalidValue, MissingExtra, UnknownName, first_line, quoted, suggestion
 from fedloom.objectives import Objective, Totals
@@ -107,22 +107,25 @@ def build_metrics(
 def _named(expression: str, objective: Objective, outputs: int | None) -> NamedMetric:
     """Build a metric of `torchmetrics`, tried on a few samples so that a bad option is refused before anything runs."""
     call = parse(expression)
-    kind: Kind
-    if isinstance(objective, Regression):
-        kind = "regression"
-    elif objective.classes or isinstance(objective, Multilabel):
-        kind = "multiclass" if objective.classes else "multilabel"
-    else:
+    if not (objective.classes or isinstance(objective, Regression | Multilabel)):
         raise InvalidValue(
             f"metrics: {quoted(expression)}: metrics by name are for classification, multilabel and regression: "
             "give a function (outputs, targets) of your own"
         )
+    kind: Kind = "multiclass" if objective.classes else "multilabel"
+    kind = "regression" if isinstance(objective, Regression) else kind
     functions = _functions(kind)
     name = call.name if call.name in functions else f"{call.name}_score"
     if name not in functions:
         raise UnknownName("metric", call.name, {*functions, *(key.removesuffix("_score") for key in functions)})
-    options = _options(call, functions[name])
-    metric = NamedMetric(_label(call.name, options), partial(_torchmetric, kind, functions[name], options))
+    allowed = [name for name in inspect.signature(functions[name]).parameters if name not in _TASK_PARAMETERS]
+    for option in ("without a name",) if call.positional else call.named.keys() - set(allowed):
+        listed = f"{suggestion(option, allowed)} (it has: {', '.join(allowed)})"
+        raise InvalidValue(f"metrics: {call.name} has no option {quoted(option)}{listed}")
+    options = {option: plain(value) for option, value in call.named.items()}
+    words = [value if isinstance(value, str) else f"{option}_{show(value)}" for option, value in options.items()]
+    label = re.sub(r"\W+", "_", "_".join([call.name, *words])).strip("_")  # f1_macro, accuracy_top_k_5
+    metric = NamedMetric(label, partial(_torchmetric, kind, functions[name], options))
     if outputs is None:
         return metric
     targets = torch.arange(4 * outputs) % outputs
@@ -144,28 +147,9 @@ def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
     except ImportError:
         raise MissingExtra("torchmetrics", "metrics", "metrics by name") from None
     functions = {name: f for name, f in library.items() if inspect.isfunction(f) and name[0] != "_"}
-    return {
-        name: f for name, f in functions.items() if kind == "regression" or "task" in inspect.signature(f).parameters
-    }
-
-
-def _options(call: Call, function: Callable[..., Any]) -> dict[str, Any]:
-    allowed = [name for name in inspect.signature(function).parameters if name not in _TASK_PARAMETERS]
-    if call.positional:
-        raise InvalidValue(f"metrics: {quoted(call, str)}: give options by name, such as {call.name}({allowed[0]}=...)")
-    for name in call.named:
-        if name not in allowed:
-            near = suggestion(name, allowed)
-            raise InvalidValue(
-                f"metrics: {call.name} has no option {quoted(name)}{near} (it has: {', '.join(allowed)})"
-            )
-    return {name: plain(value) for name, value in call.named.items()}
-
-
-def _label(name: str, options: dict[str, Any]) -> str:
-    """Return a metric's name in the records: `f1_macro`, `accuracy_top_k_5`."""
-    words = [value if isinstance(value, str) else f"{option}_{show(value)}" for option, value in options.items()]
-    return re.sub(r"\W+", "_", "_".join([name, *words])).strip("_")
+    if kind == "regression":
+        return functions
+    return {name: f for name, f in functions.items() if "task" in inspect.signature(f).parameters}
 
 
 def _torchmetric(

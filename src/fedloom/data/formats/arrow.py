@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
-from fedloom.errors import LONGEST_QUOTED, DataError, MissingExtra, one_line, quoted, shortened
+from fedloom.errors import DataError, MissingExtra, quoted, shortened
 
 _BATCH = 1 << 16  # rows that are unpacked at a time, if a row has a fixed width
 _TEXT_BATCH = 1000  # the same if it has not
@@ -158,13 +157,9 @@ def hub_table(repository: str, split: str) -> Any:
         hub = importlib.import_module("datasets")
     except ImportError:
         raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub") from None
-    try:
+    with reading(f"hub data set {repository!r}, split {split!r}", "cannot be loaded"):
         # The format "arrow" hands out the stored columns; decoding each picture into an object would cost minutes.
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
-    # Network, hub and file errors of several packages reach here; each means that the hub gave no data.
-    except Exception as error:
-        reason = one_line(str(error), LONGEST_QUOTED) or type(error).__name__
-        raise DataError(f"hub data set {repository!r}, split {split!r}: cannot be loaded ({reason})") from error
 
 
 def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = IMAGE_COLUMNS) -> Tensor:
@@ -185,11 +180,12 @@ def decode_column(table: Any, channels: int, source: str, names: Sequence[str] =
 def column(table: Any, names: Sequence[str], source: str) -> Any:
     """Return the first column of `table` called one of `names`; raises `DataError` if there is none or it has empty cells."""
     available = table.column_names
-    for name in names:
-        if name in available:
-            cells = table.column(name)
-            if cells.null_count:
-                row = int(np.flatnonzero(cells.is_null().to_numpy())[0])
-                raise DataError(f"{source}: nothing in column {name!r} of row {row}")
-            return cells
-    raise DataError(f"{source}: no column {' or '.join(map(repr, names))} (it has: {shortened(', '.join(available))})")
+    name = next((name for name in names if name in available), None)
+    if name is None:
+        listed = shortened(", ".join(available))
+        raise DataError(f"{source}: no column {' or '.join(map(repr, names))} (it has: {listed})")
+    cells = table.column(name)
+    if cells.null_count:
+        row = cells.is_null().index(True).as_py()
+        raise DataError(f"{source}: nothing in column {name!r} of row {row}")
+    return cells

@@ -88,10 +88,7 @@ def _start(labels: Indices, clients: int, seed: int, classes_per_client: int) ->
 
 
 def _shared(
-    labels: Indices,
-    holders: npt.NDArray[np.bool_],
-    divide: Callable[[int, int], Indices],
-    rng: np.random.Generator,
+    labels: Indices, holders: npt.NDArray[np.bool_], divide: Callable[[int, int], Indices], rng: np.random.Generator
 ) -> Partition:
     """Assign each class to its `holders [clients, classes]`, to each as many samples as `divide(samples, clients)` says."""
     counts = np.zeros(holders.shape, dtype=np.int64)

@@ -58,7 +58,7 @@ def synthetic(
     draw = numpy_stream(seed, "synthetic sizes")
     sizes = draw.lognormal(4.0, 2.0, users).astype(np.int64) + 50
     require_room(_bytes(int(sizes.sum()), dimension, classes), "synthetic")
-    samples = _sample(sizes, alpha, beta, not iid, not iid, dimension, classes, seed)
+    samples = _sample(sizes, None if iid else alpha, None if iid else beta, dimension, classes, seed)
     return Dataset("synthetic", *hold_out(samples, test_fraction, seed, within=samples.groups), classes)
 
 
@@ -96,7 +96,7 @@ def synthetic_feddc(
     """
     require_room(_bytes(users * samples, dimension, classes), "synthetic_feddc")
     sizes = np.full(users, samples, dtype=np.int64)
-    drawn = _sample(sizes, alpha, beta, alpha > 0, beta > 0, dimension, classes, seed)
+    drawn = _sample(sizes, alpha or None, beta or None, dimension, classes, seed)
     if test == "train":
         return Dataset("synthetic_feddc", drawn, drawn, classes)
     return Dataset("synthetic_feddc", *hold_out(drawn, test_fraction, seed, within=drawn.groups), classes)
@@ -108,25 +108,18 @@ def _bytes(samples: int, dimension: int, classes: int) -> int:
 
 
 def _sample(
-    sizes: npt.NDArray[np.int64],
-    alpha: float,
-    beta: float,
-    models_differ: bool,
-    inputs_differ: bool,
-    dimension: int,
-    classes: int,
-    seed: int,
+    sizes: npt.NDArray[np.int64], alpha: float | None, beta: float | None, dimension: int, classes: int, seed: int
 ) -> Samples:
-    """Draw the samples of all users, each from its own stream, so that they do not change with the number of users."""
+    """Draw the samples of users, each from its own stream; None for one model, or one mean of inputs, of all."""
     deviation = np.sqrt(np.arange(1, dimension + 1) ** -1.2)
     shared = _linear_model(numpy_stream(seed, "synthetic model"), 0.0, dimension, classes)
     inputs: list[Floats] = []
     labels: list[npt.NDArray[np.int64]] = []
     for user, size in enumerate(sizes.tolist()):
         draw = numpy_stream(seed, "synthetic user", client=user)
-        model_mean, input_mean = draw.normal(0.0, alpha), draw.normal(0.0, beta)
-        weight, bias = _linear_model(draw, model_mean, dimension, classes) if models_differ else shared
-        centre = draw.normal(input_mean, 1.0, dimension) if inputs_differ else np.zeros(dimension)
+        model_mean, input_mean = draw.normal(0.0, alpha or 0.0), draw.normal(0.0, beta or 0.0)
+        weight, bias = shared if alpha is None else _linear_model(draw, model_mean, dimension, classes)
+        centre = np.zeros(dimension) if beta is None else draw.normal(input_mean, 1.0, dimension)
         # Rounded first: the labels are those of the float32 inputs that the clients hold.
         x = (centre + draw.standard_normal((size, dimension)) * deviation).astype(np.float32).astype(np.float64)
         inputs.append(x)

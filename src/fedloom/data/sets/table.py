@@ -100,7 +100,7 @@ def table(
 
 def table_dataset(
     name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0,
-    agreed: Preprocessing | None = None,
+    agreed: Preprocessing | None = None
 ) -> Dataset:  # fmt: skip
     """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is held out.
 
