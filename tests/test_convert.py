@@ -93,7 +93,7 @@ def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **more: Any) -> fl.Data
         (lambda: fl.Samples([["a"], ["b"]], [0, 1]), "inputs are text, such as 'a': give numbers, or a table"),
         (lambda: fl.Samples(np.zeros((2, 8, 9, 3), np.uint8), [0, 1]), "give inputs.transpose(0, 3, 1, 2)"),
         (lambda: fl.Samples(FEATURES, NAMES[:5]), "12 inputs but 5 labels: give one for each sample"),
-        (lambda: fl.Samples(FEATURES, [*NAMES[:11], None]), "labels hold nothing in row 11: give numbers or text"),
+        (lambda: fl.Samples(FEATURES, [*NAMES[:11], None]), "labels hold None in row 11: give numbers or text"),
         (lambda: fl.Samples(FEATURES, np.array([1 + 2j] * 12)), "labels are complex128: give whole numbers"),
         (lambda: fl.Samples(FEATURES, 3), "labels must be an array, a list or a tensor, not int"),
         (lambda: fl.Samples(FEATURES, NAMES, [0.5] * 12), "groups are floats: give whole numbers or text"),

@@ -124,7 +124,7 @@ def test_bad_arrays_are_told_in_one_line(
 def test_files_that_are_no_arrays(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="arrays needs path"):
         make("arrays")
-    with pytest.raises(DataError, match=r"absent.npz: no such file"):
+    with pytest.raises(DataError, match=r"absent.npz: cannot be read"):
         make("arrays", path=str(tmp_path / "absent.npz"))
     (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04torn")
     with pytest.raises(DataError, match=r"torn.npz: damaged"):
@@ -137,7 +137,7 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         make("arrays", path=str(tmp_path / "new.npz"))
     with ZipFile(tmp_path / "text.npz", "w") as archive:
         archive.writestr("inputs.npy", "no array")
-    with pytest.raises(DataError, match=r"text.npz: 'inputs' is not an array"):
+    with pytest.raises(DataError, match=r"text.npz: damaged or not an npz"):
         make("arrays", path=str(tmp_path / "text.npz"))
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(DataError, match=r"one.npy: a single array"):

@@ -284,7 +284,7 @@ def test_damaged_tiny_imagenet_is_named(tmp_path: Path) -> None:
         make("tiny_imagenet", folder=str(root))
     table.write_text(good)
     (root / "wnids.txt").write_text("n01\nn04\n")
-    with pytest.raises(DataError, match=r"n04/images: no such folder"):
+    with pytest.raises(DataError, match=r"wnids.txt: class 'n04' has no folder"):
         make("tiny_imagenet", folder=str(root))
 
 

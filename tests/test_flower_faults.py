@@ -226,7 +226,7 @@ def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) 
         ({"partition-id": 6}, "partition-id 6 is not one of 0 to 5"),
         ({"partition-id": "first"}, "partition-id must be a whole number, not 'first'"),
         ({"num-partitions": 7}, "num-partitions is 7, but data.clients of the federation 6"),
-        ({"data": "nowhere.npz"}, "nowhere.npz: no such file"),
+        ({"data": "nowhere.npz"}, "nowhere.npz: cannot be read"),
     ],
 )
 def test_a_site_that_does_not_fit_ends_the_run_before_it_begins(

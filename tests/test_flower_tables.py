@@ -83,8 +83,9 @@ def simulated(rows: pd.DataFrame, test: pd.DataFrame, target: str) -> fl.Result:
     hospital = rows["hospital"].to_numpy()
     partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
     names = [name for name in rows if name not in ("hospital", target)]
+    from fedloom.data.columns import Columns
     from fedloom.data.preprocessing import as_arrow
-    from fedloom.data.sets.table import Columns, table_dataset
+    from fedloom.data.sets.table import table_dataset
 
     roles = Columns(target, inputs=names, missing="mean")
     dataset = table_dataset("table", as_arrow(table["path"]), as_arrow(table["test"]), roles, "rows")

@@ -122,7 +122,7 @@ def test_whole_numbers_beyond_int64_are_told_or_rounded(role: str, kind: str, tm
     }
     write(pa.table(columns | {role: large}), tmp_path / kind)
     if role == "label" and kind != "t.csv":
-        with pytest.raises(FedloomError, match=r"labels hold \d+ in row [01], more than 2\^63 - 1"):
+        with pytest.raises(FedloomError, match=r"labels hold \d+, more than 2\^63 - 1"):
             build(tmp_path / kind, target="label", kind="classification")
     elif role == "label":  # floats, as a CSV file says nothing of types
         with pytest.raises(FedloomError, match=r"beyond 2\^63"):
@@ -136,12 +136,12 @@ def test_whole_numbers_beyond_int64_are_told_or_rounded(role: str, kind: str, tm
 
 @pytest.mark.parametrize("array", [np.array([2**63, 1], np.uint64), np.array([[1], [2**64 - 1]], np.uint64)])
 def test_whole_numbers_beyond_int64_in_arrays_are_told(array: np.ndarray[Any, Any]) -> None:
-    with pytest.raises(InvalidValue, match=r"inputs hold \d+ in row [01], more than 2\^63 - 1"):
+    with pytest.raises(InvalidValue, match=r"inputs hold \d+, more than 2\^63 - 1"):
         fl.Samples(array, [0, 1])
     if array.ndim == 1:
-        with pytest.raises(InvalidValue, match="labels hold 9223372036854775808 in row 0"):
+        with pytest.raises(InvalidValue, match="labels hold 9223372036854775808, more"):
             fl.Samples(np.zeros((2, 1)), array)
-        with pytest.raises(InvalidValue, match="groups hold 9223372036854775808 in row 0"):
+        with pytest.raises(InvalidValue, match="groups hold 9223372036854775808, more"):
             fl.Samples(np.zeros((2, 1)), [0, 1], array)
 
 

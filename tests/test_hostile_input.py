@@ -303,7 +303,7 @@ HOSTILE: list[tuple[Callable[[Path], Any], bytes, str]] = [
     (read_idx, gzip.compress(idx_bytes([10**9, 28, 28])), "takes 730.16 GiB of memory"),
     (read_idx, gzip.compress(idx_bytes([9], bytes(1 << 25))), "18 bytes or more, but an idx file of shape [9] has 17"),
     (read_idx, gzip.compress(idx_bytes([0xFFFFFFFF] * 255)), "GiB of memory"),
-    (read_idx, bytes([0, 0, 8, 0]), "header of 0 dimensions"),
+    (read_idx, bytes([0, 0, 8, 0]), "4 bytes, but an idx file of shape [] has 5"),
     (read_leaf, leaf_bytes(3, {}), "no LEAF file"),
     (read_leaf, leaf_bytes(None, {}), "no LEAF file"),
     (read_leaf, leaf_bytes([{}], {}), "no LEAF file"),

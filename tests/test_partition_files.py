@@ -84,7 +84,7 @@ def test_files_that_hold_no_partition_are_refused(tmp_path: Path, indices: Any, 
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     labels = some_labels(10, 2)
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="cannot be read"):
         make("fixed", labels, 0, file=str(tmp_path / "none.npz"))
     with pytest.raises(DataError, match="is no partition file: its array 'indices'"):
         make("fixed", labels, 0, file=str(tmp_path))

@@ -150,7 +150,8 @@ def test_empty_cells_become_the_mean_where_training_filled_them_so() -> None:
 
 
 def frame_dataset(frame: pd.DataFrame) -> fl.Dataset:
-    from fedloom.data.sets.table import Columns, table_dataset
+    from fedloom.data.columns import Columns
+    from fedloom.data.sets.table import table_dataset
 
     return table_dataset("frame", pa_table(frame), None, Columns("cost", missing="mean"), "frame")
 

@@ -60,14 +60,26 @@ class TableColumn:
 
 
 @dataclass(frozen=True)
-class TableInputs:
-    """Rows of a table as float inputs `[n, features]`.
+class Columns:
+    """The roles of a table's columns and the treatment of empty cells; see the data set `table`."""
 
-    Attributes:
-        columns: The columns in their order; a table to encode may have them in any.
-        missing: As in the data set `table`.
-        standardise: Bring numbers to mean 0 and deviation 1.
-    """
+    target: str = ""
+    group: str | Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    categorical: Sequence[str] = ()
+    kind: Literal["auto", "classification", "regression"] = "auto"
+    missing: Missing = "refuse"
+    standardise: bool = True
+
+    @property
+    def groups(self) -> list[str]:
+        """The columns of groups as a list."""
+        return [self.group] if isinstance(self.group, str) and self.group else list(self.group)
+
+
+@dataclass(frozen=True)
+class TableInputs:
+    """Rows of a table as float inputs `[n, features]`, of its columns in this order; see the data set `table`."""
 
     columns: tuple[TableColumn, ...]
     missing: Missing = "refuse"
@@ -75,29 +87,19 @@ class TableInputs:
     kind: Literal["table"] = "table"
 
     @classmethod
-    def of(
-        cls,
-        table: Any,
-        names: Sequence[str],
-        source: str,
-        *,
-        categorical: Sequence[str] = (),
-        missing: Missing = "refuse",
-        standardise: bool = True,
-        rows: npt.NDArray[np.int64] | None = None,
-    ) -> "TableInputs":
-        """Return the encoding of an Arrow table's columns, with the categories of some `rows`; `fitted` adds the numbers."""
+    def of(cls, table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]) -> "TableInputs":
+        """Return the encoding of an Arrow table's inputs, with the categories of some `rows`; `fitted` adds the numbers."""
         columns = []
-        for name in names:
+        for name in roles.inputs:
             cells = table.column(name)
-            if name in categorical or is_text(cells.type):
+            if name in roles.categorical or is_text(cells.type):
                 texts, index = categories(cells)
-                present = np.unique(index if rows is None else index[rows]).tolist()
+                present = np.unique(index[rows]).tolist()
                 columns.append(TableColumn(name, tuple(sorted(texts[k] for k in present))))
             else:
                 first = _numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}")
                 columns.append(TableColumn(name, width=first.shape[1]))
-        return cls(tuple(columns), missing, standardise)
+        return cls(tuple(columns), roles.missing, roles.standardise)
 
     @property
     def features(self) -> int:
@@ -175,8 +177,7 @@ def is_text(kind: Any) -> bool:
     """Return True for the type of a column of text or of categories."""
     import pyarrow as pa
 
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
-    return any(test(kind) for test in tests)
+    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary))
 
 
 def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:

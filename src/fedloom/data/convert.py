@@ -83,9 +83,7 @@ def _array(values: Any, field: str) -> Array:
     if array.dtype.kind == "O":
         row = next((row for row, item in enumerate(array) if not isinstance(item, str)), None)
         if row is not None:
-            nothing = array[row] is None or (isinstance(array[row], float) and array[row] != array[row])
-            item = "nothing" if nothing else quoted(array[row])
-            raise InvalidValue(f"{field} hold {item} in row {row}: give numbers or text for every sample")
+            raise InvalidValue(f"{field} hold {quoted(array[row])} in row {row}: give numbers or text for every sample")
     if array.dtype.kind not in "biufUSO" or not array.dtype.itemsize:
         raise InvalidValue(f"{field} are {array.dtype}: give whole numbers, floats or text")
     return array
@@ -101,10 +99,7 @@ def _floats(array: Array, field: str) -> Tensor:
 def _whole(array: Array, field: str) -> Tensor:
     """Return whole numbers as int64; raises `InvalidValue` for one that it does not hold."""
     if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
-        row = int(np.argmax(array.reshape(len(array), -1).max(1) >= 2**63))
-        raise InvalidValue(
-            f"{field} hold {array[row].max()} in row {row}, more than 2^63 - 1, the most that int64 holds"
-        )
+        raise InvalidValue(f"{field} hold {array.max()}, more than 2^63 - 1, the most that int64 holds")
     return torch.from_numpy(array.astype(np.int64))
 
 

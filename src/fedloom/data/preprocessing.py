@@ -39,13 +39,7 @@ class TensorInputs:
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """Pictures as bytes `[n, channels, height, width]`, which are normalised batch by batch.
-
-    Attributes:
-        shape: Channels, height and width.
-        mean: The mean of each channel, pixels in [0, 1]; empty for pixels that are only divided by 255.
-        deviation: The standard deviation of each channel.
-    """
+    """Pictures as bytes `[n, channels, height, width]`, normalised batch by batch, without a mean only divided by 255."""
 
     shape: tuple[int, ...]
     mean: tuple[float, ...] = ()
@@ -105,14 +99,9 @@ Inputs = TensorInputs | PictureInputs | TextInputs | TableInputs
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model's outputs stand for.
+    """What a model's outputs stand for: answers of the objective's kind to the column `name`, or one of `classes`.
 
-    Attributes:
-        answer: The kind of the answer, which the objective determines.
-        name: The column that was learned.
-        classes: The names of the classes in the order of the outputs.
-        mean: Of numbers that were standardised for training, the mean of each column of the target.
-        deviation: The standard deviation of each.
+    Numbers that were standardised for training have a mean and a standard deviation for each column of the target.
     """
 
     answer: Answer = "class"
@@ -133,11 +122,7 @@ class ModelOutputs:
 class Preprocessing:
     """The way from a person's data to a model's inputs, and from its outputs to answers.
 
-        frame -> apply -> inputs [n, ...] -> prepare -> the model -> outputs.in_units
-
-    Attributes:
-        inputs: Of a table, of pictures, of texts or of tensors.
-        outputs: What the outputs stand for.
+    frame -> apply -> inputs [n, ...] -> prepare -> the model -> outputs.in_units
     """
 
     inputs: Annotated[Inputs, Field(discriminator="kind")]
@@ -188,14 +173,7 @@ class Preprocessing:
         return preprocessing
 
     def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
-        """Return the model's inputs of new samples, and notices in one line each.
-
-        Args:
-            data: A table of pandas, Polars or Arrow; an array; for pictures, paths of files; for texts, texts.
-            source: The name of the data in errors.
-
-        Returns:
-            Inputs `[n, ...]` for `prepare`, in the order of the samples.
+        """Return the model's inputs `[n, ...]` of a table, an array, paths of pictures or texts, and notices in a line each.
 
         Raises:
             DataError: For columns that are missing or have another type, empty cells, or unreadable pictures.
@@ -260,7 +238,6 @@ class Preprocessing:
         return lines or ([] if self == other else ["the columns are in another order"])
 
     def _entries(self) -> dict[str, Any]:
-        """Return all values, those of columns by the name of the column."""
         values = asdict(self)
         entries = {f"column {quoted(column.pop('name'))}": column for column in values["inputs"].pop("columns", ())}
         return entries | {f"{part}, {key}": x for part, sub in values.items() for key, x in sub.items()}

@@ -36,7 +36,6 @@ def build_model(expression: str, spec: DataSpec, seed: int) -> nn.Module:
 
 
 def _read(expression: str, spec: DataSpec) -> Callable[[], Any]:
-    """Return a function that builds the model of an expression."""
     path, bracket, inside = expression.partition("(")
     if ":" not in path:
         entry, options = models.read(expression)

@@ -139,13 +139,13 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
 
 
 def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
-    """Return the functions of `torchmetrics` for a task, by name."""
     module = "regression" if kind == "regression" else "classification"
     try:
         with warnings.catch_warnings(action="ignore"):
             library = vars(importlib.import_module(f"torchmetrics.functional.{module}"))
     except ImportError:
         raise MissingExtra("torchmetrics", "metrics", "metrics by name") from None
+    functions: dict[str, Callable[..., Any]]
     functions = {name: f for name, f in library.items() if inspect.isfunction(f) and name[0] != "_"}
     if kind == "regression":
         return functions

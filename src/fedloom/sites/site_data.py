@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from fedloom.config.plugins import found_at
-from fedloom.data.columns import Moments, TableColumn, TableInputs
+from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import read_any
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.preprocessing import ModelOutputs, PictureInputs, Preprocessing, TensorInputs, TextInputs, as_arrow
 from fedloom.data.sets.own import function_data, own_samples, read_image_folder, split_arrays
-from fedloom.data.sets.table import Columns, table_dataset
+from fedloom.data.sets.table import table_dataset
 from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
 from fedloom.experiment.column_statistics import Statistics
 from fedloom.experiment.configuration import Configuration

@@ -66,7 +66,6 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _stream_batches(path: Path) -> Iterator[Any]:
-    """Yield the schema and then the batches of an Arrow stream."""
     import pyarrow as pa
 
     with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
@@ -75,7 +74,6 @@ def _stream_batches(path: Path) -> Iterator[Any]:
 
 
 def _table_bytes(rows: int, columns: int, content: int) -> int:
-    """Return the memory that a data set of a table takes whose cells take `content` bytes."""
     return rows * (_ROW_BYTES + _CELL_BYTES * columns) + columns * _COLUMN_BYTES + content
 
 

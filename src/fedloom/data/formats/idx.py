@@ -21,8 +21,6 @@ def read_idx(path: Path) -> Tensor:
         if len(magic) < 4 or magic[:3] != b"\0\0\x08":  # 8: unsigned bytes, the only element type of these data sets
             raise DataError(f"{path}: not an idx file of bytes (it begins with {magic.hex(' ') or 'nothing'})")
         sizes = content.read(4 * magic[3])
-        if not sizes or len(sizes) < 4 * magic[3]:
-            raise DataError(f"{path}: idx header of {magic[3]} dimensions in a file of {4 + len(sizes)} bytes")
         shape = np.frombuffer(sizes, ">u4").tolist()
         count, header = math.prod(shape), 4 + len(sizes)
         require_room(count, path)

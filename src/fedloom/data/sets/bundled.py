@@ -86,19 +86,17 @@ def wine(*, test_fraction: float = 0.2) -> Dataset:
 
 def _bundled() -> tuple[NDArray[Any], NDArray[Any]]:
     """Read pixels `[n, 64]` and labels `[n]` from scikit-learn's file: importing it takes as long as importing PyTorch."""
-    package = find_spec("sklearn")
-    file = Path(package.origin).parent / "datasets/data/digits.csv.gz" if package and package.origin else None
-    if file is not None and file.is_file():
+    file = Path(str(getattr(find_spec("sklearn"), "origin", ""))).parent / "datasets/data/digits.csv.gz"
+    if file.is_file():
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
         return table[:, :-1], table[:, -1]
     from sklearn.datasets import load_digits
 
-    source = load_digits()
-    return source.data, source.target.astype(np.int64)
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels, labels
 
 
 def _table(name: str, source: Any, test_fraction: float, objective: Objective) -> Dataset:
-    """Return the data set of a table of scikit-learn."""
     inputs = torch.from_numpy(source.data).to(torch.float64)
     targets = torch.from_numpy(source.target)
     targets = targets.long() if objective.classes else targets.to(torch.float64)

@@ -120,7 +120,6 @@ def _sample(files: Iterable[Sequence[Writer]], fraction: float, seed: int) -> li
 
 
 def _joined(writers: Sequence[Samples], numbers: Iterable[int]) -> Samples:
-    """Join the samples of writers, whose groups are `numbers`."""
     sizes = torch.tensor([len(writer) for writer in writers])
     inputs, labels = (torch.cat([getattr(writer, name) for writer in writers]) for name in ("inputs", "labels"))
     return Samples(inputs, labels, torch.tensor(list(numbers)).repeat_interleave(sizes))

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import track
 from torch.utils.data import IterableDataset
 
+from fedloom.data.columns import Columns
 from fedloom.data.convert import as_inputs
 from fedloom.data.dataset import Dataset, Samples, same_names
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.preprocessing import as_arrow
 from fedloom.data.sets.holdout import hold_out
-from fedloom.data.sets.table import Columns, table_dataset
+from fedloom.data.sets.table import table_dataset
 from fedloom.errors import InvalidValue, error_text, one_line
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
@@ -88,17 +89,15 @@ def _lazy(data: Any, name: str, sample: tuple[Any, ...], takes: str, console: Co
         soft_wrap=True,
     )
     inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(sample[0][None])[:0])
-    for labels in (getattr(data, "targets", None), getattr(data, "labels", None)) if len(sample) == 2 else ():
-        if labels is None or len(labels) != len(data):
-            continue
-        if np.array_equal(np.asarray(labels[0]), np.asarray(sample[1])):
+    for labels in (getattr(data, "targets", ()), getattr(data, "labels", ())):
+        fits = len(sample) == 2 and labels is not None and len(labels) == len(data)
+        if fits and np.array_equal(labels[0], sample[-1]):
             return Samples(inputs, labels)
     rows = track(range(len(data)), f"{name}: labels", console=console, disable=not sys.stderr.isatty())
     return _targets(inputs, [_item(data, row, name)[1:] for row in rows])
 
 
 def _targets(inputs: Any, targets: Sequence[tuple[Any, ...]]) -> Samples:
-    """Return samples of inputs and each sample's label and perhaps client."""
     columns = [np.asarray([np.asarray(cell)[()] for cell in column]) for column in zip(*targets, strict=True)]
     return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
 

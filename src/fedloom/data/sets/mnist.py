@@ -38,11 +38,9 @@ def _idx_set(
 
 
 def _idx_samples(images_path: Path, labels_path: Path, name: str, classes: int) -> Samples:
-    """Read the samples of two idx files."""
     images, numbers = read_idx(images_path), read_idx(labels_path)
-    for tensor, dimensions, path in ((images, 3, images_path), (numbers, 1, labels_path)):
-        if tensor.dim() != dimensions:
-            raise DataError(f"{path}: wanted {dimensions} dimensions, the file has shape {list(tensor.shape)}")
+    if images.dim() != 3:
+        raise DataError(f"{images_path}: wanted 3 dimensions, the file has shape {list(images.shape)}")
     lowest = 1 if name == "emnist_letters" else 0
     labels = class_labels(numbers.numpy().astype("int64") - lowest, classes, labels_path)
     upright = images.transpose(1, 2).contiguous() if name.startswith("emnist") else images

@@ -17,7 +17,7 @@ from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.preprocessing import TextInputs
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import files_named, load
-from fedloom.errors import DataError, InvalidValue, quoted
+from fedloom.errors import DataError, quoted
 from fedloom.objectives.sequence import NextToken
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -34,7 +34,7 @@ def shakespeare(
     folder: str | None = None,
     length: Count = 80,
     places: Literal["every", "last"] = "every",
-    test_fraction: float = 0.2,
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
     least: Count = 2,
 ) -> Dataset:
     """Shakespeare, the next character: `[length]` character numbers and the `[length]` that follow; the groups are the speakers.
@@ -52,8 +52,6 @@ def shakespeare(
 
     Source: McMahan et al., AISTATS 2017; Caldas et al., LEAF, 2018.
     """
-    if not 0 < test_fraction < 1:
-        raise InvalidValue(f"test_fraction must lie between 0 and 1, not {test_fraction}")
 
     def read(folder: Path) -> tuple[_Users, _Users] | None:
         ready = [json_files(folder / name) for name in ("train", "test")]
@@ -116,7 +114,6 @@ def stackoverflow(
 
 
 def _dataset(name: str, train: _Users, test: _Users, encoding: TextInputs, places: Literal["every", "last"]) -> Dataset:
-    """Return the data set of both splits, whose users are numbered in the order of the training split."""
     numbers, length = encoding.numbers, encoding.length
     position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
     splits = []
@@ -191,7 +188,6 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
 
 
 def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
-    """Read the texts of each user as tokens, with marks for beginning and end."""
     users: _Users = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if line.strip():

@@ -89,8 +89,4 @@ def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
     # Several sets use the same file names: the folder of all data counts as this set's only if its path says so.
     if folder is not None or {name.lower() for name in root.parts[-2:]} & {name.lower() for name in folders}:
         bases.append(root)
-    visited: set[Path] = set()
-    for path in (base / name for base in bases for name in _SUBFOLDERS):
-        if path.is_dir() and path.resolve() not in visited:
-            visited.add(path.resolve())
-            yield path
+    yield from (path for base in bases for name in _SUBFOLDERS if (path := base / name).is_dir())

@@ -210,12 +210,12 @@ def _dataset(
     splits: Sequence[Samples],
     classes: int | None,
     normalise: Normalise,
-    test_fraction: float,
+    held_out: float,
     seed: int,
     source: str,
 ) -> Dataset:
-    """Return the data set of training and test samples; without the latter, of each class `test_fraction` is held out."""
-    train, test = splits if len(splits) > 1 else hold_out(splits[0], test_fraction, seed)
+    """Return the data set of training and test samples; without the latter, the share `held_out` of each class is taken."""
+    train, test = splits if len(splits) > 1 else hold_out(splits[0], held_out, seed)
     highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
     with reading(source, "no samples"):
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)

@@ -38,6 +38,5 @@ def random_part(*, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 10
 
 
 def _drawn(samples: Samples, count: int, seed: int, name: str) -> Samples:
-    """Return `count` of the samples at random, in their own order."""
     chosen = torch.randperm(len(samples), generator=stream(seed, f"part {name}"))[:count]
     return samples[chosen.sort().values]

@@ -70,13 +70,9 @@ def image_samples(table: Any, label: str, classes: int, channels: int, source: s
 
 
 def image_dataset(
-    name: str,
-    split: Split,
-    classes: int,
-    normalise: Normalise,
-    standard: Scale | None = None,
+    name: str, split: Split, classes: int, normalise: Normalise, standard: Scale | None = None,
     class_names: Sequence[str] | None = None,
-) -> Dataset:
+) -> Dataset:  # fmt: skip
     """Return the data set of samples whose bytes are normalised, by default by their own figures."""
     train, test = split
     scale: Scale | None = None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.columns import Missing, TableInputs, categories, is_text
+from fedloom.data.columns import Columns, Missing, TableInputs, categories, is_text
 from fedloom.data.convert import Names, as_groups, as_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
@@ -28,24 +28,6 @@ from fedloom.objectives.regression import Regression
 _TARGETS = ("label", "labels", "target", "class", "y")  # names of a column of labels, if no target is named
 _TEXTS = ("text", "sentence", "content")
 _LENGTH, _VOCABULARY = 200, 30_000
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The roles of a table's columns and the treatment of empty cells; see the data set `table`."""
-
-    target: str = ""
-    group: str | Sequence[str] = ()
-    inputs: Sequence[str] = ()
-    categorical: Sequence[str] = ()
-    kind: Literal["auto", "classification", "regression"] = "auto"
-    missing: Missing = "refuse"
-    standardise: bool = True
-
-    @property
-    def groups(self) -> list[str]:
-        """The columns of groups as a list."""
-        return [self.group] if isinstance(self.group, str) and self.group else list(self.group)
 
 
 @datasets.register("table")
@@ -141,10 +123,7 @@ def table_dataset(
     else:
         with reading(source, "unreadable table"):
             if not isinstance(encoding, TableInputs):
-                encoding = TableInputs.of(
-                    table, columns.inputs, source, categorical=columns.categorical, missing=columns.missing,
-                    standardise=columns.standardise, rows=training,
-                )  # fmt: skip
+                encoding = TableInputs.of(table, columns, source, training)
             inputs = encoding.encode(table, source)[0]
     train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
     return Dataset(
@@ -268,7 +247,6 @@ def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
 
 
 def _channels(pictures: Any, source: str) -> int:
-    """Return 1 if the first of the packed pictures is grey, else 3."""
     packed = pictures[0].as_py()
     if not packed or not packed.get("bytes"):
         raise DataError(f"{source}: no picture in row 0")
@@ -277,7 +255,6 @@ def _channels(pictures: Any, source: str) -> int:
 
 
 def _class_names(metadata: Any, target: str) -> tuple[str, ...] | None:
-    """Return the names of the classes that a table of Hugging Face's `datasets` has."""
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][target]["names"]
     except (KeyError, TypeError, ValueError, RecursionError):

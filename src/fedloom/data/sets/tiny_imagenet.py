@@ -71,20 +71,16 @@ def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
         raise DataError(f"{listing}: {len(label)} class ids, not 1 to {_CLASSES}")
     train: list[tuple[Path, int]] = []
     for wnid, number in label.items():
-        if not wnid.isprintable() or "/" in wnid:
-            raise DataError(f"{listing}: {quoted(wnid)} is no class id")
         folder = root / "train" / wnid / "images"
-        if not folder.is_dir():
-            raise DataError(f"{folder}: no such folder, though {wnid} is in wnids.txt")
+        if not wnid.isalnum() or not folder.is_dir():
+            raise DataError(f"{listing}: class {quoted(wnid)} has no folder {quoted(str(folder))}")
         train += [(path, number) for path in pictures(folder)]
     annotations = root / "val" / "val_annotations.txt"
     validation: list[tuple[Path, int]] = []
     for number, line in enumerate(_lines(annotations), start=1):
         cells = line.split("\t")
         if len(cells) < 2 or cells[1] not in label or "/" in cells[0] or not cells[0].isprintable():
-            raise DataError(
-                f"{annotations}: line {number} does not name a picture and a class of wnids.txt: {line[:60]!r}"
-            )
+            raise DataError(f"{annotations}: line {number} does not name a picture and a class of wnids.txt")
         validation.append((root / "val" / "images" / cells[0], label[cells[1]]))
     for name, files in (("train", train), ("val", validation)):
         if not files:
