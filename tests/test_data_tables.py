@@ -234,9 +234,7 @@ def test_data_that_do_not_fit_into_memory_are_read_where_clients_train(
 
 def test_what_needs_all_data_in_memory_is_refused_for_lazy_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.000001")
-    with pytest.raises(
-        InvalidValue, match=r"merge=true needs data in memory, and Pictures is read where clients train"
-    ):
+    with pytest.raises(InvalidValue, match=r"merge=true needs data in memory, and Pictures is read by the clients"):
         fl.make_task(Pictures(), clients=2, merge=True, local_test=0.25)
     pictures = Pictures()
     pictures.targets = [row % 2 for row in range(20)]  # type: ignore[attr-defined]

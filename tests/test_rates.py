@@ -68,7 +68,10 @@ def test_the_named_schedules_follow_their_formulas(expression: str, formula: Cal
             {"optimizer": "own_optimizers:Sign", "optimizer_options": {"smooth": 1.0}},
             "own_optimizers:Sign has no option 'smooth': did you mean 'smoothing'? (it has: smoothing)",
         ),
-        ({"optimizer": "own_optimizers:Sign", "optimizer_options": {"smoothing": True}}, "smoothing must be like 0.5"),
+        (
+            {"optimizer": "own_optimizers:Sign", "optimizer_options": {"smoothing": True}},
+            "smoothing must be finite and neither true nor false",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(settings: dict[str, Any], message: str) -> None:

@@ -59,9 +59,7 @@ class Task:
     def __post_init__(self) -> None:
         empty = int((self.partition.sizes == 0).sum())
         if empty:
-            raise InvalidValue(
-                f"{empty} of {self.clients} clients have no sample: use fewer clients or a larger minimum"
-            )
+            raise InvalidValue(f"{empty} of {self.clients} clients have no sample: take fewer or a larger minimum")
 
     @property
     def objective(self) -> Objective:
@@ -213,9 +211,7 @@ def make_task(
         raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
     if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
         option = "merge=true" if merge else f"shift={shift!r}"
-        raise InvalidValue(
-            f"{option} needs data in memory, and {dataset.name} is read where clients train: set {VARIABLE}"
-        )
+        raise InvalidValue(f"{option} needs data in memory, and {dataset.name} is read by the clients: set {VARIABLE}")
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
@@ -287,6 +283,5 @@ def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
     """Return the task with label noise in the clients' training samples; all test data keep their labels."""
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
-    return replace(
-        task, train=replace(task.train, labels=torch.from_numpy(noisy).to(labels.device)), true_labels=labels
-    )
+    train = replace(task.train, labels=torch.from_numpy(noisy).to(labels.device))
+    return replace(task, train=train, true_labels=labels)

@@ -23,9 +23,7 @@ Optimizer = Literal[
 """Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would."""
 
 _BY_NAME = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
-_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    name: _BY_NAME[name] for name in get_args(Optimizer)
-}
+_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {n: _BY_NAME[n] for n in get_args(Optimizer)}
 
 _NOT_OPTIONS = (
     "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
@@ -158,26 +156,20 @@ class Training:
         anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         for name, value in self.optimizer_options.items():
             if name not in allowed and not anything:
-                raise InvalidValue(
-                    f"optimizer_options: {self.optimizer} has no option {quoted(name)}{suggestion(name, allowed)} "
-                    f"(it has: {', '.join(allowed)})"
-                )
-            default = parameters[name].default if name in allowed else None
-            if default is inspect.Parameter.empty or default is None:
-                continue
-            items = value if isinstance(value, (list, tuple)) else [value]
-            infinite = any(isinstance(item, float) and not math.isfinite(item) for item in items)
-            if infinite or any(isinstance(item, bool) != isinstance(default, bool) for item in items):
-                raise InvalidValue(f"optimizer_options: {name} must be like {show(default)}, not {quoted(value, show)}")
+                reason = f"has no option {quoted(name)}{suggestion(name, allowed)} (it has: {', '.join(allowed)})"
+                raise InvalidValue(f"optimizer_options: {self.optimizer} {reason}")
+            flag = name in allowed and isinstance(parameters[name].default, bool)
+            if flag != isinstance(value, bool) or value in (math.inf, -math.inf):
+                kind = "true or false" if flag else "finite and neither true nor false"
+                raise InvalidValue(f"optimizer_options: {name} must be {kind}, not {quoted(value, show)}")
         try:
             weight = nn.Parameter(torch.ones(2, 2))
             optimizer = self.torch_optimizer([weight], self.learning_rate)
             weight.grad = torch.ones(2, 2)
             optimizer.step()
         except Exception as error:
-            raise InvalidValue(
-                f"optimizer_options: {self.optimizer} refuses {quoted(self.optimizer_options, show)}: {error}"
-            ) from None
+            options = quoted(self.optimizer_options, show)
+            raise InvalidValue(f"optimizer_options: {self.optimizer} refuses {options}: {error}") from None
 
     def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:
         """Return an optimizer of these settings. A class of the user's keeps its defaults of momentum and weight decay if these
@@ -198,8 +190,6 @@ class Training:
         kind = found_at(self.optimizer, "optimizer", "a name or 'module:Class'")
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise InvalidValue(f"optimizer {quoted(self.optimizer)} must be a subclass of torch.optim.Optimizer")
-        if "lr" not in inspect.signature(kind).parameters:
-            raise InvalidValue(f"optimizer {quoted(self.optimizer)} must take the learning rate as lr")
         return kind
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:

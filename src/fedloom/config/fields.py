@@ -97,9 +97,8 @@ def require_between(name: str, value: float, low: float, high: float) -> None:
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `InvalidValue`, with the nearest allowed word, unless value is allowed."""
     if value not in allowed:
-        raise InvalidValue(
-            f"{name} {quoted(value)} is not allowed{suggestion(value, allowed)} (allowed: {', '.join(allowed)})"
-        )
+        near = suggestion(value, allowed)
+        raise InvalidValue(f"{name} {quoted(value)} is not allowed{near} (allowed: {', '.join(allowed)})")
 
 
 def require_plain(value: object, name: str, level: int = 1) -> None:

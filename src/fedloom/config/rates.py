@@ -105,14 +105,10 @@ def rate_factor(expression: str, done: int, total: int) -> float:
         return 1.0
     try:
         factor = float(_built(expression)(done, total))
-    except InvalidValue:
-        raise
     except Exception as error:
-        raise InvalidValue(
-            f"schedule {quoted(expression)} fails after {done} of {total}: {error_text(error)}"
-        ) from error
+        reason = f"fails after {done} of {total}: {error_text(error)}"
+        raise InvalidValue(f"schedule {quoted(expression)} {reason}") from error
     if not 0 < factor < math.inf:
-        raise InvalidValue(
-            f"schedule {quoted(expression)} gives {factor:g} after {done} of {total}: it must be a positive number"
-        )
+        reason = f"gives {factor:g} after {done} of {total}: it must be a positive number"
+        raise InvalidValue(f"schedule {quoted(expression)} {reason}")
     return factor

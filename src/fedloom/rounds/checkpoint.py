@@ -74,9 +74,7 @@ class Checkpoints:
             try:
                 newest = self._read(path)
                 if newest.round > recorded:
-                    raise DamagedCheckpoint(
-                        f"{path} is of round {newest.round}, but only {recorded} rounds have figures"
-                    )
+                    raise DamagedCheckpoint(f"{path}: only {recorded} of its {newest.round} rounds have figures")
                 adopt(newest)
                 break
             except DamagedCheckpoint as error:
@@ -91,9 +89,7 @@ class Checkpoints:
         if metadata.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}")
         if metadata.get("run") != self.run:
-            raise CheckpointError(
-                f"{path} is of another run (method, settings, data or initial model): use another folder"
-            )
+            raise CheckpointError(f"{path} is of another run (method, settings, data or model): use another folder")
         if path.name != _file_name(int(metadata["round"])):
             raise DamagedCheckpoint(f"{path} is of round {metadata['round']}, which is not its name")
         state = _below("server/", tensors), _below("clients/", tensors)

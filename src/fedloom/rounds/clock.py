@@ -40,9 +40,7 @@ client_rates: Registry[Callable[..., Rate]] = Registry("distribution of clients'
 @client_rates.register("lognormal")
 def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)] = 1.0) -> Rate:
     """median exp(sigma n), n standard normal, but at least 1e-9."""
-    return lambda generator: min(
-        max(median * math.exp(min(sigma * generator.standard_normal(), 600.0)), SLOWEST), LARGEST
-    )
+    return lambda draws: min(max(median * math.exp(min(sigma * draws.standard_normal(), 600.0)), SLOWEST), LARGEST)
 
 
 @client_rates.register("stragglers")

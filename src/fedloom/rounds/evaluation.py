@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
-from fedloom.errors import InvalidValue, quoted, suggestion
+from fedloom.config.fields import require_one_of
+from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, inbox_of
@@ -63,10 +64,7 @@ class Evaluation:
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
         if task.local_test is None and (schedule.personal_every or schedule.new_clients):
             option = "personal_every" if schedule.personal_every else "new_clients"
-            raise InvalidValue(
-                f"{option}={getattr(schedule, option)} needs test data of the clients' own: give the task local_test, "
-                "such as 0.25"
-            )
+            raise InvalidValue(f"{option} needs test data of the clients' own: give the task local_test, such as 0.25")
         sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
         able = np.flatnonzero(sizes)
         self.clients = _chosen(able[able < trainers], schedule)
@@ -81,11 +79,8 @@ class Evaluation:
         measured = [*(names if len(self.task.test) else ())]
         measured += [f"{model}_{name}" for model in MODELS for name in names if self.personal_every]
         figure = stop.metric or objective.metric.name
-        if stop.evaluations is not None and figure not in measured:
-            raise InvalidValue(
-                f"stop.metric: {quoted(figure)} is never measured{suggestion(figure, measured)} "
-                f"(there are: {', '.join(measured) or 'none, without test samples'})"
-            )
+        if stop.evaluations is not None:
+            require_one_of("stop.metric", figure, tuple(measured) or ("none, without test samples",))
         model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
         metric, name = objective.metric, figure.removeprefix(f"{model}_")
         if stop.evaluations is not None and stop.goal is None and name not in ("loss", metric.name):

@@ -166,22 +166,16 @@ class Federation:
         again raises `CheckpointError`.
         """
         if self._midway:
-            raise CheckpointError(
-                "a round was interrupted: make the federation again to go on from its last checkpoint"
-            )
+            raise CheckpointError("a round was interrupted: make the federation again to go on from a checkpoint")
         if self.finished == 0 and self.algorithm.spent:
             if self._ledger is not None and self._ledger.releases:
-                raise CheckpointError(
-                    f"{self._ledger.path}: rounds whose checkpoints are lost have spent the privacy budget: use another folder"
-                )
-            raise InvalidValue(
-                f"{self.algorithm}: one round costs more epsilon than target_epsilon allows: give more noise"
-            )
+                raise CheckpointError(f"{self._ledger.path}: lost rounds have spent the privacy budget: change folders")
+            raise InvalidValue(f"{self.algorithm}: one round costs more epsilon than target_epsilon: give more noise")
         with sigterm_interrupts():
             try:
-                while self.finished < self.schedule.rounds and not (
-                    self.algorithm.spent or self.evaluation.patience.round
-                ):
+                while self.finished < self.schedule.rounds:
+                    if self.algorithm.spent or self.evaluation.patience.round:
+                        break
                     record, timing = self.step()
                     if self.algorithm.releases_once or self._pools.holds(self.algorithm.full_state().values()):
                         self.save()
@@ -231,7 +225,7 @@ class Federation:
         expected = expectations(self.algorithm, round, self.task.layout)
         if INTEGERS in expected:
             message[INTEGERS] = self.integers.unsqueeze(0)
-        client_tasks, absent = self._client_tasks(round, selection, message)
+        client_tasks, absent = self._client_tasks(exchange, message)
         finish = self._finish_times(client_tasks, sum(spec.bytes for spec in expected.values())) if simulated else {}
         seconds = self._now
         if simulated and not self.algorithm.asynchronous:
@@ -260,9 +254,8 @@ class Federation:
                 self.algorithm.update(round, replace(answers.aggregate or NOTHING, exchange=exchange))
             else:
                 if simulated:
-                    replies.finish = torch.tensor(
-                        [finish[slot] for slot in replies.slots.tolist()], dtype=torch.float64
-                    )
+                    arrivals = [finish[slot] for slot in replies.slots.tolist()]
+                    replies.finish = torch.tensor(arrivals, dtype=torch.float64)
                 self.algorithm.receive(round, replies)
         del replies
         self.algorithm.finish(round, exchange)
@@ -331,11 +324,9 @@ class Federation:
             beyond = f", over {DIVERGED} times that of guessing" if math.isfinite(loss) else ""
             raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
 
-    def _client_tasks(
-        self, round: Round, selection: Selection, message: Message
-    ) -> tuple[list[ClientTask], list[Fault]]:
+    def _client_tasks(self, exchange: Exchange, message: Message) -> tuple[list[ClientTask], list[Fault]]:
         """The tasks of all clients that take part, and those of the selected ones that drop out."""
-        client_tasks, absent = [], []
+        round, selection, client_tasks, absent = exchange.round, exchange.selection, [], []
         for slot, client in enumerate(selection.clients):
             weight = None if selection.weights is None else selection.weights[slot]
             client_task = ClientTask(client, slot, inbox_of(message, slot), weight)
@@ -467,9 +458,8 @@ def _row_bytes(rows: Tensor) -> int:
 
 def _diverged(round: Round, reason: str) -> Diverged:
     model = f"the model of round {round.number - 1} is kept" if round.number > 1 else "there is no model before that"
-    return Diverged(
-        f"round {round.number}: training diverged (learning rate {round.learning_rate:g}): {reason}; {model}"
-    )
+    rate = f"learning rate {round.learning_rate:g}"
+    return Diverged(f"round {round.number}: training diverged ({rate}): {reason}; {model}")
 
 
 def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> None:
@@ -481,10 +471,8 @@ def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> No
         needs = "says itself whose replies it takes" if method.asynchronous else needs
         raise InvalidValue(f"{draws if poisson else drops}, but {method} {needs}")
     if over_selected and algorithm.needs_every_reply:
-        raise InvalidValue(
-            f"clock.over_selection takes the first replies of a round, so that one client less lets another in, which the "
-            f"epsilon of {algorithm} does not count: leave it out"
-        )
+        reason = f"one client less lets another in, which the epsilon of {algorithm} does not count"
+        raise InvalidValue(f"clock.over_selection takes the first replies of a round: {reason}: leave it out")
 
 
 def _untrained(algorithm: Algorithm) -> list[str]:
@@ -504,11 +492,9 @@ def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]
         raise _diverged(round, "no client's model is finite any more")
     for fault in faults:
         if isinstance(fault.error, RefusedReply):
-            kind = type(algorithm)
-            raise RefusedReply(
-                f"round {round.number}: no reply to {kind.__name__} can be used; that of client {fault.client_task.client}: "
-                f"{fault.reason}{in_brackets(code_location(kind.train))}"
-            ) from fault.error
+            reason = f"{fault.client_task.client}: {fault.reason}{in_brackets(code_location(type(algorithm).train))}"
+            text = f"round {round.number}: no reply to {type(algorithm).__name__} can be used; that of client {reason}"
+            raise RefusedReply(text) from fault.error
         if fault.error is not None:
             raise fault.error
 
@@ -519,11 +505,9 @@ def _require_rows(algorithm: Algorithm, message: Message, selection: Selection) 
     for name, rows in message.items():
         if len(rows) not in ((1, selected + 1) if selection.idle else (1, selected, selected + 1)):
             idle = " and those that only train" if selection.idle else ""
-            location = in_brackets(code_location(type(algorithm).send))
-            raise InvalidValue(
-                f"{type(algorithm).__name__}.send gives {name!r} {len(rows)} rows: give it one for all, such as "
-                f"model.unsqueeze(0), or one for each of {selected} selected clients{idle}{location}"
-            )
+            allowed = f"one for all, such as model.unsqueeze(0), or one for each of {selected} selected clients{idle}"
+            sent = f"{type(algorithm).__name__}.send gives {name!r} {len(rows)} rows: give it"
+            raise InvalidValue(f"{sent} {allowed}{in_brackets(code_location(type(algorithm).send))}")
 
 
 def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "update"], initial: Tensor) -> Tensor:
@@ -531,14 +515,10 @@ def _checked_model(algorithm: Algorithm, hook: Literal["setup", "receive", "upda
     wrong = _wrong_state(algorithm)
     model = initial if wrong else algorithm.model()
     if model.shape != initial.shape:
-        wrong = (
-            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: of one row for each client "
-            "take one, such as weighted_mean(replies['model'], replies.weights)"
-        )
+        remedy = "of one row for each client take one, such as weighted_mean(replies['model'], replies.weights)"
+        wrong = f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: {remedy}"
     elif model.dtype != initial.dtype:
-        wrong = (
-            f"left a global model of {model.dtype}, not {initial.dtype}: convert it, such as model.to(torch.float32)"
-        )
+        wrong = f"left a global model of {model.dtype}, not {initial.dtype}: convert it, such as model.float()"
     if wrong:
         location = in_brackets(code_location(getattr(type(algorithm), hook)))
         raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")

@@ -40,9 +40,8 @@ class PoolWatch:
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Take the figures of the next round."""
-        accuracy, loss, training_loss, similarity = map(
-            record.get, ("accuracy", "loss", "training_loss", "pool_cosine")
-        )
+        names = ("accuracy", "loss", "training_loss", "pool_cosine")
+        accuracy, loss, training_loss, similarity = map(record.get, names)
         if self.notices or accuracy is None:
             return
         self._best = max(self._best, accuracy)

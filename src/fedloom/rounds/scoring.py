@@ -131,9 +131,8 @@ class Evaluator:
             blocks.append(dataset.objective.statistics(outputs, batch.labels))
             if dataset.metrics:
                 pairs.append((prediction(outputs), batch.labels))
-        statistics = (
-            {name: torch.cat([block[name].double() for block in blocks]) for name in blocks[0]} if blocks else {}
-        )
+        names = blocks[0] if blocks else {}
+        statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in names}
         if pairs:
             predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             predicted, targets = map(dataset.objective.in_units, (predicted, targets))

@@ -1,11 +1,11 @@
 """Files that are complete or absent: written under a temporary name, then renamed."""
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
                 flush(temporary)
             temporary.replace(path)
             if durable:
-                flush_directory(path.parent)
+                flush(path.parent)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -80,12 +80,7 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, where the system can, until the block or this process ends. Raises `BlockingIOError` when it is locked."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
+    """Lock a folder until the block or this process ends. Raises `BlockingIOError` when it is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +112,7 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
         if durable:
             flush(path)
             if size == 0:
-                flush_directory(path.parent)
+                flush(path.parent)
     except OSError as error:
         with suppress(OSError):
             os.truncate(path, size)
@@ -133,16 +128,9 @@ def not_written(path: Path, error: OSError, size: int) -> CheckpointError:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content has reached the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def flush_directory(path: Path) -> None:
-    """Wait until the names in a directory have reached the disk, where the system has a way to."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Wait until a file's content, or the names in a folder, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.errors import DamagedCheckpoint
 from fedloom.state.digest import Checksum
-from fedloom.state.files import flush, flush_directory, make_folder, not_written, remove, temporary_folder
+from fedloom.state.files import flush, make_folder, not_written, remove, temporary_folder
 from fedloom.state.tensors import tensor_bytes
 
 _NAMES = "rows-" + 7 * "[0-9]"
@@ -84,16 +84,13 @@ class PoolFiles:
         if mapped is None:
             if not self.takes(tensor.nbytes, tensor.device):
                 return None
-            tensor = self.empty(tensor.shape, tensor.dtype).copy_(tensor)
-            self._moved.append(tensor)
-            mapped = self._find(tensor)
-            assert mapped is not None
+            self._moved.append(self.empty(tensor.shape, tensor.dtype).copy_(tensor))
+            return self.write(self._moved[-1])
         if mapped.fingerprint != _fingerprint(tensor):
-            checksum = _checksum(tensor)
             flush(self._folder() / mapped.name)
-            flush_directory(self._folder())
-            about = {"file": mapped.name, "digest": checksum, "shape": list(tensor.shape),
-                     "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
+            flush(self._folder())
+            about = {"file": mapped.name, "digest": _checksum(tensor), "shape": list(tensor.shape)}
+            about["dtype"] = str(tensor.dtype).removeprefix("torch.")
             mapped.fingerprint, mapped.written = _fingerprint(tensor), json.dumps(about)
         return mapped.written
 
@@ -103,14 +100,11 @@ class PoolFiles:
         about = json.loads(written)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
         try:
-            tensor = self._map(path, about["shape"], dtype)
+            tensor = self._map(path, about["shape"], dtype, written)
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
         if _checksum(tensor) != about["digest"]:
             raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
-        mapped = self._find(tensor)
-        assert mapped is not None
-        mapped.fingerprint, mapped.written = _fingerprint(tensor), written
         return tensor
 
     def keep(self, written: Iterable[str]) -> None:
@@ -126,11 +120,13 @@ class PoolFiles:
 
     # --- files ---
 
-    def _map(self, path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _map(self, path: Path, shape: Sequence[int], dtype: torch.dtype, written: str = "") -> Tensor:
         with path.open("r+b") as file:
             memory = np.frombuffer(mmap.mmap(file.fileno(), prod(shape) * dtype.itemsize), np.uint8)
-        self._mapped[int(memory.ctypes.data)] = _MappedFile(path.name, weakref.ref(memory))
-        return torch.from_numpy(memory).view(dtype).view(*shape)
+        tensor = torch.from_numpy(memory).view(dtype).view(*shape)
+        fingerprint = _fingerprint(tensor) if written else None
+        self._mapped[tensor.data_ptr()] = _MappedFile(path.name, weakref.ref(memory), fingerprint, written)
+        return tensor
 
     def _find(self, tensor: Tensor) -> _MappedFile | None:
         mapped = self._mapped.get(tensor.data_ptr()) if tensor.is_contiguous() else None

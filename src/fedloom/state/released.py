@@ -96,6 +96,4 @@ class ReleaseLedger:
         self._digest = chained
 
     def _refusal(self, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} {reason}: what privacy was spent is not known, so the run cannot go on; use another folder"
-        )
+        return CheckpointError(f"{self.path} {reason}: what privacy was spent is not known; use another folder")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.config.fields import require_at_least
 from fedloom.state.client_files import ClientFiles, Tensors
-from fedloom.state.files import flush, flush_directory, remove_unfinished, temporary_folder
+from fedloom.state.files import flush, remove_unfinished, temporary_folder
 
 BUDGET = 1 << 30
 """Bytes kept in memory by default."""
@@ -149,7 +149,7 @@ class ClientStore:
         for client, version in self._versions.items():
             if version >= self._checkpointed:
                 flush(files.path(client, version))
-        flush_directory(files.folder)
+        flush(files.folder)
         self._checkpointed = self._next
         return {VERSIONS: torch.tensor(sorted(self._versions.items()), dtype=torch.int64)}
 
