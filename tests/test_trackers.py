@@ -318,7 +318,7 @@ def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixtu
         ("test_trackers_here:JOB", "'JOB' must be a function or class, not dict"),
         ("test_trackers_here:Recording", "did you mean 'RecordingTracker'?"),
         ("test_trackers_here:Broken", "cannot be made: TypeError"),
-        ("test_trackers_here:Killed", "lacks begin, record, end"),
+        ("test_trackers_here:Killed", "a tracker has begin, record and end"),
     ],
 )
 def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(expression: str, text: str) -> None:

@@ -45,7 +45,7 @@ _MODEL = ("model.safetensors", "preprocessing.json", "personal.safetensors", "mo
 _FILES = (
     "configuration.json", "split.npz", "test-split.npz", "labels.safetensors", "task.json", "environment.json",
     "engine.json", "metrics.jsonl", "timings.jsonl", "clients.jsonl", "clients", "checkpoint-*", "pool", *_MODEL,
-    "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.jsonl",
+    "result.json", "report.html", "landscape.json", "recorded", "recorded.jsonl", RECORDED, "trackers.json",
     "events.out.tfevents.*",
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """MLflow: a run with parameters, metrics and the model's files, in a local database or on a server."""
 
-import hashlib
+import os
 import tempfile
 import time
 import warnings
@@ -19,7 +19,6 @@ from fedloom.report.summary import dotted
 _TAG = "fedloom.run"
 _LAST = "last_round"
 _FILES = ("model.safetensors", "configuration.json", "metrics.jsonl", "result.json")
-_LONGEST = 500  # characters of a parameter that every version of MLflow takes
 _MOST = 900  # metrics in one request
 
 
@@ -57,11 +56,8 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
                 return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
             self._id = self._client.create_run(number, tags={_TAG: run.token}, run_name=run.label).info.run_id
-            parameters = dotted(run.configuration)
-            self._client.log_batch(
-                self._id,
-                params=[mlflow.entities.Param(name, str(value)[:_LONGEST]) for name, value in parameters.items()],
-            )
+            for name, value in dotted(run.configuration).items():
+                self._client.log_param(self._id, name, str(value)[:500])  # the longest that every version takes
         return 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
@@ -99,5 +95,4 @@ class MLflow:
 
     def _alone(self) -> FileLock:
         """Return a lock: processes must not make the same new database or experiment at the same time."""
-        digest = hashlib.sha256(f"{self.uri} {Path.home()} {Path.cwd()}".encode()).hexdigest()[:16]
-        return FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{digest}.lock", timeout=60)
+        return FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60)

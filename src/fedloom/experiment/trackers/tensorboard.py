@@ -1,6 +1,7 @@
 """TensorBoard: event files that `tensorboard --logdir` shows."""
 
 import json
+import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class TensorBoard:
         """Open the event files and remove those of an earlier run; return the last round in the files of this run."""
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = self._folder(run)
+        elsewhere = Path(self.directory or "tensorboard") / run.experiment / run.label
+        folder = run.directory if run.directory and self.directory is None else elsewhere
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".fedloom-{run.token[:12]}"
         recorded = 0
@@ -46,7 +48,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder, flush_secs=self.flush_seconds, filename_suffix=suffix)
         if not recorded:
             settings = json.dumps(dict(run.configuration), indent=2, ensure_ascii=False)
-            self._writer.add_text("configuration", "".join(f"\t{line}\n" for line in settings.splitlines()), 0)
+            self._writer.add_text("configuration", textwrap.indent(settings, "\t"), 0)
         return recorded
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
@@ -58,11 +60,6 @@ class TensorBoard:
     def end(self, result: Mapping[str, float] | None) -> None:
         """Close the files."""
         self._writer.close()
-
-    def _folder(self, run: TrackedRun) -> Path:
-        if self.directory is not None:
-            return Path(self.directory) / run.experiment / run.label
-        return run.directory if run.directory is not None else Path("tensorboard") / run.experiment / run.label
 
 
 def _last_round(path: Path) -> int:

@@ -96,9 +96,6 @@ def _own(path: str, call: Call, expression: str) -> Tracker:
         raise
     except Exception as error:
         raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {error_text(error)}") from error
-    missing = [name for name in ("begin", "record", "end") if not callable(getattr(tracker, name, None))]
-    if missing:
-        raise InvalidValue(
-            f"tracker {quoted(expression)} lacks {', '.join(missing)}: a tracker has begin, record and end"
-        )
-    return tracker  # type: ignore[no-any-return]
+    if not isinstance(tracker, Tracker):
+        raise InvalidValue(f"tracker {quoted(expression)} is none: a tracker has begin, record and end")
+    return tracker

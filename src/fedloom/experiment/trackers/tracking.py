@@ -7,13 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import error_text
+from fedloom.errors import CheckpointError, error_text
+from fedloom.experiment.directory import read_json
 from fedloom.experiment.trackers.tracker import TrackedRun, Tracker, build_tracker
 from fedloom.rounds.evaluation import Record
-from fedloom.state.files import write_text
+from fedloom.state.files import write_bytes
 
-FILE = "trackers.jsonl"
-"""In the run's directory: the run's token, then what each tracker was told."""
+FILE = "trackers.json"
+"""In the run's directory: the run's token, and the last round that each tracker recorded."""
 
 
 class Tracking:
@@ -23,9 +24,9 @@ class Tracking:
         self, expressions: Sequence[str | Tracker], directory: Path | None, say: Callable[[str], None]
     ) -> None:
         self._trackers = {_name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)}
-        self._path = None if directory is None or not expressions else directory / FILE
+        self._directory = directory
         self._say = say
-        self._latest: dict[str, int] = {}  # round of each tracker
+        self._state: dict[str, Any] = {"token": uuid.uuid4().hex, "latest": {}}
         self._result: Mapping[str, float] | None = None
 
     def __enter__(self) -> "Tracking":
@@ -46,34 +47,36 @@ class Tracking:
         """Begin or resume a run that has these rounds; trackers hear of those that they missed."""
         if not self._trackers:
             return
-        token = self._resume()
-        directory = None if self._path is None else self._path.parent
+        if self._directory is not None:
+            with suppress(CheckpointError):
+                self._state = read_json(self._directory / FILE, dict)
+        self._write()
         method, seed = str(configuration["algorithm"]), int(configuration["seed"])
-        run = TrackedRun(experiment, label, method, seed, configuration, token, directory)
+        run = TrackedRun(experiment, label, method, seed, configuration, self._state["token"], self._directory)
         for name in list(self._trackers):
             recorded = self._attempt(name, "begin", run)
             if recorded is not None:
-                self._latest[name] = recorded
+                self._state["latest"][name] = recorded
         seconds = {timing["round"]: timing for timing in timings}
         for record in records:
             self.record(record, seconds.get(record["round"], {}))
 
     def record(self, record: Record, timing: Record) -> None:
         """Pass a round on to the trackers that have not recorded it."""
-        number, informed = int(record["round"]), []
-        figures = _figures(record, timing)
-        for name in list(self._trackers):
-            if self._latest.get(name, 0) < number:
-                self._attempt(name, "record", number, figures)
-                self._latest[name] = number
-                informed.append(name)
-        if informed and self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps({'round': number, 'told': informed})}\n")
+        number, latest = int(record["round"]), self._state["latest"]
+        figures = _numbers({**record, "faults": len(record.get("faults", ())), **timing, "round": None})
+        for name in [name for name in self._trackers if latest.get(name, 0) < number]:
+            self._attempt(name, "record", number, figures)
+            latest[name] = number
+            self._write()
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Note the figures at the end of a finished run."""
-        self._result = {name: float(value) for name, value in result.items() if _is_number(value)}
+        self._result = _numbers(result)
+
+    def _write(self) -> None:
+        if self._directory is not None:
+            write_bytes(self._directory / FILE, json.dumps(self._state).encode(), durable=False)
 
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
         try:
@@ -83,34 +86,11 @@ class Tracking:
             self._say(f"tracker {name} failed and hears no more of this run: {error_text(error)}")
             return None
 
-    def _resume(self) -> str:
-        """Read the file of an earlier start. Return the run's token, a new one where it starts afresh."""
-        lines = []
-        for text in self._path.read_bytes().splitlines() if self._path is not None and self._path.exists() else ():
-            with suppress(ValueError, RecursionError):  # a kill may have cut the last line short
-                lines.append(json.loads(text))
-        lines = [line for line in lines if isinstance(line, dict)]
-        for line in lines[1:]:
-            for name in line.get("told", ()):
-                self._latest[name] = max(self._latest.get(name, 0), int(line["round"]))
-        if lines and isinstance(lines[0].get("token"), str):
-            return str(lines[0]["token"])
-        token = uuid.uuid4().hex
-        if self._path is not None:
-            write_text(self._path, json.dumps({"token": token}) + "\n")
-        return token
-
 
 def _name(expression: str | Tracker, index: int) -> str:
     """Return a tracker's name in notices and in the file, the same at every start of the run."""
     return expression if isinstance(expression, str) else f"{type(expression).__name__} {index + 1}"
 
 
-def _figures(record: Record, timing: Record) -> dict[str, float]:
-    """Return the numbers of a round: its figures, the number of clients that failed, and its times."""
-    figures = {**record, "faults": len(record.get("faults", ())), **timing}
-    return {name: float(value) for name, value in figures.items() if name != "round" and _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in figures.items() if isinstance(v, int | float) and not isinstance(v, bool)}
