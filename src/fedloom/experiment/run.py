@@ -434,9 +434,8 @@ class _RunPlan:
         if self.trackers:
             algorithm = str(result.configuration["algorithm"])
             folder = setting_folder(Path(), self.name.setting) / folder_name(algorithm) / f"seed-{self.name.seed}"
-            tracking.begin(
-                self.configuration.name, folder.as_posix(), result.configuration, result.history, result.timings
-            )
+            records, timings = result.federation.history, result.federation.timings  # a result reads them once
+            tracking.begin(self.configuration.name, folder.as_posix(), result.configuration, records, timings)
         result.federation.run(report)
 
     def _notify(self, notice: str) -> None:
