@@ -48,7 +48,7 @@ def naive(task: Task, model: torch.nn.Module, clients: list[int]) -> dict[str, A
                 hits["memorised"].append(found == given)
                 hits["corrected"].append(found == true)
     shares = {name: [sum(found) / len(found)] for name, found in hits.items()}
-    return {"samples": [len(hits["right"]), len(hits["memorised"])], **shares}
+    return {"samples": [[len(hits["right"]), len(hits["memorised"])]], **shares}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
@@ -74,7 +74,7 @@ def test_without_wrong_labels_there_is_one_curve(noise: str) -> None:
     result = fl.run("fedavg", noisy_task(noise), rounds=4, **RUN)
     (found,) = result.recorded
     assert list(found) == ["kind", "rounds", "samples", "right"]
-    assert found["samples"] == [int(result.task.partition.sizes.sum()), 0]
+    assert found["samples"] == [[int(result.task.partition.sizes.sum()), 0]] * 2
     (drawing,) = recorded_figures([result.summary])
     assert "all of which have right labels" in drawing.caption
 
@@ -104,7 +104,7 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
     ]
     assert list(lines["fedavg, wrong, as given"].y) == pytest.approx(mean)
     assert len(drawing.variants[""].data) == 12  # a band for each
-    wrong = max(run.recorded[0]["samples"][1] for run in runs)
+    wrong = max(run.recorded[0]["samples"][0][1] for run in runs)
     assert f"of the up to {wrong:,} with wrong ones" in drawing.caption
     page = render("Noise", runs)
     assert "Right and wrong labels" in page

@@ -150,13 +150,6 @@ def test_bubbles_have_the_area_of_their_samples() -> None:
     assert list(figure.layout.yaxis.categoryarray) == ["cat", "dog", evil]
 
 
-def test_label_counts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InvalidValue, match="there are 2 classes, but 1 class names"):
-        label_distribution([[1, 2]], ["cat"])
-    with pytest.raises(InvalidValue, match="same number of classes"):
-        label_distribution([[1, 2], [1]])
-
-
 def test_many_clients_are_drawn_evenly_spaced() -> None:
     shown = evenly_spaced(1000, 60)
     assert len(shown) == 60

@@ -61,20 +61,14 @@ def context_of(configuration: Configuration, seed: int) -> RunContext:
 
 def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
     """Return the runs of the first seed with which several methods recorded a client's trajectory, by client."""
-    for seed in dict.fromkeys(run.seed for _, run in runs):
-        clients: dict[int, list[Run]] = {}
-        for path, run in runs:
-            for entry in run.recorded:
-                if run.seed == seed and entry["kind"] == "trajectory":
-                    clients.setdefault(entry["client"], []).append((path, run))
-        groups = {
-            client: group
-            for client, group in clients.items()
-            if len(group) > 1 and any("points" in _entry(run, client) for _, run in group)
-        }
-        if groups:
-            return groups
-    return {}
+    groups: dict[tuple[int, int], list[Run]] = {}
+    for path, run in runs:
+        for entry in run.recorded:
+            if entry["kind"] == "trajectory":
+                groups.setdefault((run.seed, entry["client"]), []).append((path, run))
+    several = {key: group for key, group in groups.items() if len(group) > 1}
+    first = next((seed for seed, _ in several), None)
+    return {client: group for (seed, client), group in several.items() if seed == first}
 
 
 def _stored(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str, Any]] | None:
@@ -112,9 +106,9 @@ def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dic
         run.algorithm: {"rounds": entry["rounds"], "losses": entry["losses"], "points": coordinates.tolist()}
         for (_, run), entry, coordinates in zip(group, entries, points, strict=True)
     }
-    grid = len(next((entry["x"] for entry in entries if "x" in entry), range(Trajectory.grid)))
-    integers = models[0][-1].get("integers")
-    around = surroundings(plane, grid, rows.double().mean(0).to(rows), integers, client, context)
+    grid = max(len(entry.get("x", ())) for entry in entries) or Trajectory.grid
+    mean, integers = rows.double().mean(0).to(rows), models[0][-1].get("integers")
+    around = surroundings(plane, grid, mean, integers, client, context)
     return {"kind": "trajectories", "client": client, "seed": group[0][1].seed, "methods": methods, **around}
 
 

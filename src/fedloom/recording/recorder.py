@@ -124,12 +124,10 @@ class Recorder:
         return value
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return all measurements as reports draw them: by default the rounds and, by name, the values of each."""
-        names = series[0][1]
-        return {
-            "rounds": [number for number, _ in series],
-            **{name: [value[name] for _, value in series] for name in names},
-        }
+        """Return all measurements as reports draw them: by default the rounds and, by name, the values, where there are any."""
+        curves = {name: [value[name] for _, value in series] for name in series[0][1]}
+        measured = {name: values for name, values in curves.items() if any(value is not None for value in values)}
+        return {"rounds": [number for number, _ in series], **measured}
 
 
 recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")

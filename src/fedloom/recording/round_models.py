@@ -85,11 +85,6 @@ class Similarity(Recorder):
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
         return {**value, "pool": method.diagnose().get("pool_cosine")}
 
-    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return the values by name; `pool` is None for rounds without a pool, and left out where there never was one."""
-        curves = super().result(series, tensors, context)
-        return {name: values for name, values in curves.items() if name != "pool" or any(v is not None for v in values)}
-
 
 @recorders.register("objective")
 @dataclass(frozen=True)
@@ -146,11 +141,3 @@ class Memorisation(Recorder):
         model, score = method.model(), context.evaluator.score
         scores = [score(model, group, integers)["accuracy"] if len(group) else None for group in groups]
         return {"samples": [len(groups[0]), len(groups[1])], **dict(zip(CURVES, scores, strict=True))}
-
-    def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return the numbers of `samples` with right and with wrong labels, and the curves that have samples."""
-        entry, curves = series[0][1], super().result(series, tensors, context)
-        return {
-            **{name: values for name, values in curves.items() if entry.get(name, 0) is not None},
-            "samples": entry["samples"],
-        }

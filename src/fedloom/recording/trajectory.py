@@ -110,20 +110,17 @@ class Plane(NamedTuple):
 def principal_plane(rows: Tensor) -> Plane | None:
     """Return the first two principal components of `rows [n, D]`; None where the rows span no plane.
 
-    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = U S. Computed from the eigenvectors of X X^T, which is
-    small. Each axis points where its largest entry by magnitude is positive, so that the signs are settled.
+    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = X V. Each axis points where its largest entry by
+    magnitude is positive, so that the signs are settled.
     """
     if len(rows) < 3:
         return None
-    exact = rows.double()
-    centre = exact.mean(0)
-    centred = exact - centre
-    squares, vectors = torch.linalg.eigh(centred @ centred.T)
-    values = squares.clamp_min(0).flip(0)
-    singular = values[:2].sqrt()
+    centre = rows.double().mean(0)
+    centred = rows.double() - centre
+    _, singular, axes = torch.linalg.svd(centred, full_matrices=False)
     if not float(singular[1]) > FLAT * float(singular[0]):
         return None
-    axes = (vectors.flip(1)[:, :2].T @ centred) / singular.unsqueeze(1)
-    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    axes = axes * largest.sign()
-    return Plane(centre, axes, centred @ axes.T, values[:2] / values.sum())
+    axes = axes[:2]
+    axes = axes * axes.gather(1, axes.abs().argmax(1, keepdim=True)).sign()
+    squares = singular.square()
+    return Plane(centre, axes, centred @ axes.T, squares[:2] / squares.sum())

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
 from fedloom.report.summary import RunSummary, Spread, by_algorithm, bytes_down, bytes_up, final, seconds
 from fedloom.report.units import byte_text, byte_unit, time_text
@@ -70,20 +69,18 @@ def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
 def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw each seed's final test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
     metric = runs[0].metric if runs else ACCURACY
-    form = ".2%" if metric.share else ".4~g"
+    shown = f"%{{x:{'.2%' if metric.share else '.4~g'}}}<extra>%{{fullData.name}}</extra>"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
-        if not scores:
-            continue
-        style, shown = styles(runs)[name], f"%{{x:{form}}}<extra>%{{fullData.name}}</extra>"
-        bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": style.colour}}
-        dot = {"size": 10, "color": style.colour, "opacity": 0.55}
-        mean = go.Scatter(x=[sum(scores.values()) / len(scores)], marker=bar, hovertemplate=f"mean {shown}")
-        hover = f"seed %{{customdata}}: {shown}"
-        dots = go.Scatter(x=list(scores.values()), marker=dot, customdata=list(scores), hovertemplate=hover)
-        look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
-        traces += [trace.update(y=[wrapped(name)] * len(trace.x), **look) for trace in (mean, dots)]
+        if scores:
+            colour, y, x = styles(runs)[name].colour, [wrapped(name)] * len(scores), list(scores.values())
+            bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
+            dot = {"size": 10, "color": colour, "opacity": 0.55}
+            seeds = {"customdata": list(scores), "hovertemplate": f"seed %{{customdata}}: {shown}"}
+            look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
+            traces.append(go.Scatter(x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look))
+            traces.append(go.Scatter(x=x, y=y, marker=dot, **seeds, **look))
     ticks = {"tickformat": ".2~%"} if metric.share else {}
     return _by_method(traces, runs, {"title": f"Final test {metric.noun}", **ticks})
 
@@ -93,15 +90,11 @@ def label_distribution(
 ) -> go.Figure:
     """Draw a bubble for the samples `[clients][classes]` that a client has of a class, its area proportional to their number.
 
-    At most `limit` clients are drawn, evenly spaced. Raises `InvalidValue` when rows or names do not match in length.
+    At most `limit` clients are drawn, evenly spaced.
     """
-    classes = len(label_counts[0]) if label_counts else 0
-    if any(len(row) != classes for row in label_counts):
-        raise InvalidValue("label counts need the same number of classes for every client")
-    if class_names is not None and len(class_names) != classes:
-        raise InvalidValue(f"there are {classes} classes, but {len(class_names)} class names")
+    counts = np.array(label_counts, dtype=np.int64)
+    classes = counts.shape[1]
     names = [html.escape(name) for name in class_names or map(str, range(classes))]
-    counts = np.array(label_counts, dtype=np.int64).reshape(len(label_counts), classes)
     shown = evenly_spaced(len(counts), limit)
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
@@ -134,27 +127,21 @@ def evenly_spaced(count: int, limit: int = 60) -> list[int]:
 def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
     totals = [
-        (name, sum(sent(run) for run in group) / len(group), direction, opacity)
+        (name, sum(map(sent, group)) / len(group), direction, opacity)
         for name, group in by_algorithm(runs).items()
         for direction, sent, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5))
     ]
     size, unit = byte_unit(max((total for _, total, *_ in totals), default=0.0))
-    traces = [
-        _bar(name, runs, opacity, total / size, f"{way} {byte_text(total)}") for name, total, way, opacity in totals
-    ]
-    return _by_method(traces, runs, {"title": f"Sent in a run, {unit}", "rangemode": "tozero"})
+    bars = [(name, opacity, total / size, f"{way} {byte_text(total)}", 0.0) for name, total, way, opacity in totals]
+    return _bars(runs, bars, f"Sent in a run, {unit}")
 
 
 def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
     """Draw seconds of a whole run, mean over seeds with ± one standard deviation; methods without times are left out."""
-    traces: list[go.Bar] = []
-    for name, group in by_algorithm(runs).items():
-        spread = Spread.of([value for run in group if (value := seconds(run)) is not None])
-        if spread is not None:
-            bar = _bar(name, runs, 0.95, spread.mean, time_text(spread.mean))
-            bar.error_x = {"type": "data", "array": [spread.std], "visible": spread.count > 1, "color": "#808080"}
-            traces.append(bar)
-    return _by_method(traces, runs, {"title": "Seconds of a run", "rangemode": "tozero"})
+    times = {name: [seconds(run) for run in group] for name, group in by_algorithm(runs).items()}
+    spreads = {name: Spread.of([value for value in values if value is not None]) for name, values in times.items()}
+    bars = [(name, 0.95, each.mean, time_text(each.mean), each.std) for name, each in spreads.items() if each]
+    return _bars(runs, bars, "Seconds of a run")
 
 
 def wrapped(name: str, width: int = 24) -> str:
@@ -165,17 +152,24 @@ def wrapped(name: str, width: int = 24) -> str:
     return "<br>".join(html.escape(re.sub(r"([(=.]) ", r"\1", line)) for line in lines)
 
 
-def _bar(name: str, runs: Sequence[RunSummary], opacity: float, value: float, hover: str) -> go.Bar:
-    return go.Bar(
-        y=[wrapped(name)],
-        x=[value],
-        orientation="h",
-        marker={"color": styles(runs)[name].colour, "opacity": opacity},
-        hovertemplate=f"{hover}<extra>%{{fullData.name}}</extra>",
-        name=html.escape(name),
-        legendgroup=name,
-        showlegend=False,
-    )
+def _bars(runs: Sequence[RunSummary], bars: Sequence[tuple[str, float, float, str, float]], title: str) -> go.Figure:
+    """Draw bars of a method, an opacity, a value, its text and its deviation."""
+    looks = styles(runs)
+    traces = [
+        go.Bar(
+            y=[wrapped(name)],
+            x=[value],
+            error_x={"type": "data", "array": [deviation], "visible": deviation > 0, "color": "#808080"},
+            orientation="h",
+            marker={"color": looks[name].colour, "opacity": opacity},
+            hovertemplate=f"{text}<extra>%{{fullData.name}}</extra>",
+            name=html.escape(name),
+            legendgroup=name,
+            showlegend=False,
+        )
+        for name, opacity, value, text, deviation in bars
+    ]
+    return _by_method(traces, runs, {"title": title, "rangemode": "tozero"})
 
 
 def _by_method(traces: Sequence[Any], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]) -> go.Figure:
