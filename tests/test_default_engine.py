@@ -225,7 +225,7 @@ def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -
 )
 def test_a_run_in_worker_processes_goes_on_where_none_may_start(name: str, model: str, kind: type[RowsEngine]) -> None:
     begun = Choice(name, reason="it was worth it")
-    engine: LocalEngine = make_engine("default", task(model), LONG, alone=False, begun=begun)
+    engine: LocalEngine = make_engine("default", task(model), LONG, in_process=True, begun=begun)
     assert type(engine) is kind
     assert engine.chosen == begun
     assert any("starts no processes here" in notice for notice in engine.notices)

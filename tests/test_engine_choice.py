@@ -61,11 +61,10 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
         configuration({**table, "engine": "stackd"})
 
 
-def test_auto_is_the_rule_and_still_takes_the_options_of_its_former_trial() -> None:
+def test_auto_is_the_rule() -> None:
     task = world()
     by_rule = make_engine("default", task, Schedule(2))
-    for name in ("auto", "auto(fresh=true)"):
-        assert make_engine(name, task, Schedule(2)).chosen == by_rule.chosen
+    assert make_engine("auto", task, Schedule(2)).chosen == by_rule.chosen
     assert make_engine("auto(memory_budget=1000)", task, Schedule(2)).store.budget == 1000
     with pytest.raises(FedloomError, match="memory_budget must be a whole number, not 'much'"):
         make_engine("auto(memory_budget=much)", task)

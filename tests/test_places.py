@@ -7,6 +7,7 @@ representative set of methods runs in `make test`, the others in `make chaos`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,24 +70,24 @@ def _over_flower(algorithm: str, model: str, folder: Path) -> Federation:
     return federation
 
 
-PLACES = [
-    pytest.param("processes", marks=pytest.mark.xdist_group("processes")),
-    "stacked",
-    pytest.param("ray", marks=pytest.mark.xdist_group("waiting")),
-    "flower",
-]
+PLACES = ("processes", "stacked", "ray", "flower")
+GROUPS = {"processes": "processes", "ray": "waiting"}
 SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "model"),
-    [
-        *((method, "NormNet") for method in REPRESENTATIVE),
-        ("fedmr", "FrozenNet"),
-        *(pytest.param(method, "NormNet", marks=pytest.mark.minutes) for method in OTHERS),
-    ],
-)
-@pytest.mark.parametrize("place", PLACES)
+QUICK_ON_RAY = ("fedmr", "umf(feddc)")
+
+
+def _cases() -> Iterator[Any]:
+    methods = [*((method, "NormNet") for method in REPRESENTATIVE), ("fedmr", "FrozenNet")]
+    for place in PLACES:
+        for method, model in [*methods, *((method, "NormNet") for method in OTHERS)]:
+            seldom = method in OTHERS or (place == "ray" and method not in QUICK_ON_RAY)
+            groups = [pytest.mark.xdist_group(GROUPS[place])] if place in GROUPS else []
+            yield pytest.param(place, method, model, marks=[pytest.mark.minutes, *groups] if seldom else groups)
+
+
+@pytest.mark.parametrize(("place", "algorithm", "model"), [*_cases()])
 def test_every_place_gives_the_numbers_of_rows(
     place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -113,7 +114,9 @@ WRAPPED = [
 """Privacy, codes and asynchronous steps, on a model without batch norm, which they do not take."""
 
 
-@pytest.mark.parametrize("place", PLACES[::2])
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=pytest.mark.xdist_group(group)) for place, group in GROUPS.items()]
+)
 def test_clients_draw_the_same_noise_in_other_processes(place: str, request: pytest.FixtureRequest) -> None:
     training = Training(learning_rate=0.1, batch_size=20)
     digits = make_task("digits", clients=6, model="mlp(hidden=[4])", training=training)

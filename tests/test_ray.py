@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -112,15 +111,12 @@ def test_statistics_dropout_and_new_clients_are_the_same_to_the_bit(engine: RayE
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK), **options))
 
 
-def test_actors_may_stack_their_clients(engine: RayEngine) -> None:
-    stacked = make_engine("ray(workers=1, inside=stacked)", digits())  # beside the other, in the same cluster
-    assert isinstance(stacked, RayEngine)
-    assert stacked.session is engine.session
+def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "inside", "stacked")
+    engine.begin(digits(), None)
     options: dict[str, Any] = {"task": digits(), "rounds": 2, "personal_every": 2}
-    federation = run(build("scaffold"), stacked, **options)
+    federation = run(build("scaffold"), engine, **options)
     assert_same(federation, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
-    stacked.close()
-    assert engine.processes, "the cluster stays for the other engine"
 
 
 def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +242,7 @@ def test_tensors_of_every_kind_travel() -> None:
 # --- deaths and failures ---
 
 
+@pytest.mark.minutes
 def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +273,7 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
     starved.close()
 
 
+@pytest.mark.minutes
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
     list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
     processes = set(engine.processes)
@@ -296,6 +294,7 @@ def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> No
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
+@pytest.mark.minutes
 def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engine: RayEngine, tmp_path: Path) -> None:
     federation = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
     (fault,) = federation.history[0]["faults"]
@@ -450,6 +449,7 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
 # --- nothing is left behind ---
 
 
+@pytest.mark.minutes
 def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -474,26 +474,6 @@ sys.stdin.read()
 """
 
 
-ENDED = """
-import os
-import subprocess
-import sys
-from pathlib import Path
-from fedloom.engines.ray.session import _ENDED, start_guard
-
-# With a stream of the program's it would hold the pipe open, and whoever reads it would wait for its hundred seconds.
-raylet = subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-guard = start_guard(raylet.pid, _ENDED, sys.argv[2])
-if sys.argv[1] == "left":
-    guard.communicate(b"left\\n")
-if sys.argv[1] != "killed":
-    raylet.kill()
-    raylet.wait()
-print(raylet.pid, flush=True)
-os._exit(1)
-"""
-
-
 def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,24 +487,8 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "told"), [("died", True), ("killed", False), ("left", False)])
-def test_a_program_that_ends_with_its_raylet_leaves_a_line_and_no_files(how: str, told: bool, tmp_path: Path) -> None:
-    """Ray ends the process when the raylet that it has started dies, and the raylet when the process does."""
-    (tmp_path / "node").mkdir()
-    command = [sys.executable, "-c", ENDED, how, str(tmp_path / "node")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("goes on from the last checkpoint") == told == len(done.stderr.splitlines())
-    if how == "killed":
-        assert (tmp_path / "node").exists()
-        os.kill(int(done.stdout), signal.SIGKILL)
-        end = time.monotonic() + 30
-        while (tmp_path / "node").exists() and time.monotonic() < end:
-            time.sleep(0.1)
-    assert (tmp_path / "node").exists() is (how == "left")
-
-
-def test_a_killed_program_leaves_no_actor_and_no_folder_and_none_was_open_to_others() -> None:
+@pytest.mark.minutes
+def test_a_killed_program_leaves_no_actor_and_no_folder_was_open_to_others() -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
@@ -539,10 +503,6 @@ def test_a_killed_program_leaves_no_actor_and_no_folder_and_none_was_open_to_oth
             program.kill()
         assert modes == [0o700]
         assert gone_soon(actors), "an actor outlived the program"
-        end = time.monotonic() + 120
-        while list(Path(folder).glob("fedloom-ray-*")) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert not list(Path(folder).glob("fedloom-ray-*"))
 
 
 ACTOR = """

@@ -252,13 +252,6 @@ class Workers(Runs):
         """Return the processes of which one is killed."""
         return [command.pid] if victim == "it" else workers
 
-    def told(self, command: Command) -> bool:
-        """Return True if it soon says in one line how to resume."""
-        end = time.monotonic() + SECONDS
-        while not (output := command.output.read_text()).count(GOES_ON) and time.monotonic() < end:
-            time.sleep(0.1)
-        return output.count(GOES_ON) == 1 and "Traceback" not in output
-
     def once(self, draw: random.Random) -> str:
         (kind, *options), methods = draw.choice(self.ways), draw.sample(WORKERS_METHODS, 2)
         methods = methods if kind == "compare" else methods[:1]
@@ -276,9 +269,7 @@ class Workers(Runs):
         workers, victim = self.workers(command.pid), draw.choice(self.victims)
         with suppress(ProcessLookupError, IndexError):  # it may have ended
             os.kill(draw.choice(self.processes(victim, command, workers)), signal.SIGKILL)
-        code, _ = command.wait()
-        if victim == "its node" and code != 0 and not self.told(command):
-            raise Wrong(f"{what}: killed with its node, it says {command.output.read_text()!r}")
+        command.wait()
         if not gone_soon(workers):
             raise Wrong(f"{what}: a worker outlived it")
         code, output = server.run(kind, "job.toml", "--quiet", *options)
@@ -291,12 +282,11 @@ class Workers(Runs):
         return f"{kind}, {victim} killed"
 
 
-GOES_ON = "the same command goes on from the last checkpoint"
 WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
 
 
 class Actors(Workers):
-    """The same on clusters of Ray that it starts. When their one node is killed, it ends with a line of how to go on."""
+    """The same on clusters of Ray that it starts, whose one node is killed too."""
 
     ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
     victims = ("it", "a worker", "its node")

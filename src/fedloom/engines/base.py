@@ -28,11 +28,6 @@ class Choice:
     name: str
     reason: str = ""
 
-    @classmethod
-    def read(cls, name: str, reason: str = "", **former: Any) -> "Choice":
-        """Make a choice of the fields of a file; earlier versions also wrote the seconds of a trial."""
-        return cls(name, reason or ("trial round of an earlier version" if former.get("seconds") else ""))
-
     @property
     def named(self) -> bool:
         """True if the user named the engine."""

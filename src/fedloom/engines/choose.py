@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -54,7 +54,6 @@ def make_engine(
     schedule: Schedule | None = None,
     *,
     in_process: bool = False,
-    alone: bool = True,
     algorithm: Algorithm | None = None,
     begun: Choice | None = None,
     **options: Any,
@@ -68,8 +67,7 @@ def make_engine(
             `ray://host:port` is `ray(address='ray://host:port')`; `auto` is an older name of `default`.
         task: What clients train.
         schedule: Rounds and participation, by which the rule counts the work; without it, rounds count as many.
-        in_process: Start no processes, since recorders hook client training.
-        alone: False if other runs share the cores: the rule then starts no processes either.
+        in_process: Start no processes by the rule, since recorders hook client training or other runs share the cores.
         algorithm: The method, which the rule asks if its clients can be stacked.
         begun: The choice a resumed run began with; the rule keeps it.
         **options: Options of the engine, in addition to those in the name.
@@ -81,20 +79,17 @@ def make_engine(
     entry, settings = read_engine(name, **options)
     engine: LocalEngine
     if entry.make is by_rule:
-        engine = by_rule(task, schedule, in_process or not alone, algorithm, begun, **settings)
-    else:
-        engine = entry.make(task, **settings)
-        engine.chosen = Choice(name)
+        engine = by_rule(task, schedule, in_process, algorithm, begun, **settings)
+        return engine
+    engine = entry.make(task, **settings)
+    engine.chosen = Choice(name)
     return engine
 
 
 def read_engine(text: str, **options: Any) -> tuple[Entry[Any], dict[str, Any]]:
     """Return the engine that `text` names, and its options with `options`; `UnknownName` or `InvalidValue` in one line."""
     call = Call("ray", named={"address": text}) if text.startswith("ray://") else parse(text)
-    named = {**call.named, **options}
-    if call.name == "auto":
-        named.pop("fresh", None)  # an option of its former trial
-    return engines.read(replace(call, named=named))
+    return engines.read(replace(call, named={**call.named, **options}))
 
 
 def require_engine_on(text: str, device: str) -> None:
@@ -145,9 +140,8 @@ def by_rule(
     engine: LocalEngine
     stacks, spreads = "stacked" in chosen.name, chosen.name.startswith("processes")
     if spreads and has_cores(task) and not in_process:
-        workers = most_workers(task, schedule)
-        inside: Literal["rows", "stacked"] = "stacked" if stacks else "rows"
-        engine = ProcessesEngine(task, proof, workers=workers, memory_budget=memory_budget, inside=inside)
+        _, options = read_engine(chosen.name, workers=most_workers(task, schedule), memory_budget=memory_budget)
+        engine = ProcessesEngine(task, proof, **options)
     else:
         engine = (StackedEngine if stacks else RowsEngine)(task, proof, memory_budget=memory_budget)
         if spreads:
@@ -161,42 +155,39 @@ def choice(
     task: Task, schedule: Schedule | None, in_process: bool, algorithm: Algorithm | None
 ) -> tuple[Choice, Proof | None]:
     """Return the rule's choice, and the proof of the task's shortcuts if it took one."""
-    cuda = task.initial.is_cuda
+    cuda, spreads, workers = task.initial.is_cuda, has_cores(task) and not in_process, most_workers(task, schedule)
     stackable = algorithm is None or unstackable_method(algorithm) is None
-    products = stackable and task.objective.plain_cross_entropy and task.training.autocast == "none"
-    spreads = has_cores(task) and not in_process
-    workers = most_workers(task, schedule)
-    if not cuda and stackable and _low_rank(task):
+    plain = stackable and task.training.autocast == "none"
+    products = plain and task.objective.plain_cross_entropy and bool(linear_layers(task.model, task.layout))
+    if cuda or products or (plain and _low_rank(task)):
         proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
-        if task.clients > 1 and not proof.unstackable:
-            return Choice("stacked", reason="small steps over frozen linear layers train fastest in stacks"), proof
-    if cuda or (products and linear_layers(task.model, task.layout)):
-        proof = prove(task.model, task.dataset, task.train, task.training, stack=True)
-        if task.clients == 1 or proof.unstackable or not (cuda or proof.shortcuts.linear):
+        if task.clients == 1 or proof.unstackable or (not cuda and products and not proof.shortcuts.linear):
             return Choice("rows", reason="models of this task cannot be stacked"), proof
-        if not cuda:
-            seconds = round_seconds(task, schedule, STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS)
-            if spreads and workers > 1 and seconds > SPLIT_SECONDS and _outweighs_start(schedule, seconds):
-                name = f"processes(workers={workers}, inside=stacked)"
-                return Choice(name, reason="stacks of linear layers are worth all cores"), proof
-            return Choice("stacked", reason="linear layers train fastest in stacks"), proof
-        if StackedEngine(task, proof).chunk == 1:
-            return Choice("rows", reason="the memory of the GPU holds one model in training"), proof
-        return Choice("stacked", reason="models train fastest in stacks on a GPU"), proof
-    if any(isinstance(layer, CONVOLUTIONS) for layer in task.model.modules()):
-        if not spreads:
-            return Choice("rows", reason="no worker processes are started here"), None
-        if _outweighs_start(schedule, round_seconds(task, schedule)):
-            return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
+        if cuda:
+            if StackedEngine(task, proof).chunk == 1:
+                return Choice("rows", reason="the memory of the GPU holds one model in training"), proof
+            return Choice("stacked", reason="models train fastest in stacks on a GPU"), proof
+        if not products:
+            return Choice("stacked", reason="small steps over frozen linear layers train fastest in stacks"), proof
+        seconds = round_seconds(task, schedule, STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS)
+        if spreads and workers > 1 and seconds > SPLIT_SECONDS and _outweighs_start(schedule, seconds):
+            name = f"processes(workers={workers}, inside=stacked)"
+            return Choice(name, reason="stacks of linear layers are worth all cores"), proof
+        return Choice("stacked", reason="linear layers train fastest in stacks"), proof
+    if not any(isinstance(layer, CONVOLUTIONS) for layer in task.model.modules()):
+        return Choice("rows", reason="neither convolutions nor linear layers alone, whose clients train together"), None
+    if not spreads:
+        return Choice("rows", reason="no worker processes are started here"), None
+    if not _outweighs_start(schedule, round_seconds(task, schedule)):
         return Choice("rows", reason="too few convolutions for the start of workers"), None
-    return Choice("rows", reason="neither convolutions nor linear layers alone, whose clients train together"), None
+    return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
 
 
 def _low_rank(task: Task) -> bool:
     """Return True for small steps of a model of linear layers, some of them frozen, as with LoRA."""
     layers = [layer for layer in task.model.modules() if next(layer.parameters(recurse=False), None) is not None]
     linear = bool(task.layout.frozen) and all(isinstance(layer, nn.Linear) for layer in layers)
-    return linear and task.training.autocast == "none" and step_multiply_adds(task) < SMALL_STEP
+    return linear and step_multiply_adds(task) < SMALL_STEP
 
 
 def _outweighs_start(schedule: Schedule | None, seconds: float) -> bool:

@@ -56,7 +56,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if 0 in value.stride():  # without expanded dimensions, of whose copy sums might be rounded in another way
                 stored = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
             bits = stored.view(torch.int16) if value.dtype == torch.bfloat16 else stored  # NumPy lacks this type
-            memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)))
+            memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)).data)
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
         if isinstance(value, Algorithm):
             make, arguments, attributes, *iterators = cast(

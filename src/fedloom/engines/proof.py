@@ -76,29 +76,30 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
             notices.append(f"{subject}, {difference}")
         return difference is None
 
-    allowed("training with all weights in one vector", plain.rows(PLAIN))
+    allowed("training with all weights in one vector", plain.difference(PLAIN))
     shortcuts = PLAIN
     if plain.suits_channels_last():
         drawing = ", layers draw other numbers" if plain.draws else ""
         subject = f"images keep their layout in memory: with the channels last{drawing}"
-        channels_last = allowed(subject, plain.rows(Shortcuts(channels_last=True)))
+        channels_last = allowed(subject, plain.difference(Shortcuts(channels_last=True)))
         shortcuts = replace(shortcuts, channels_last=channels_last)
     if not stack:
         return Proof(shortcuts, draws=plain.draws, notices=tuple(notices))
-    unstackable = plain.stack(PLAIN)
+    unstackable = plain.difference(PLAIN, stack=True)
     if unstackable is None and training.autocast != "none":
-        unstackable = _Comparison(module, dataset, samples, training, training.autocast_dtype).stack(PLAIN)
+        short = _Comparison(module, dataset, samples, training, training.autocast_dtype)
+        unstackable = short.difference(PLAIN, stack=True)
     linear = training.autocast == "none" and dataset.objective.plain_cross_entropy
     if unstackable is None and linear and linear_layers(plain.module, plain.layout):
         products = Shortcuts(linear=True)
-        difference = plain.stack(products) or plain.stack(products, correction=lambda weights, gradient, _: gradient)
+        same: Correction = lambda weights, gradient, context: gradient  # noqa: E731
+        difference = plain.difference(products, stack=True) or plain.difference(products, stack=True, correction=same)
         shortcuts = replace(shortcuts, linear=allowed("linear layers train by autograd: without it", difference))
     if unstackable is None and training.optimizer != "sgd":
         if training.local_schedule != CONSTANT:  # with it, these two clients' rates differ, so that nothing is joint
             plain = _compared(module, dataset, samples, replace(training, local_schedule=CONSTANT))
-        joint = allowed(
-            "each client has an optimizer of its own: with one", plain.stack(Shortcuts(joint_optimizer=True))
-        )
+        difference = plain.difference(Shortcuts(joint_optimizer=True), stack=True)
+        joint = allowed("each client has an optimizer of its own: with one", difference)
         shortcuts = replace(shortcuts, joint_optimizer=joint)
     return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
 
@@ -147,42 +148,15 @@ class _Comparison:
         self.changed: str | None = None  # a frozen buffer that training has changed
         self.expected = self._plain()
 
-    def rows(self, shortcuts: Shortcuts) -> str | None:
-        """Return the difference of clients that train one after another, or None."""
+    def difference(
+        self, shortcuts: Shortcuts, *, stack: bool = False, correction: Correction | None = None
+    ) -> str | None:
+        """Return the difference of clients that train with these shortcuts, one after another or in a stack, or None.
 
-        def train() -> list[Tensor]:
-            flat, results = FlatModule(self.module, self.layout, shortcuts, self.kind, self.objective), []
-            for k in range(2):
-                flat.load_integers(self.integers[k : k + 1])
-                with self._stream(k):
-                    trained = self._cohort([k], flat).fit(self.start[k : k + 1])
-                results.append([*trained, flat.integers()])
-            return [torch.cat(rows) for rows in zip(*results, strict=True)]
-
-        return self._difference(train)
-
-    def stack(self, shortcuts: Shortcuts, correction: Correction | None = None) -> str | None:
-        """Return the difference of clients that train in lock step, or None. With a correction, steps are not folded."""
-
-        def train() -> list[Tensor]:
-            many = StackedModule(self.module, self.layout, shortcuts, self.kind, self.objective)
-            many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
-            many.load_integers(self.integers)
-            with no_loop_in_vmap():
-                return [*self._cohort([0, 1], many).fit(self.start, correction=correction), many.integers()]
-
-        return self._difference(train)
-
-    def suits_channels_last(self) -> bool:
-        """Return True if the samples are images, on a CPU, that the model's convolutions take faster with the channels last."""
-        image = self.samples[0].inputs[:1]
-        if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
-            return False
-        return convolutions_weigh_little(self.layout.copy(self.module).eval(), image)
-
-    def _difference(self, train: Callable[[], list[Tensor]]) -> str | None:
+        With a correction, steps are not folded.
+        """
         try:
-            results = train()
+            results = self._trained(shortcuts, stack, correction)
         except Exception as error:
             return error_text(error)
         (model, steps, loss, integers), (weights, plain_steps, mean, counts) = results, self.expected
@@ -200,6 +174,30 @@ class _Comparison:
                 return f"after {int(steps.max())} steps the numbers are {distance:.2g} off those of plain PyTorch"
         return None
 
+    def _trained(self, shortcuts: Shortcuts, stack: bool, correction: Correction | None) -> list[Tensor]:
+        """Return what `_plain` does, with the shortcuts."""
+        settings = self.module, self.layout, shortcuts, self.kind, self.objective
+        if stack:
+            many = StackedModule(*settings)
+            many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
+            many.load_integers(self.integers)
+            with no_loop_in_vmap():
+                return [*self._cohort([0, 1], many).fit(self.start, correction=correction), many.integers()]
+        flat, results = FlatModule(*settings), []
+        for k in range(2):
+            flat.load_integers(self.integers[k : k + 1])
+            with self._stream(k):
+                trained = self._cohort([k], flat).fit(self.start[k : k + 1])
+            results.append([*trained, flat.integers()])
+        return [torch.cat(rows) for rows in zip(*results, strict=True)]
+
+    def suits_channels_last(self) -> bool:
+        """Return True if the samples are images, on a CPU, that the model's convolutions take faster with the channels last."""
+        image = self.samples[0].inputs[:1]
+        if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
+            return False
+        return convolutions_weigh_little(self.layout.copy(self.module).eval(), image)
+
     def _plain(self) -> list[Tensor]:
         """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by plain PyTorch."""
         results = []
@@ -207,7 +205,7 @@ class _Comparison:
             module = self.layout.copy(self.module).train()
             self.layout.load(module, self.start[k], self.integers[k])
             frozen = {name: tensor.clone() for name, tensor in self._frozen_buffers(module)}
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
             optimizer = _optimizer(self.settings, trained)
             losses: list[Tensor] = []
             steps = int(self.settings.local_steps(torch.tensor(SAMPLES[k])))
@@ -243,31 +241,20 @@ class _Comparison:
         return Cohort(clients, samples, self.dataset, flat_module, self.settings, self.round, memory)
 
 
-def _optimizer(settings: Training, parameters: Sequence[Tensor]) -> Callable[[float], object]:
+def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float], object]:
     """Return a step of the optimizer at a learning rate."""
-    if settings.optimizer != "sgd":
-        optimizer = settings.torch_optimizer(parameters, RATE)
+    velocities: list[Tensor | None] = [None] * len(parameters)
+    options = {"nesterov": False, "dampening": 0.0, **settings.optimizer_options, "momentum": settings.momentum}
+    optimizer = None if settings.optimizer == "sgd" else settings.torch_optimizer(parameters, RATE)
 
-        def step_of_torch(rate: float) -> None:
+    def step(rate: float) -> None:
+        if optimizer is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-
-        return step_of_torch
-    velocities: list[Tensor | None] = [None] * len(parameters)
-    options = {"nesterov": False, "dampening": 0.0, **settings.optimizer_options, "momentum": settings.momentum}
-
-    @torch.no_grad()
-    def step(rate: float) -> None:  # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        sgd(
-            list(parameters),
-            gradients,
-            velocities,
-            lr=rate,
-            weight_decay=settings.weight_decay,
-            maximize=False,
-            **options,
-        )
+            return
+        gradients, decay = [p.grad for p in parameters if p.grad is not None], settings.weight_decay
+        with torch.no_grad():  # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
+            sgd(parameters, gradients, velocities, lr=rate, weight_decay=decay, maximize=False, **options)
 
     return step

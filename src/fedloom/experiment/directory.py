@@ -128,7 +128,7 @@ class RunDirectory:
         if not path.exists():
             return None
         with readable(path):
-            return Choice.read(**read_json(path, dict))
+            return Choice(**read_json(path, dict))
 
     def with_engine(self, configuration: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration with the engine of the run that is here, if it names none itself."""

@@ -411,8 +411,7 @@ class _RunPlan:
             named if settled_by(named) == resolved["engine"] else str(resolved["engine"]),
             self.task,
             self.configuration.seeded(self.name.seed),
-            in_process=any(r.hooks_training and not r.inapplicable(method) for r in recorders),
-            alone=self.alone,
+            in_process=not self.alone or any(r.hooks_training and not r.inapplicable(method) for r in recorders),
             algorithm=method,
             begun=None if directory is None else directory.engine,
         )

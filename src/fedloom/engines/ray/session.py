@@ -5,19 +5,17 @@ import os
 import shutil
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedloom.engines.worker_life import import_path
-from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, installing, quoted
+from fedloom.errors import FedloomError, InvalidValue, MissingExtra, first_line, quoted
 
 LOCAL = "local"
 """Address of a cluster of this machine alone, started here."""
@@ -59,12 +57,11 @@ class Session:
     security: str | None = None  # `RAY_AUTH_MODE` before: Ray sets it for the whole program
     users: int = 1
     raylet: Any = None  # its `psutil.Process`, on a local cluster
-    guard: subprocess.Popen[bytes] | None = None
 
     @property
     def died(self) -> bool:
         """True if the local cluster has lost its only node."""
-        return self.raylet is not None and not _runs(self.raylet)
+        return self.raylet is not None and not (self.raylet.is_running() and self.raylet.status() != "zombie")
 
     @property
     def local(self) -> bool:
@@ -74,33 +71,10 @@ class Session:
 
 _current: Session | None = None
 
-_GO_ON = "the same command goes on from the last checkpoint; if it happens again, look for a lack of memory, take fewer workers"
-DIED = f"the Ray node that was started here has died (its raylet crashed or was killed): {_GO_ON}"
-_ENDED = f"fedloom: ended together with the Ray node that it started (one of the two crashed or was killed): {_GO_ON}"
-_LOST = (
-    "fedloom: ended since the Ray cluster at %s was lost (its head, or its node on this machine, crashed or was stopped): "
-    "start it again, and the same command goes on from the last checkpoint, at another address too"
+DIED = (
+    "the Ray node that was started here has died (its raylet crashed or was killed): the same command goes on from the last "
+    "checkpoint; if it happens again, look for a lack of memory, take fewer workers"
 )
-_GUARD = """
-raylet=$1 message=$2 folder=$3 python=$4 probe=$5
-runs() {
-    { kill -0 "$raylet" 2>/dev/null || [ -e "/proc/$raylet" ]; } && ! grep -q "^State:.*Z" "/proc/$raylet/status" 2>/dev/null
-}
-read -r word
-[ -n "$word" ] && exit
-sleep 1
-if ! runs; then
-    echo "$message" >&2
-elif [ -n "$python" ]; then
-    "$python" -c "$probe" 2>/dev/null || echo "$message" >&2
-else
-    exec 2>/dev/null
-    while runs; do sleep 1; done
-fi
-[ -z "$folder" ] || rm -rf "$folder"
-"""
-"""A script that reads a word from the program and exits. If the program ends without sending one, the script reports a dead
-raylet, or a cluster that a probe does not reach, and removes the node's folder as soon as the raylet has ended."""
 
 
 def load_ray() -> Any:
@@ -135,24 +109,42 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
             )
         _current = Session(address, started=False)
         return _current
-    _current = _started(ray, cpus, gpus, object_store) if address == LOCAL else _connected(ray, address)
-    return _current
+    session = Session(address, started=True, security=os.environ.get(_SECURITY))
+    environment, options = _SETTINGS, dict[str, Any]()
+    if address == LOCAL:
+        environment = {**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}  # the cluster's processes inherit it
+        options = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": object_store, "include_dashboard": False}
+        if len(tempfile.gettempdir()) <= SHORT:
+            session.folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
+            # Ray opens its folder to everybody, so it gets one inside a folder of this user alone.
+            options["_temp_dir"] = str(session.folder / "r")
+    else:
+        _probe(address)
+    children = _children()
+    try:
+        with _environment(environment), _our_sigterm():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:
+        leave(session)
+        action = "start a cluster here" if address == LOCAL else f"connect to {quoted(address)}"
+        raise FedloomError(f"engine 'ray' cannot {action}: {first_line(error)}") from error
+    session.raylet = next((child for child in _children() if child not in children and "raylet" in child.name()), None)
+    _current = session
+    return session
 
 
 def leave(session: Session) -> None:
     """Leave the session. The last user ends the connection and the cluster, if they were made here."""
     global _current
     session.users -= 1
-    if session.users or session is not _current:
+    if session.users:
         return
-    _current = None
-    ray = sys.modules.get("ray")
-    if session.guard is not None:
-        with suppress(OSError):
-            session.guard.communicate(b"left\n")
-    if session.started and ray is not None and ray.is_initialized():
-        ray.shutdown()
-        _set(_SECURITY, session.security)
+    if session is _current:
+        _current = None
+        ray = sys.modules.get("ray")
+        if session.started and ray is not None and ray.is_initialized():
+            ray.shutdown()
+            _set(_SECURITY, session.security)
     if session.folder is not None:
         shutil.rmtree(session.folder, ignore_errors=True)
 
@@ -163,51 +155,11 @@ def has_room(ray: Any, cpus: float, gpus: float) -> bool:
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
 
 
-def _started(ray: Any, cpus: int, gpus: int, object_store: int) -> Session:
+def _children() -> list[Any]:
+    """Return the processes that this one has started."""
     import psutil  # type: ignore[import-untyped]  # Ray brings it along
 
-    folder, security = None, os.environ.get(_SECURITY)
-    if len(tempfile.gettempdir()) <= SHORT:
-        folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
-    # Ray opens its folder to everybody, so it gets one inside a folder of this user alone.
-    options = {} if folder is None else {"_temp_dir": str(folder / "r")}
-    children = psutil.Process().children()
-    try:
-        # The cluster's processes inherit the environment.
-        with _environment({**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}), _our_sigterm():
-            ray.init(
-                address=LOCAL,
-                num_cpus=cpus,
-                num_gpus=gpus,
-                object_store_memory=object_store,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
-    except Exception as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise FedloomError(f"engine 'ray' cannot start a cluster here: {first_line(error)}") from error
-    started = [child for child in psutil.Process().children() if child not in children and _runs(child)]
-    raylet = next((child for child in started if "raylet" in child.name()), None)
-    guard = None if raylet is None else start_guard(raylet.pid, _ENDED, "" if folder is None else str(folder))
-    return Session(LOCAL, True, folder, security, raylet=raylet, guard=guard)
-
-
-def _runs(process: Any) -> bool:
-    """Return True if a `psutil.Process` runs and is no zombie."""
-    import psutil
-
-    with suppress(psutil.Error):
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def start_guard(raylet: int, message: str, folder: str, python: str = "", probe: str = "") -> subprocess.Popen[bytes]:
-    """Start a process that outlives this one, to say how to go on and to remove the node's folder."""
-    command = ["/bin/sh", "-c", _GUARD, "fedloom", str(raylet), message, folder, python, probe]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
+    return list(psutil.Process().children())
 
 
 @contextmanager
@@ -217,41 +169,6 @@ def _our_sigterm() -> Iterator[None]:
     yield
     if handler is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _connected(ray: Any, address: str) -> Session:
-    _probe(address)
-    security = os.environ.get(_SECURITY)
-    try:
-        with _environment(_SETTINGS), _our_sigterm():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:
-        if address == "auto" and isinstance(error, ConnectionError):
-            raise FedloomError(
-                "engine 'ray' finds no cluster on this machine: run `ray start` here, or leave address=auto out"
-            ) from error
-        hint = " (a cluster that asks for a token needs RAY_AUTH_MODE=token here, and its token)"
-        if isinstance(error, ImportError):
-            hint = f": {installing('ray')}"
-        raise FedloomError(f"engine 'ray' cannot connect to {quoted(address)}: {first_line(error)}{hint}") from error
-    return Session(address, started=True, security=security, guard=_guard_of(ray, address))
-
-
-def _guard_of(ray: Any, address: str) -> subprocess.Popen[bytes] | None:
-    """Start a guard of a cluster of others: of the node here, and the head. Calls of a client (`ray://`) fail instead."""
-    if address.startswith("ray://") or not hasattr(socket, "SO_PEERCRED"):
-        return None
-    context = ray.get_runtime_context()
-    sockets = [node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
-    try:
-        with socket.socket(socket.AF_UNIX) as raylet:
-            raylet.connect(sockets[0])
-            credentials = raylet.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    except (OSError, IndexError):
-        return None
-    host, _, port = context.gcs_address.rpartition(":")
-    probe = f"import socket; socket.create_connection(({host.strip('[]')!r}, {port}), {PROBE_SECONDS})"
-    return start_guard(struct.unpack("3i", credentials)[0], _LOST % quoted(address), "", sys.executable, probe)
 
 
 def _probe(address: str) -> None:
