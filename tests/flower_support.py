@@ -30,7 +30,7 @@ from fedloom.sites import messages
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.client_app import app
 from fedloom.sites.flower_engine import FlowerEngine
-from fedloom.sites.known_sites import KnownSites, SiteMessenger
+from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import ARRAYS, NUMBERS, PARCEL, PROTOCOL, RECORD, Mailbox, Words
 from fedloom.sites.site_data import DataAgreement
 
@@ -101,9 +101,10 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
     task = settings.configuration.task(3)
     briefing = {"data": DataAgreement.of(task.dataset).words()}
     same = {"fedloom": VERSION, "layout": layout_digest(task)}
-    sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same)
+    sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same, deadline=5)
     sites.wait(CLIENTS, 5)
-    engine = FlowerEngine(SiteMessenger(sites, "0123456789abcdef", briefing, deadline=5))
+    sites.federation, sites.numbers = "0123456789abcdef", range(CLIENTS)
+    engine = FlowerEngine(sites)
     return Federation(build(settings.algorithm), task, engine, schedule(settings))
 
 

@@ -95,7 +95,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     config = run_config(algorithm, tmp_path / "run", rounds=3)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
-    federation.engine.messenger.deadline = 0.1  # type: ignore[attr-defined]
+    federation.engine.sites.deadline = 0.1  # type: ignore[attr-defined]
     expected = simulated(config, {1: {ONE, TWO}})
     site(grid, ONE).online = False
     site(grid, TWO).late = True  # it trains, and remembers that it did
@@ -105,7 +105,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
         (TWO, "no reply within 0.1 s"),
     ]
     site(grid, ONE).online, site(grid, TWO).late = True, False
-    federation.engine.messenger.deadline = 60.0  # type: ignore[attr-defined]
+    federation.engine.sites.deadline = 60.0  # type: ignore[attr-defined]
     federation.run()
     expected.run()
     for one, two in zip(federation.history[:1], expected.history[:1], strict=True):
@@ -151,21 +151,6 @@ def test_a_node_that_registers_anew_is_found_again(tmp_path: Path) -> None:
     assert_close(federation, expected)
 
 
-def test_sites_that_change_their_numbers_are_asked_anew(tmp_path: Path) -> None:
-    """The nodes stay; an order that reaches the wrong one is refused there."""
-    config = run_config("fedavg", tmp_path / "run", rounds=4)
-    grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    federation = flower(config, grid)
-    one, two = site(grid, ONE), site(grid, TWO)
-    one.config["partition-id"], two.config["partition-id"] = TWO, ONE
-    record, _ = federation.step()
-    reasons = {fault["client"]: fault["reason"] for fault in record["faults"]}
-    assert reasons == {ONE: f"this is site {TWO}, not {ONE}", TWO: f"this is site {ONE}, not {TWO}"}
-    federation.run()
-    assert not any(record["faults"] for record in federation.history[1:])
-    assert TWO in {client for record in federation.history[1:] for client in record["clients"]}
-
-
 def test_a_site_that_lost_its_memory_says_so_once_and_begins_anew(tmp_path: Path) -> None:
     config = run_config("scaffold", tmp_path / "run", rounds=6)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
@@ -205,7 +190,7 @@ def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) 
     config = run_config("fedavg", tmp_path / "run", rounds=4)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
-    federation.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    federation.engine.sites.deadline = 0.05  # type: ignore[attr-defined]
     holder = site(grid, ONE)
     newcomer = replace(holder, trained=[])
     holder.silent = True

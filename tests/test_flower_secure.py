@@ -50,7 +50,7 @@ def started(
     config = run_config(algorithm, folder / "run", rounds=rounds)
     grid = peers(folder, config, choices)
     federation = flower(config, grid)
-    federation.engine.messenger.deadline = 0.01  # type: ignore[attr-defined]
+    federation.engine.sites.deadline = 0.01  # type: ignore[attr-defined]
     return federation, grid
 
 

@@ -40,10 +40,9 @@ def test_three_sites_exchange_layers_and_train_the_regression_that_one_machine_d
     deployment.wait_until(lambda: any(memory.rglob("*.trained")), PATIENCE, "site 1 to have trained")
     for worker in deployment.workers(1):  # its site starts another
         os.kill(worker, signal.SIGKILL)
-    assert len(deployment.workers(0)) == 1
+    assert deployment.workers(0)
     status = deployment.wait_for_run(run, rounds * PATIENCE, sign=trial.output / "result.json")
     assert status == "finished:completed", deployment.logs()
-    deployment.wait_until(lambda: not any(map(deployment.workers, range(SITES))), PATIENCE, "the workers to end")
     expected = trial.simulated()
     trial.require_same(expected)
     assert trial.absent() == {}

@@ -353,7 +353,7 @@ def test_no_bytes_are_counted_for_sites_that_are_not_there(algorithm: str, tmp_p
     late = selected(2)[0]
     site(grid, gone).online = False
     site(grid, late).late = True
-    federation.engine.messenger.deadline = 0.05  # type: ignore[attr-defined]
+    federation.engine.sites.deadline = 0.05  # type: ignore[attr-defined]
     record, _ = federation.step()
     assert {fault["client"] for fault in record["faults"]} >= {gone, late}
     one = federation.history[0]["bytes_down"] // 3

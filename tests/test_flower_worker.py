@@ -126,18 +126,6 @@ def test_a_kill_loses_no_bit(
     assert workers[1].poll() is None
 
 
-def test_it_ends_with_its_run(
-    run: tuple[LocalGrid, list[Told]], workers: list[subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    here = context(run[0], tmp_path / "memory")
-    refused(here)
-    assert app(Message(RecordDict(), 1, "query.end"), here).has_content()
-    assert workers[0].wait(PATIENCE) == 1
-    assert list(tmp_path.glob("fedloom-*")) == []
-    app(Message(RecordDict(), 1, "query.end"), here)
-    assert len(workers) == 1, "one was started to be ended"
-
-
 def test_it_ends_when_nothing_comes_and_with_its_superexec(
     workers: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

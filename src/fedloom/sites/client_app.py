@@ -6,8 +6,7 @@ The process hands the message to the site's worker, which has PyTorch loaded, an
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedloom.sites.messages import pack
-from fedloom.sites.site_worker import answer, end_worker, handed_over
+from fedloom.sites.site_worker import answer, handed_over
 
 app = ClientApp()
 
@@ -20,10 +19,3 @@ def reply(message: Message, context: Context) -> Message:
 
 for register in (app.query(), app.query("statistics"), app.query("exchange"), app.train(), app.evaluate()):
     register(reply)
-
-
-@app.query("end")
-def end(message: Message, context: Context) -> Message:
-    """End the worker of a run that is over."""
-    end_worker(context)
-    return Message(pack({}), reply_to=message)

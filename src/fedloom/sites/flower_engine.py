@@ -26,7 +26,7 @@ from fedloom.objectives.metrics import counted_shapes
 from fedloom.round import Round
 from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
 from fedloom.rounds.scoring import Tally
-from fedloom.sites.known_sites import MOST_SAMPLES, Orders, SiteMessenger
+from fedloom.sites.known_sites import MOST_SAMPLES, KnownSites, Orders
 from fedloom.sites.messages import ARRAYS, Refusal, Words, figures_of, tensors_of, whole_number, words_of
 from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.task import Task
@@ -35,12 +35,12 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 class FlowerEngine(RemoteClients):
-    """Lets the sites behind `messenger` train. None counts for more than `largest_share` of a round's mean."""
+    """Lets sites train. None counts for more than `largest_share` of a round's mean."""
 
     in_process: bool | None = None
 
-    def __init__(self, messenger: SiteMessenger, largest_share: float = 1.0) -> None:
-        self.messenger, self.sites, self.numbers = messenger, messenger.sites, messenger.numbers
+    def __init__(self, sites: KnownSites, largest_share: float = 1.0) -> None:
+        self.sites, self.numbers = sites, sites.numbers
         self.largest_share = largest_share
         self.notices: list[str] = []
 
@@ -59,7 +59,7 @@ class FlowerEngine(RemoteClients):
         method = layer_exchange(algorithm, round.number)
         if method is not None:
             train = partial(self.train_at_sites, algorithm, round)
-            yield from SecureRound(self.messenger, self.task, method, round, train, self.forget).train(client_tasks)
+            yield from SecureRound(self.sites, self.task, method, round, train, self.forget).train(client_tasks)
         else:
             yield from self.train_at_sites(algorithm, round, client_tasks)
 
@@ -92,7 +92,7 @@ class FlowerEngine(RemoteClients):
         needed = algorithm.step_replies
         starting = [task for task in client_tasks if task.client not in self.under_way]
         orders = None if needed is None else self._orders
-        for began, client_task, answer in self.messenger.answers("train", round, starting, words, orders=orders):
+        for began, client_task, answer in self.sites.answers("train", round, starting, words, orders=orders):
             if isinstance(answer, Fault):
                 yield answer
                 continue
@@ -100,7 +100,7 @@ class FlowerEngine(RemoteClients):
                 due = {} if client_task.slot is None else expected
                 reply = self._reply(algorithm, began, client_task, answer, due, figures)
             except FedloomError as error:
-                if not (isinstance(error, Refusal) and error.words.keys() & {"lost", "stranger"}):
+                if not (isinstance(error, Refusal) and "lost" in error.words):
                     self._failing[client_task.client] = str(error)
                 yield Fault(client_task, str(error))
             else:
@@ -141,8 +141,6 @@ class FlowerEngine(RemoteClients):
         except Refusal as refusal:
             if refusal.words.get("lost"):
                 self._written[client] = 0  # from the next time on it is a client that remembers nothing
-            if refusal.words.get("stranger"):
-                self.sites.forget(number)
             raise
         order = whole_number(words, "round", 0, round.number), whole_number(words, "site", 0, MOST_SAMPLES)
         if order != (round.number, number):
@@ -166,7 +164,7 @@ class FlowerEngine(RemoteClients):
         def words(client_task: ClientTask) -> Words:
             return {"memory": self._version(client_task.client), "given": as_sent}
 
-        for _, client_task, answer in self.messenger.answers("evaluate", round, client_tasks, words):
+        for _, client_task, answer in self.sites.answers("evaluate", round, client_tasks, words):
             try:
                 if isinstance(answer, Fault):
                     raise FedloomError(answer.reason)
@@ -228,11 +226,7 @@ class FlowerEngine(RemoteClients):
         self._saved = [memory["before"], memory["versions"]]
 
     def close(self) -> None:
-        """Tell sites that the run is over, so that they need keep nothing ready for it."""
-        try:
-            self.messenger.end()
-        except Exception as error:  # whatever Flower raises; sites end by themselves what they keep ready
-            _logger.warning("the sites were not told that the run is over: %s", error)
+        """Hold nothing: sites end by themselves what they keep ready."""
 
 
 def _total(value: Any, shape: tuple[int, ...]) -> Tensor:

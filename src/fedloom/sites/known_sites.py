@@ -10,20 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, MessageType
 
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import ClientTask, Fault
-from fedloom.sites.messages import Kind, Mailbox, Words, encoded, pack, whole_number, words_of
+from fedloom.sites.messages import Mailbox, Words, encoded, pack, whole_number, words_of
 
 MOST_SAMPLES = 1 << 48
 
 GREETING = 60.0
 """Seconds that new nodes have to say who they are, while a client that is to train is missing."""
-
-ENDING = 15.0
-"""Seconds that sites have to acknowledge the end of the run."""
 
 _UNAVAILABLE = (3, 4, 5)
 """Flower's error codes for a message, a reply or a node that is not there (`ErrorCode`)."""
@@ -43,21 +40,41 @@ class KnownSite:
     has_own_data: bool
 
 
+Orders = dict[str, tuple[Round, ClientTask]]
+"""Work that sites were sent and have not answered, with the round in which it began, by the message's id."""
+
+
 class KnownSites:
-    """The sites 0 to `count - 1` of one federation.
+    """The sites 0 to `count - 1` of one federation, and messages to them.
 
     A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run. A node that
     claims the number of a connected site waits until that site is gone, so nobody can replace a busy site.
 
-    Every node is asked with the words `greeting`; a site must answer with the words `agreed`, such as the version. `registered`
-    are the samples that each site had at its first introduction: it never counts with more.
+    Every message has the words `briefing`; a site must introduce itself with the words `agreed`, such as the version.
+    `registered` are the samples that each site had at its first introduction: it never counts with more. `federation` is the
+    name of the federation at the sites, `numbers` their numbers by the task's clients.
+
+    Sites have `deadline` seconds for one round, 0 for as long as they need; when not one is connected, one is waited for with
+    `patience`, in seconds.
     """
 
-    def __init__(self, mailbox: Mailbox, count: int, greeting: Words, agreed: dict[str, Any]) -> None:
+    federation: str
+    numbers: Sequence[int]
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        count: int,
+        briefing: Words,
+        agreed: dict[str, Any],
+        deadline: float = 0.0,
+        patience: float = 600.0,
+    ) -> None:
         self.mailbox, self.count = mailbox, count
+        self.deadline, self.patience = deadline or math.inf, patience
         self.known: dict[int, KnownSite] = {}
         self.registered: dict[int, int] = {}
-        self._greeting, self._agreed = greeting, agreed
+        self._briefing, self._agreed = briefing, agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
         self._ignored: dict[int, int | None] = {}  # nodes, with the number that they claim if another node has it
         self._online: set[int] = set()
@@ -92,10 +109,6 @@ class KnownSites:
         """Return the sites that are there."""
         return {number for number, site in self.known.items() if site.node in self._online}
 
-    def forget(self, number: int) -> None:
-        """Ask this site's node anew, which turned out to be another one's."""
-        self.known.pop(number, None)
-
     def _until(self, settled: Callable[[], bool], seconds: float, strict: bool = False) -> None:
         end = time.monotonic() + seconds
         while True:
@@ -113,7 +126,7 @@ class KnownSites:
         self._ignored = {n: number for n, number in self._ignored.items() if n in self._online and number in waiting}
         settled = {site.node for site in self.known.values()} | self._ignored.keys()
         for node in sorted(self._online - settled - set(self._greeted.values())):
-            message_id = self.mailbox.send(node, "hello", pack(self._greeting))
+            message_id = self.mailbox.send(node, MessageType.QUERY, pack(self._briefing))
             if message_id is not None:
                 self._greeted[message_id] = node
         for message_id, reply in self.mailbox.collect(self._greeted, 0.0):
@@ -139,8 +152,6 @@ class KnownSites:
 
     def _introduce(self, site: KnownSite) -> None:
         """Add a site. Raises `RefusedReply` when another node has its number."""
-        # A node that was set up anew may have another number.
-        self.known = {n: entry for n, entry in self.known.items() if entry.node != site.node or n == site.number}
         holder = self.known.get(site.number)
         if holder is not None and holder.node != site.node:
             if holder.node in self._online:
@@ -152,34 +163,9 @@ class KnownSites:
         self.known[site.number] = site
         self.registered.setdefault(site.number, site.samples)
 
-
-Orders = dict[str, tuple[Round, ClientTask]]
-"""Work that sites were sent and have not answered, with the round in which it began, by the message's id."""
-
-
-class SiteMessenger:
-    """Sends messages, each with the words of `briefing`, to the sites of one federation, by its name at the sites.
-
-    Sites have `deadline` seconds for one round, 0 for as long as they need; when not one is connected, one is waited for with
-    `patience`, in seconds. `numbers` are the partition ids of the task's clients, where those differ from the clients' numbers.
-    """
-
-    def __init__(
-        self,
-        sites: KnownSites,
-        federation: str,
-        briefing: Words,
-        deadline: float = 0.0,
-        patience: float = 600.0,
-        numbers: Sequence[int] | None = None,
-    ) -> None:
-        self.sites, self.federation, self.briefing = sites, federation, briefing
-        self.deadline, self.patience = deadline or math.inf, patience
-        self.numbers = range(sites.count) if numbers is None else numbers
-
     def answers(
         self,
-        kind: Kind,
+        kind: str,
         round: Round,
         client_tasks: Sequence[ClientTask],
         words: Callable[[ClientTask], Words],
@@ -193,13 +179,16 @@ class SiteMessenger:
         """
         end = time.monotonic() + self.deadline
         under_way: Orders = {} if orders is None else orders
-        nodes = self._nodes(client_tasks) if client_tasks else {}
+        numbers = [self.numbers[client_task.client] for client_task in client_tasks]
+        nodes = self.find(numbers, min(GREETING, self.deadline)) if numbers else {}
+        if numbers and not nodes:  # with nobody at all, round after round would pass in no time
+            self.wait(1, self.patience, strict=False)
+            nodes = self.find(numbers, 0.0)
         tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
         arrays = {key: encoded(tensor) for key, tensor in tensors.items()}  # what several are sent is encoded once
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
-        common = {"federation": self.federation, "round": order, **self.briefing}
-        for client_task in client_tasks:
-            number = self.numbers[client_task.client]
+        common = {"federation": self.federation, "round": order, **self._briefing}
+        for client_task, number in zip(client_tasks, numbers, strict=True):
             if number not in nodes:
                 yield round, client_task, Fault(client_task, "the site is not there", sent=False)
                 continue
@@ -208,33 +197,16 @@ class SiteMessenger:
                 {name: arrays[id(tensor)] for name, tensor in client_task.inbox.items()},
                 parcel=b"" if parcels is None else parcels[client_task.client],
             )
-            message_id = self.sites.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
+            message_id = self.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if message_id is None:
                 yield round, client_task, Fault(client_task, "Flower did not take the message", sent=False)
             else:
                 under_way[message_id] = round, client_task
         ids = sorted(under_way, key=lambda message_id: under_way[message_id][1].client)
-        for message_id, reply in self.sites.mailbox.collect(ids, max(0.0, end - time.monotonic())):
+        for message_id, reply in self.mailbox.collect(ids, max(0.0, end - time.monotonic())):
             began, client_task = under_way.pop(message_id)
             gone = reply.has_error() and reply.error.code in _UNAVAILABLE
             yield began, client_task, Fault(client_task, "the site is not there any more") if gone else reply
         if orders is None:
             for _, client_task in under_way.values():
                 yield round, client_task, Fault(client_task, f"no reply within {self.deadline:g} s")
-
-    def end(self) -> None:
-        """Tell the sites that are there that the run is over, and wait a little until they know."""
-        mailbox, seconds = self.sites.mailbox, min(ENDING, self.deadline)
-        online = mailbox.nodes() & {site.node for site in self.sites.known.values()}
-        ids = [mailbox.send(node, "end", pack({}), seconds=seconds) for node in sorted(online)]
-        for _ in mailbox.collect(filter(None, ids), seconds):
-            pass
-
-    def _nodes(self, client_tasks: Sequence[ClientTask]) -> dict[int, int]:
-        """Return the nodes of those of the sites that are there, by partition id."""
-        numbers = [self.numbers[client_task.client] for client_task in client_tasks]
-        nodes = self.sites.find(numbers, min(GREETING, self.deadline))
-        if not nodes:  # with nobody at all, round after round would pass in no time
-            self.sites.wait(1, self.patience, strict=False)
-            nodes = self.sites.find(numbers, 0.0)
-        return nodes

@@ -10,10 +10,10 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedloom.errors import FedloomError, RefusedReply, one_line
@@ -32,10 +32,6 @@ PARCEL = "parcel"
 
 NUMBERS = "fedloom.numbers"
 """Name of the way in which tensors travel, beside their type and shape."""
-
-Kind = Literal["hello", "statistics", "exchange", "train", "evaluate", "end"]
-
-_KINDS = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE, "hello": MessageType.QUERY}
 
 Words = dict[str, Any]
 """Plain values."""
@@ -181,12 +177,10 @@ class Mailbox:
         """Return the nodes that are connected, as far as Flower knows."""
         return set(self.grid.get_node_ids())
 
-    def send(
-        self, node: int, kind: Kind, content: RecordDict, group: str = "", seconds: float = math.inf
-    ) -> str | None:
+    def send(self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf) -> str | None:
         """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""
         ttl = None if seconds == math.inf else seconds
-        message = Message(content, node, _KINDS.get(kind, f"{MessageType.QUERY}.{kind}"), group_id=group, ttl=ttl)
+        message = Message(content, node, kind, group_id=group, ttl=ttl)
         # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
         return next(iter(self.grid.push_messages([message])), None)
 

@@ -20,7 +20,7 @@ from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes
 from fedloom.secure.wire import unpack
-from fedloom.sites.known_sites import SiteMessenger
+from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
 
@@ -54,11 +54,9 @@ class Courier:
     more in this exchange. `reached` are the sites to which a message went out, `carried` the bytes that sites have handed in.
     """
 
-    def __init__(
-        self, messenger: SiteMessenger, round: Round, client_tasks: Sequence[ClientTask], terms: Terms
-    ) -> None:
-        self.messenger, self.round, self.terms = messenger, round, terms
-        self.client_tasks = {messenger.numbers[client_task.client]: client_task for client_task in client_tasks}
+    def __init__(self, sites: KnownSites, round: Round, client_tasks: Sequence[ClientTask], terms: Terms) -> None:
+        self.sites, self.round, self.terms = sites, round, terms
+        self.client_tasks = {sites.numbers[client_task.client]: client_task for client_task in client_tasks}
         self.lost: dict[int, str] = {}
         self.reached: set[int] = set()
         self.carried = 0
@@ -83,11 +81,11 @@ class Courier:
         tensors = {"model"} if self.terms.when == "before_train" and not self.reached else set()
         tasks = [self.client_tasks[peer] for peer in parcels if peer not in self.lost]
         tasks = [replace(task, inbox={n: rows for n, rows in task.inbox.items() if n in tensors}) for task in tasks]
-        by_client = {task.client: parcels[self.messenger.numbers[task.client]] for task in tasks}
+        by_client = {task.client: parcels[self.sites.numbers[task.client]] for task in tasks}
         words = {"run": self.terms.run, "when": self.terms.when, **words}
         answers = {}
-        for _, task, answer in self.messenger.answers("exchange", self.round, tasks, lambda _: words, by_client):
-            peer = self.messenger.numbers[task.client]
+        for _, task, answer in self.sites.answers("query.exchange", self.round, tasks, lambda _: words, by_client):
+            peer = self.sites.numbers[task.client]
             try:
                 if not isinstance(answer, Fault) or answer.sent:
                     self.reached.add(peer)
@@ -105,7 +103,7 @@ class SecureRound:
     """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them train, where the models are
     exchanged before or withheld; `forget` is told of clients whose work of this round is not taken."""
 
-    messenger: SiteMessenger
+    sites: KnownSites
     task: Task
     method: Secure
     round: Round
@@ -125,7 +123,7 @@ class SecureRound:
             uploading = [
                 replace(task, inbox={name: rows for name, rows in task.inbox.items() if name != "model"})
                 for task in uploading
-                if self.messenger.numbers[task.client] in courier.terms.peers
+                if self.sites.numbers[task.client] in courier.terms.peers
             ]
         withheld = self.method.exchanges("before_upload")
         trained: list[Reply] = []
@@ -157,7 +155,7 @@ class SecureRound:
             courier.lost.setdefault(violation.peer, str(violation))
         for reply in replies:
             client = reply.client_task.client
-            number, like = self.messenger.numbers[client], sent[client].to(self.task.initial)
+            number, like = self.sites.numbers[client], sent[client].to(self.task.initial)
             if number in models:
                 row = from_layers(models[number], self.method.units(), like)
                 row = torch.where(row.isfinite(), row, like)
@@ -170,11 +168,11 @@ class SecureRound:
 
         Return the courier, whose terms then have the peers that came to the end, and a fault for each site that did not.
         """
-        name = f"{self.messenger.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
+        name = f"{self.sites.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))
-        peers = tuple(self.messenger.numbers[client_task.client] for client_task in client_tasks)
+        peers = tuple(self.sites.numbers[client_task.client] for client_task in client_tasks)
         opening = Terms(name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes)
-        courier, abort = Courier(self.messenger, self.round, client_tasks, opening), ""
+        courier, abort = Courier(self.sites, self.round, client_tasks, opening), ""
         try:
             outcome = run_exchange(courier, opening, fewest=FEWEST)
             courier.terms, violations = outcome.terms, outcome.faults

@@ -31,7 +31,7 @@ from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
-from fedloom.sites.known_sites import KnownSites, SiteMessenger
+from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import Mailbox, Words, pack, words_of
 from fedloom.sites.secure_round import require_supported
 from fedloom.sites.site_data import DataAgreement, agreed_table, of_columns, server_table, table_roles
@@ -134,9 +134,10 @@ class Gathering:
         agreed = self._agreed_columns() if opening is None else opening.agreed
         dataset = make_dataset(configuration.data.name) if agreed is None else server_table(agreed, configuration)
         blank = self._task_of(dataset, [1] * count, None, seed)
-        self.briefing: Words = {"data": DataAgreement.of(dataset).words()}
+        briefing = {"data": DataAgreement.of(dataset).words()}
         alike = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
-        self.sites = KnownSites(self.mailbox, count, self.briefing, alike)
+        limits = self.settings.deadline, self.settings.wait
+        self.sites = KnownSites(self.mailbox, count, briefing, alike, *limits)
         _logger.info("waiting for %d of %d sites", self.settings.sites, count)
         self.sites.wait(self.settings.sites, self.settings.wait)
         known = self.sites.known
@@ -189,7 +190,9 @@ class Gathering:
     def _answers(self, sites: KnownSites, request: Words) -> dict[int, Words]:
         """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
         seconds, content = self.settings.deadline or self.settings.wait, pack(request)
-        sent = {self.mailbox.send(site.node, "statistics", content): number for number, site in sites.known.items()}
+        sent = {
+            self.mailbox.send(site.node, "query.statistics", content): number for number, site in sites.known.items()
+        }
         answers = {}
         for message_id, reply in self.mailbox.collect(filter(None, sent), seconds):
             try:
@@ -204,17 +207,18 @@ class Gathering:
         """Return the engine in which the sites train."""
         newcomers = self.settings.configuration.schedule.newcomers(task.clients)
         _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
-        messenger = SiteMessenger(
-            self.sites, self.opening.federation, self.briefing, self.settings.deadline, self.settings.wait, numbers
-        )
-        return FlowerEngine(messenger, self.settings.largest_share if self.opening.own else 1.0)
+        self.sites.federation, self.sites.numbers = self.opening.federation, numbers
+        return FlowerEngine(self.sites, self.settings.largest_share if self.opening.own else 1.0)
 
     def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
         """Return the task of sites with so many samples of their own; the global test set is the server's."""
         configuration, data = self.settings.configuration, self.settings.configuration.data
-        if tests is not None and (data.merge or data.validation is not None):
-            key = "data.merge" if data.merge else "data.validation"
-            raise InvalidValue(f"{key} needs all data in one place: leave it out where sites have data of their own")
+        simulated = {"merge": data.merge, "validation": data.validation is not None, "shift": data.shift != "none"}
+        if tests is not None and any(simulated.values()):
+            key = next(key for key, used in simulated.items() if used)
+            raise InvalidValue(
+                f"data.{key} needs all data in one place: leave it out where sites have data of their own"
+            )
         task = make_task(
             replace(dataset, train=dataset.train[:0]),
             partition=Partition.counted(samples),

@@ -197,10 +197,9 @@ class Site:
         return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity(), round)
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
-        """Return the round and the client's number in it. Raises `Refusal` for a message to another site."""
+        """Return the round and the client's number in it. Raises `RefusedReply` for a message to another."""
         if words.get("site") != self.number:
-            reason = f"this is site {self.number}, not {words.get('site')!r:.40}"
-            raise Refusal({"refused": reason, "stranger": True})
+            raise RefusedReply(f"this is site {self.number}, not {words.get('site')!r:.40}")
         return _round(words.get("round")), whole_number(words, "client", 0, self.settings.clients - 1)
 
     def _remembering(
@@ -244,10 +243,6 @@ class Site:
         settings = self.settings.configuration
         dataset = DataAgreement.read(words.get("data")).dataset(source, settings)
         train, test = dataset.train, dataset.test
-        if settings.data.shift != "none":
-            raise InvalidValue(
-                f"data.shift={settings.data.shift!r} is for simulated clients: sites have inputs of their own"
-            )
         samples = train.concatenate(test) if len(test) else train
         task = make_task(
             replace(dataset, train=samples, test=samples[:0]),

@@ -5,7 +5,7 @@ over through a Unix socket in a folder that only the site's user can open. Both 
 (HMAC, `multiprocessing.connection`). What passes are Flower's own serialised messages, never pickles.
 
 Whatever fails, the process answers the message itself. Nothing is lost with a worker: what a site remembers is on disk. A worker
-ends with its run, with the SuperExec of its SuperNode, or after a few minutes without a message.
+ends with the SuperExec of its SuperNode, or after a few minutes without a message.
 """
 
 import logging
@@ -100,13 +100,6 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
         return None
 
 
-def end_worker(context: Context) -> None:
-    """End the worker of this run, if any: it ends when its folder is gone."""
-    superexec = _superexec()
-    if superexec is not None:
-        shutil.rmtree(_folder(context, superexec), ignore_errors=True)
-
-
 def _superexec() -> int | None:
     """Return the process that started this one for a single message, as Flower's arguments say.
 
@@ -159,8 +152,8 @@ def _started(folder: Path, superexec: int, seconds: float) -> Connection:
 def work(folder: Path, superexec: int, seconds: float) -> None:
     """Answer the messages that come to the socket in `folder`, which is made here.
 
-    The worker ends with its SuperExec, and, unless it is at work, when its run is over (its folder is gone) or no message comes
-    for too long. A message that comes at that very moment is answered by the process that brought it.
+    The worker ends with its SuperExec, and, unless it is at work, when its folder is gone or no message comes for too long. A
+    message that comes at that very moment is answered by the process that brought it.
     """
     secret, working, since = secrets.token_bytes(32), False, time.monotonic()
 
