@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -265,9 +266,10 @@ def test_the_command_prints_trials_and_what_to_run_next(
         lines = list(csv.DictReader(file))
     best = max(lines, key=lambda line: float(line["validation"]))
     assert len(lines) == 4
-    chosen = f"'algorithm={best['algorithm']}'" if "(" in best["algorithm"] else f"algorithm={best['algorithm']}"
-    expected = f"best:   fedloom run job.toml rounds=1 {chosen} training.learning_rate={best['training.learning_rate']}"
-    assert expected in out
+    assert "best:   fedloom run runs/job/tune/best.toml\n" in out
+    chosen = tomllib.loads(Path("runs/job/tune/best.toml").read_text())
+    assert chosen["algorithm"] == best["algorithm"]
+    assert str(chosen["training"]["learning_rate"]) == best["training.learning_rate"]
     assert "test:" not in out
     assert main(["run", "runs/job/tune/best.toml", "--quiet"]) == 0
     capsys.readouterr()
@@ -280,7 +282,7 @@ def test_the_command_prints_trials_and_what_to_run_next(
     assert "did you mean 'algorithm.mu'?" in capsys.readouterr().err
 
 
-def test_each_setting_is_searched_by_itself_and_no_key_is_repeated(
+def test_each_setting_is_searched_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -294,11 +296,9 @@ def test_each_setting_is_searched_by_itself_and_no_key_is_repeated(
         "data.partition=iid",
         "data.partition=dirichlet(0.1)",
     ]
-    bests = [line for line in out.splitlines() if line.startswith("best:")]
-    for line, partition in zip(bests, ("data.partition=iid", "'data.partition=dirichlet(0.1)'"), strict=True):
-        assert re.fullmatch(
-            rf"best:   fedloom run job.toml rounds=1 '?algorithm=fedprox(?:\(mu=1\)')? {re.escape(partition)} name=job-best",
-            line,
-        )
+    for line in (line for line in out.splitlines() if line.startswith("best:")):
+        best = tomllib.loads(Path(line.rpartition(" ")[2].strip("'")).read_text())
+        assert best["algorithm"] in ("fedprox", "fedprox(mu=1)"), best
+        assert best["data"]["partition"].replace("(0.1)", "-0.1") in line
     for folder in ("data.partition=iid", "data.partition=dirichlet-0.1"):
         assert len(Path(f"runs/job/{folder}/tune/trials.csv").read_text().splitlines()) == 3

@@ -13,7 +13,6 @@ import typer
 from fedloom.cli.options import File, Overrides, Quiet, option, shown
 
 if TYPE_CHECKING:
-    from fedloom.experiment.settings import Changes
     from fedloom.experiment.tune import Search, Trial
 
 Searched = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values.")]
@@ -49,13 +48,11 @@ def tune(
     for changes, space in searches(read_table(file, overrides or []), searched, steps_needed=not optuna):
         if changes:
             print(f"\n{label(changes)}")
-        _tune(space, [str(file), *(overrides or [])], changes, trials, optuna, test, quiet)
+        _tune(space, trials, optuna, test, quiet)
 
 
-def _tune(
-    space: Search, words: Sequence[str], setting: Changes, trials: int | None, optuna: bool, test: bool, quiet: bool
-) -> None:
-    """Search in one setting; `words` are the file and the overrides of the command."""
+def _tune(space: Search, trials: int | None, optuna: bool, test: bool, quiet: bool) -> None:
+    """Search in one setting."""
     from fedloom.experiment.cores import runs_side_by_side
     from fedloom.experiment.jobs import Tasks
     from fedloom.experiment.pools import make_pool
@@ -78,26 +75,13 @@ def _tune(
         path = write_trials(space, completed)
         _print(space, completed, best)
         print(f"trials: {space.folder / 'trials.csv'}")
-        print(f"best:   {_best_command(words, setting, best, f'{plan.name}-best')}")
-        print(f"or:     fedloom run {shlex.quote(str(path))}")
+        print(f"best:   fedloom run {shlex.quote(str(path))}")
         if test:
             with shown(len(best.seeds), plan.rounds, quiet) as (watch, stopped):
                 tested = score_on_test(space, best, Runner(pool, watch, stopped))
             seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
             measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
             print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")
-
-
-def _best_command(words: Sequence[str], setting: Changes, best: Trial, name: str) -> str:
-    """Return the command that trains the best choice: the words of this one, each key once with its last value."""
-    from fedloom.experiment.parameters import PREFIX
-    from fedloom.experiment.settings import plain_text
-
-    file, *overrides = words
-    values = dict(text.split("=", 1) for text in overrides if not text.startswith("settings."))
-    changes = setting | {key: value for key, value in best.changes.items() if not key.startswith(PREFIX)}
-    values |= {"algorithm": best.algorithm, **{key: plain_text(value) for key, value in changes.items()}, "name": name}
-    return shlex.join(["fedloom", "run", file, *(f"{key.strip()}={value}" for key, value in values.items())])
 
 
 def _print(search: Search, trials: Sequence[Trial], best: Trial) -> None:
