@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ class _Trial:
 def _misread(method: Algorithm) -> Iterator[Finding]:
     """Find names in the classes of a method that fedloom does not read as they are meant."""
     hooks = {name for name in vars(Algorithm) if not name.startswith("_")}
-    for kind in kinds(method):
+    for kind in (kind for kind in kinds(method) if not kind.__module__.startswith("fedloom.")):
         bases = {name for base in kind.__mro__[1:] for name in [*vars(base), *vars(base).get("__annotations__", {})]}
         written = vars(kind).get("__annotations__", {})
         for name, value in vars(kind).items():
@@ -259,7 +259,7 @@ class _Reference:
         except Exception as error:
             finding = _failure(error, trial.location)
             changed = next(iter(self.listener.notes["changed"].values()), "")
-            arose = self.listener.not_finite if isinstance(error, Diverged | NotFinite) else ""
+            arose = self.listener.nan_location if isinstance(error, Diverged | NotFinite) else ""
             self.findings.append(replace(finding, location=changed or arose or finding.location))
             self.listener.notes["changed"].clear()
             self.listener.faults.clear()  # the first of which is why no round came about
@@ -366,7 +366,7 @@ def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
         (k, name): _trace(value)
         for k, inner in enumerate(method.nested())
         for name, value in vars(inner).items()
-        if name not in ("state", "plan", *inner.wraps)
+        if name not in ("state", "plan", *inner.wraps) and not isinstance(value, Algorithm)
     }
 
 
@@ -436,70 +436,54 @@ _NOT_SEEDED = (
 """Code that gives something else each time."""
 
 
-class _Way(NamedTuple):
-    """A way of running the rounds, which must not fail and must come to the state of the reference."""
-
-    name: str
-    outcome: Callable[[], Federation]
-    problem: str
-    location: str
-    remedy: str
-    tolerance: float = 0.0
+_TOGETHER = "clients that advance together"
+_WAYS = {
+    "again": (
+        "two runs with one seed come to other models: {0} is not of the seed",
+        "draw from round.stream('...') or cohort.stream('...')",
+    ),
+    _TOGETHER: (
+        f"{_TOGETHER} come to other models than one by one",
+        "treat every row of the leading client axis by itself: no index 0, no mean over all clients, random numbers from "
+        "cohort.stream; what belongs to clients and enters steps goes into context",
+    ),
+    "in worker processes": (
+        "clients in worker processes come to other models than here",
+        "train may depend on its inbox, its samples, its memory and the method's fields alone",
+    ),
+    "killed after a round and resumed": (
+        "a run that is killed and resumed comes to another model",
+        "what the server must remember goes into self.state, and every draw comes from round.stream",
+    ),
+    "as the beginning of a longer run": (
+        "the first rounds depend on how many there will be",
+        "a property needs_total_rounds that returns True says so",
+    ),
+}
+"""Ways of running the rounds, the problem where one comes to another state than the reference, and its remedy."""
 
 
 def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
-    """Return the findings of the first way of running the rounds that fails, or comes to another state than the reference."""
-    method, task, proof = trial.method, trial.task, trial.proof
-    unseeded, text = source_match(method, _NOT_SEEDED)
-    ways = [
-        _Way(
-            "again",
-            lambda: trial.outcome(RowsEngine(task, proof)),
-            f"two runs with one seed come to other models: {text or 'a clock or a generator'} is not of the seed",
-            unseeded or trial.location,
-            "draw from round.stream('...') or cohort.stream('...')",
-        ),
-        _Way(
-            "clients that advance together",
-            lambda: trial.outcome(_LockStepEngine(task, proof)),
-            "clients that advance together come to other models than one by one",
-            trial.location,
-            "treat every row of the leading client axis by itself: no index 0, no mean over all clients, random numbers from "
-            "cohort.stream; what belongs to clients and enters steps goes into context",
-            TOLERANCE,
-        ),
-        _Way(
-            "in worker processes",
-            lambda: trial.outcome(_ElsewhereEngine(task, proof)),
-            "clients in worker processes come to other models than here",
-            trial.location,
-            "train may depend on its inbox, its samples, its memory and the method's fields alone",
-        ),
-        _Way(
-            "killed after a round and resumed",
-            trial.resumed,
-            "a run that is killed and resumed comes to another model",
-            trial.server_location,
-            "what the server must remember goes into self.state, and every draw comes from round.stream",
-        ),
+    """Return the finding of the first way of running the rounds that fails, or comes to another state than the reference."""
+    task, proof = trial.task, trial.proof
+    unseeded, text = source_match(trial.method, _NOT_SEEDED)
+    ways: list[tuple[Callable[[], Federation], str]] = [
+        (lambda: trial.outcome(RowsEngine(task, proof)), unseeded),
+        (lambda: trial.outcome(_LockStepEngine(task, proof)), ""),
+        (lambda: trial.outcome(_ElsewhereEngine(task, proof)), ""),
+        (trial.resumed, trial.server_location),
     ]
-    if not method.needs_total_rounds:
-        ways.append(
-            _Way(
-                "as the beginning of a longer run",
-                lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS),
-                "the first rounds depend on how many there will be",
-                source_location(method, r"\.rounds\b") or trial.location,
-                "a property needs_total_rounds that returns True says so",
-            )
-        )
-    for way in ways:
+    if not trial.method.needs_total_rounds:
+        location = source_location(trial.method, r"\.rounds\b")
+        ways.append((lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS), location))
+    for (outcome, location), (way, (problem, remedy)) in zip(ways, _WAYS.items(), strict=False):
         try:
-            off, failure = _off(way.outcome(), reference.federation, task.initial, way.tolerance), None
+            off = _off(outcome(), reference.federation, task.initial, TOLERANCE if way == _TOGETHER else 0.0)
         except Exception as error:
-            off, failure = "", _failure(error, way.location, f"{way.name}: ")
-        if failure or off:
-            return [replace(failure or Finding(f"{way.problem} ({off})", way.location), remedy=way.remedy)]
+            return [replace(_failure(error, location or trial.location, f"{way}: "), remedy=remedy)]
+        if off:
+            problem = f"{problem.format(text or 'a clock or a generator')} ({off})"
+            return [Finding(problem, location or trial.location, remedy)]
     return []
 
 

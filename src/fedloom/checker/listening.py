@@ -49,8 +49,7 @@ class Listener(TorchFunctionMode):
         super().__init__()
         self.notes: dict[str, dict[str, str]] = {kind: {} for kind in MISTAKES}  # by name, the line that did it first
         self.faults: list[Finding] = []
-        self.not_finite = ""  # the first line of a method that made NaN, or infinity where none made NaN
-        self._made_nan = False
+        self.nan_location = ""  # the first line of a method that made NaN
         self._watched: dict[str, tuple[Tensor, int]] = {}
 
     def note(self, kind: str, name: str, location: str) -> None:
@@ -63,21 +62,9 @@ class Listener(TorchFunctionMode):
         if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
             self.note("drawn", f"torch's global generator ({name})", location)
         self._look()
-        if not self._made_nan and isinstance(result, Tensor) and result.is_floating_point():
-            self._note_not_finite(result, (*args, *options.values()))
+        if not self.nan_location and _has_nan(result) and not any(map(_has_nan, (*args, *options.values()))):
+            self.nan_location = calling_location()
         return result
-
-    def _note_not_finite(self, result: Tensor, inputs: Sequence[Any]) -> None:
-        """Note the line that made a value that is not finite from tensors that are."""
-        try:
-            nan = bool(result.isnan().any())
-            made_here = all(bool(value.isfinite().all()) for value in inputs if isinstance(value, Tensor))
-            if not made_here or (not nan and (self.not_finite or bool(result.isfinite().all()))):
-                return
-        except RuntimeError:  # tensors without values of their own, inside vmap or on the device "meta"
-            return
-        if location := calling_location():
-            self.not_finite, self._made_nan = location, nan
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
         """Watch these tensors beside the others; a change counts for the one that was watched last."""
@@ -101,6 +88,13 @@ class Listener(TorchFunctionMode):
             for name, location in self.notes[kind].items():
                 yield Finding(problem.format(name), location, remedy.format(name))
         yield from self.faults
+
+
+def _has_nan(value: Any) -> bool:
+    try:
+        return isinstance(value, Tensor) and bool(value.isnan().any())
+    except RuntimeError:  # a tensor without values of its own, inside vmap or on the device "meta"
+        return False
 
 
 class GuardedState(dict[str, Tensor]):

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -30,8 +30,6 @@ from fedloom.experiment.directory import RunDirectory, to_json
 from fedloom.experiment.finished import read_runs
 from fedloom.state.digest import digest
 from fedloom.state.files import make_folder, write_bytes
-
-FORMAT = 1
 
 LARGEST, UNPACKED, MOST_FILES = 64 << 20, 512 << 20, 10_000
 """Bytes of a bundle, bytes of all that it holds, and the number of its files, at most."""
@@ -60,7 +58,7 @@ class Bundle:
     runs: list[BundledRun]
     files: dict[str, str] = field(default_factory=dict)
     fedloom: str = fedloom.__version__
-    format: int = FORMAT
+    format: Literal[1] = 1
 
     @property
     def code(self) -> list[str]:
@@ -147,10 +145,6 @@ def unpack(path: Path, folder: Path) -> Bundle:
     with reading(path, "no bundle, or a damaged one"), path.open("rb") as file:
         files = _unpacked(file.read(LARGEST + 1))
         bundle = TypeAdapter(Bundle).validate_json(files.pop("bundle.json"))
-    if bundle.format != FORMAT:
-        raise DataError(
-            f"{path} is of format {bundle.format}, of fedloom {quoted(bundle.fedloom)}: this reads {FORMAT}"
-        )
     if not all(f"{run.setting}{run.algorithm}{bundle.title}".isprintable() for run in bundle.runs):
         raise DataError(f"{path} is no bundle: it has names with control characters")
     digests = {name: digest(content) for name, content in files.items()}

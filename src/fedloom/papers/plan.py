@@ -114,23 +114,20 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
 def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
     """Return the labels that any of the texts matches; a text without a match may be several with commas between them."""
     unique = list(dict.fromkeys(labels))
-    matches = set() if texts else set(unique)
-    for text in texts:
-        for word in [text] if _hits(text, unique) else map(str.strip, text.split(",")):
-            hits = _hits(word, unique)
-            if not hits:
-                near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
-                raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there is {', '.join(unique[:12])})")
-            matches |= hits
-    return matches
+    words = [word for text in texts for word in ([text] if _hits(text, unique) else text.split(","))]
+    for word in words:
+        if not _hits(word, unique):
+            near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
+            raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there is {', '.join(unique[:12])})")
+    return set[str]().union(*(_hits(word, unique) for word in words)) or set(unique)
 
 
 def _hits(text: str, labels: Sequence[str]) -> set[str]:
     """Return the labels that are this text; or else those that have all of its words; or else those that contain it."""
-    small = text.casefold()
+    small = text.casefold().strip()
     equal = {label for label in labels if label.casefold() == small}
     words = {label for label in labels if small.split() and set(small.split()) <= set(label.casefold().split())}
-    inside = {label for label in labels if small.strip() and small in label.casefold()}
+    inside = {label for label in labels if small and small in label.casefold()}
     return equal or words or inside
 
 
