@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from damage import damages
-from fedloom.data.dataset import DataSpec
-from fedloom.data.formats.cache import cached
+from fedloom.data.dataset import DataSpec, Samples
 from fedloom.data.partition import Partition
+from fedloom.data.sets.origin import Split, cached_split
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.experiment.comparison import Comparison
@@ -144,23 +144,28 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
     created: list[int] = []
+    samples = Samples(TENSORS["weight"], torch.arange(40))
 
-    def make() -> dict[str, Tensor]:
+    def make() -> Split:
         created.append(1)
-        return TENSORS
+        return samples, samples[:7]
 
-    cached("digits", "key", make)
+    def tensors(split: Split) -> list[list[float]]:
+        return [tensor.flatten().tolist() for part in split for tensor in (part.inputs, part.labels)]
+
+    expected = tensors((samples, samples[:7]))
+    cached_split("digits", "key", make)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     for what, damaged in damages(content, 40):
         path.write_bytes(damaged)
-        assert plain(cached("digits", "key", make)) == plain(TENSORS), what
+        assert tensors(cached_split("digits", "key", make)) == expected, what
         assert path.read_bytes() == content or len(created) == 1, what
     assert len(created) > 20
-    other = cached("digits", "other key", lambda: OTHER)
-    names = sorted(tmp_path.iterdir(), key=lambda found: found == path)
+    other = cached_split("digits", "other key", lambda: (samples[:3], samples))
+    names = sorted(tmp_path.iterdir(), key=lambda name: name == path)
     path.write_bytes(names[0].read_bytes())  # under another's name
-    assert plain(cached("digits", "key", make)) == plain(TENSORS) != plain(other)
+    assert tensors(cached_split("digits", "key", make)) == expected != tensors(other)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "client", "site"])

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fedloom.data.dataset import Samples
 from fedloom.data.formats.arrow import read_parquet
-from fedloom.data.formats.cache import cached
-from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
+from fedloom.data.sets.mnist import read_idx
+from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.own import read_image_folder
 from fedloom.data.sets.picture_set import image_samples
 from fedloom.errors import DataError
@@ -371,21 +373,27 @@ def test_labels_must_be_integers_of_the_classes() -> None:
 # --- cache ---
 
 
+def one_split(number: int = 0) -> Split:
+    samples = Samples(torch.arange(6.0).view(2, 3).t(), torch.full((3,), number))
+    return samples, samples[:1]
+
+
 def test_cache_makes_once_and_again_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     calls: list[int] = []
 
-    def make() -> dict[str, torch.Tensor]:
+    def make() -> Split:
         calls.append(1)
-        return {"x": torch.arange(6).view(2, 3).t()}
+        return one_split()
 
-    first, again, other = cached("set", "a", make), cached("set", "a", make), cached("set", "b", make)
-    assert torch.equal(first["x"], again["x"])
-    assert torch.equal(first["x"], other["x"])
+    for key in ("a", "a", "b"):
+        train, test = cached_split("set", key, make)
+        assert torch.equal(train.inputs, one_split()[0].inputs)
+        assert (train.groups, len(test)) == (None, 1)
     assert len(calls) == 2
     for file in (tmp_path / "cache").iterdir():
         file.write_bytes(b"torn")
-    assert torch.equal(cached("set", "a", make)["x"], first["x"])
+    assert torch.equal(cached_split("set", "a", make)[0].inputs, train.inputs)
     assert len(calls) == 3
     assert all(file.suffix == ".safetensors" for file in (tmp_path / "cache").iterdir())
 
@@ -393,7 +401,7 @@ def test_cache_makes_once_and_again_after_damage(tmp_path: Path, monkeypatch: py
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file" / "cache"))
-    assert cached("set", "a", lambda: {"x": torch.ones(1)})["x"].item() == 1
+    assert len(cached_split("set", "a", one_split)[0]) == 3
 
 
 def test_the_cache_follows_size_and_time_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,5 +411,6 @@ def test_the_cache_follows_size_and_time_of_files(tmp_path: Path, monkeypatch: p
     for number, (content, changed) in enumerate((("one", 2), ("two", 2), ("two", 1), ("longer", 1))):
         path.write_text(content)
         os.utime(path, ns=(changed, changed))
-        values.append(cached("set", "a", lambda number=number: {"x": torch.tensor(number)}, [path])["x"].item())
+        train, _ = cached_split("set", "a", partial(one_split, number), [path])
+        values.append(int(train.labels[0]))
     assert values == [0, 0, 2, 3]

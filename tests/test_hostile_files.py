@@ -20,9 +20,9 @@ from pyarrow import csv
 
 import fedloom as fl
 from fedloom.data.dataset import datasets
-from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
+from fedloom.data.sets.mnist import read_idx
 from fedloom.errors import DataError, FedloomError, InvalidValue
 from hostile_files import WRITERS, Sets, changed, patients, picture, saved
 

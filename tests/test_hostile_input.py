@@ -28,7 +28,6 @@ from fedloom.cli import main
 from fedloom.config.expression import Call, show
 from fedloom.data.dataset import datasets
 from fedloom.data.formats.arrow import read_parquet
-from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.noise import label_noises
@@ -36,6 +35,7 @@ from fedloom.data.partition import partitions
 from fedloom.data.sets.ag_news import read_csv
 from fedloom.data.sets.cifar import read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
+from fedloom.data.sets.mnist import read_idx
 from fedloom.data.sets.picture_set import image_samples
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines

@@ -4,12 +4,13 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
+from fedloom.data.formats.limits import allowed_bytes, read_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
 from fedloom.errors import DataError, MissingExtra, quoted, shortened
 
@@ -119,18 +120,13 @@ def _read_csv(path: Path) -> Any:
         null_values=["", "NA", "N/A", "NaN", "nan", "null", "None", "?"], strings_can_be_null=True
     )
     with reading(path, "damaged csv"):
-        rows = cells = 0
-        with path.open("rb") as file:
-            columns = 1 + file.readline(_BLOCK).count(delimiter.encode())
-            file.seek(0)
-            while block := file.read(_BLOCK):
-                rows += block.count(b"\n")
-                cells += block.count(delimiter.encode())
-            cells += rows
-        content = max(path.stat().st_size, 8 * cells) + _CELL_BYTES * cells  # a number takes 8 bytes in Arrow
+        text = read_bytes(path)
+        columns = 1 + text[: (text.find(b"\n") + 1) or None].count(delimiter.encode())
+        rows = text.count(b"\n")
+        cells = text.count(delimiter.encode()) + rows
+        content = max(len(text), 8 * cells) + _CELL_BYTES * cells  # a number takes 8 bytes in Arrow
         require_room(rows * _ROW_BYTES + columns * _COLUMN_BYTES + content, path)
-        options = csv.ReadOptions(block_size=_BLOCK)
-        return checked(csv.read_csv(path, options, parsing, empty), path)
+        return checked(csv.read_csv(BytesIO(text), csv.ReadOptions(block_size=_BLOCK), parsing, empty), path)
 
 
 def _saved(folder: Path) -> Any:

@@ -1,26 +1,55 @@
 """CIFAR-10 and CIFAR-100, the latter with its 100 fine or its 20 coarse labels: Python batches or parquet."""
 
+import pickletools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.limits import reading
-from fedloom.data.formats.pickles import read_pickle
+from fedloom.data.formats.limits import read_bytes, reading
+from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, files_named
-from fedloom.data.sets.picture_set import Normalise, PictureSet, Scale
+from fedloom.data.sets.picture_set import Normalise, PictureSet
 
 _SHAPE = (3, 32, 32)
+_PIXELS = 3 * 32 * 32
+
+
+def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]]:
+    """Return the longest string of bytes in a pickle as rows of pixels, and the whole numbers after each text.
+
+    Opcodes are read one by one, and nothing is built or run.
+    """
+    raw, key, by_column, flag = b"", "", False, False
+    numbers: dict[str, list[int]] = {}
+    with reading(path, "damaged pickle"):
+        for opcode, argument, _ in pickletools.genops(read_bytes(path)):
+            kinds = " ".join(kind.name for kind in opcode.stack_after)
+            if isinstance(argument, str | bytes | bytearray):
+                text = argument if isinstance(argument, str) else argument.decode("latin-1")
+                if len(text) > len(
+                    raw
+                ):  # NumPy's flag of arrays by column precedes their bytes, or its letter F follows
+                    raw, by_column = text.encode("latin-1", "replace"), flag
+                key, by_column = text[:100], by_column or text == "F"
+            elif type(argument) is int and "int" in kinds:
+                numbers.setdefault(key, []).append(argument)
+            elif "bool" in kinds:
+                flag = opcode.name == "NEWTRUE" or argument is True
+    with reading(path, f"no rows of {_PIXELS} bytes"):
+        rows = len(raw) // _PIXELS, _PIXELS
+        return np.frombuffer(raw, np.uint8).reshape(rows, order="F" if by_column else "C"), numbers
 
 
 def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> Samples:
     """Read pickled batches: red, green and blue planes `[n, 3072]`, and the list `label_key`."""
     batches = []
     for path in paths:
-        pixels, numbers = read_pickle(path, columns=3 * 32 * 32)
+        pixels, numbers = read_pickle(path)
         with reading(path, "no batch of pictures"):
             labels = class_labels(numbers.get(label_key) or np.empty(0, int), classes, path)
             batches.append(Samples(pixels.reshape(-1, *_SHAPE), labels))

@@ -15,9 +15,10 @@ from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import reading
+from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split, load
-from fedloom.data.sets.picture_set import Normalise, Scale, image_dataset
+from fedloom.data.sets.picture_set import Normalise, image_dataset
 from fedloom.errors import DataError
 from fedloom.randomness import numpy_stream
 

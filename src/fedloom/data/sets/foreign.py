@@ -89,7 +89,8 @@ def _lazy(data: Any, name: str, sample: tuple[Any, ...], takes: str, console: Co
         soft_wrap=True,
     )
     inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(sample[0][None])[:0])
-    for labels in (getattr(data, "targets", None), getattr(data, "labels", None)):
+    for field in ("targets", "labels"):
+        labels: Any = getattr(data, field, None)
         fits = len(sample) == 2 and labels is not None and len(labels) == len(data)
         if fits and np.array_equal(labels[0], sample[-1]):
             return Samples(inputs, labels)

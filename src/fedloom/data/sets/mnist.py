@@ -1,20 +1,45 @@
 """MNIST and the sets that share its format: Fashion-MNIST and EMNIST."""
 
+import gzip
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.idx import read_idx
 from fedloom.data.formats.labels import class_labels
-from fedloom.data.formats.limits import reading
+from fedloom.data.formats.limits import reading, require_room
+from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, files_named
-from fedloom.data.sets.picture_set import Normalise, PictureSet, Scale, image_dataset
-from fedloom.errors import DataError
+from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset
+from fedloom.errors import DataError, quoted
 
 _DIGITS = tuple("0123456789")
 _LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _CLOTHES = ("T-shirt/top", *["trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag"], "ankle boot")
 _FILES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read the uint8 tensor of an idx file, plain or packed with gzip."""
+    # Y. LeCun, C. Cortes, C. Burges, the MNIST database, "file formats"
+    with reading(path, "damaged gzip or idx file"), path.open("rb") as file:
+        content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        magic = content.read(4)
+        if len(magic) < 4 or magic[:3] != b"\0\0\x08":  # 8: unsigned bytes, the only element type of these data sets
+            raise DataError(f"{path}: not an idx file of bytes (it begins with {magic.hex(' ') or 'nothing'})")
+        sizes = content.read(4 * magic[3])
+        shape = np.frombuffer(sizes, ">u4").tolist()
+        count, header = math.prod(shape), 4 + len(sizes)
+        require_room(count, path)
+        elements = bytearray(content.read(count + 1))  # the tensor shares its memory; nothing beyond is unpacked
+        if len(elements) != count:
+            size = f"{header + len(elements)} bytes" + (" or more" if len(elements) > count else "")
+            raise DataError(f"{path}: {size}, but an idx file of shape {quoted(shape)} has {header + count}")
+        return torch.from_numpy(np.frombuffer(elements, np.uint8).reshape(shape))
 
 
 def _idx_set(

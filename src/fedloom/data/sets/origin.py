@@ -2,19 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from fedloom.data.dataset import Samples
-from fedloom.data.formats.cache import cached
 from fedloom.data.formats.limits import reading
-from fedloom.errors import DataError, installing
+from fedloom.errors import CheckpointError, DamagedCheckpoint, DataError, installing
+from fedloom.state.digest import digest_of_json
+from fedloom.state.files import remove_unfinished
+from fedloom.state.tensors import read_tensors, write_tensors
 
 Split = tuple[Samples, Samples]  # training and test samples
 T = TypeVar("T")
 _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
+_FORMAT = 3  # in every key of the cache: raise it when the content of the files changes
 _SPLITS, _FIELDS = ("train", "test"), ("inputs", "labels", "groups")
 
 
@@ -48,18 +50,22 @@ def load(
 
 def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()) -> Split:
     """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in size or time."""
-
-    def tensors() -> dict[str, Tensor]:
-        return {
-            f"{split}.{field}": tensor
-            for split, samples in zip(_SPLITS, make(), strict=True)
-            for field in _FIELDS
-            if (tensor := getattr(samples, field)) is not None
-        }
-
-    fields: dict[str, Any] = cached(name, key, tensors, files)
-    train, test = (Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
-    return train, test
+    stamps = [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path in files if (status := path.stat())]
+    of = digest_of_json([_FORMAT, key, stamps])[:24]
+    folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
+    path = folder / f"{name}-{of}.safetensors"
+    with suppress(DamagedCheckpoint):
+        fields: dict[str, Any] = read_tensors(path, of=of)[0]
+        train, test = (Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
+        return train, test
+    made = make()
+    fields = {f"{split}.{name}": getattr(made[k], name) for k, split in enumerate(_SPLITS) for name in _FIELDS}
+    with suppress(OSError, CheckpointError):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
+        tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
+        write_tensors(path, tensors, {"of": of}, durable=False)
+    return made
 
 
 def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:

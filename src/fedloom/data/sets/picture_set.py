@@ -12,9 +12,9 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.arrow import column, decode_column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
+from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, cached_split, load, parquet_files
 
-Scale = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel, pixels in [0, 1]
 Normalise = Literal["standard", "half", "none"]
 _CHUNK = 8192
 
@@ -87,12 +87,9 @@ def image_dataset(
 
 def channel_scale(images: Tensor) -> Scale:
     """Return mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255; 1 for a constant channel."""
-    channels = images.shape[1]
-    counts = torch.zeros((channels, 256), dtype=torch.float64)
-    for start in range(0, len(images), _CHUNK):  # in chunks: counting takes eight bytes a pixel
-        chunk = images[start : start + _CHUNK]
-        for channel in range(channels):
-            counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+    counts = torch.zeros((images.shape[1], 256), dtype=torch.float64)
+    for chunk in images.split(_CHUNK):  # counting takes eight bytes a pixel
+        counts += torch.stack([torch.bincount(plane.flatten(), minlength=256) for plane in chunk.unbind(1)])
     values = torch.arange(256, dtype=torch.float64) / 255
     share = counts / counts.sum(1, keepdim=True).clamp_min(1)
     mean = share @ values

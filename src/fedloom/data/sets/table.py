@@ -66,7 +66,7 @@ def table(
 
     Raises:
         DataError: For a file that is missing, damaged or too large, with the column.
-        InvalidValue: For a column that the table does not have, or that does not fit its role.
+        InvalidValue: For a column that the table does not have.
     """
     if not path:
         raise InvalidValue(
@@ -98,14 +98,15 @@ def table_dataset(
     with reading(source, "unreadable table"):
         table = _joined(tables, columns)
         rows = _rows(table, columns, source)
-    cut = len(tables[0])
-    splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
-    training = splits[0].inputs.numpy()
     objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
     class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None
     if agreed is not None and agreed.outputs.classes and objective.classes:
         class_names = agreed.outputs.classes
-        splits = _named(splits[0]), _named(splits[1])
+        if rows.label_names is None:
+            rows = Samples(rows.inputs, rows.labels.numpy().astype(str), rows.groups, group_names=rows.group_names)
+    cut = len(tables[0])
+    splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
+    training = splits[0].inputs.numpy()
     classes = len(class_names or ())
     cells = table.column(columns.inputs[0])
     if len(columns.inputs) == 1 and is_pictures(cells.type):
@@ -133,14 +134,6 @@ def table_dataset(
     )  # fmt: skip
 
 
-def _named(samples: Samples) -> Samples:
-    """Return samples whose classes have texts as names, numbers too."""
-    if samples.label_names is not None:
-        return samples
-    present, ranks = samples.labels.unique(return_inverse=True)
-    return replace(samples, labels=ranks, label_names=tuple(map(str, present.tolist())))
-
-
 def _resolved(table: Any, columns: Columns, source: str) -> Columns:
     """Fill in the columns that were left open; raises `InvalidValue` for one that the table does not have."""
     names = dict.fromkeys(table.column_names)
@@ -152,16 +145,13 @@ def _resolved(table: Any, columns: Columns, source: str) -> Columns:
     free = [name for name in names if name not in taken]
     special = [name for name in free if name in _TEXTS or is_pictures(table.schema.field(name).type)]
     inputs = list(columns.inputs) or special[:1] or free
-    for field, chosen in (("target", [target]), ("group", columns.groups), ("inputs", inputs)):
+    roles = {"target": [target], "group": columns.groups, "inputs": inputs, "categorical": columns.categorical}
+    for role, chosen in roles.items():
+        allowed = inputs if role == "categorical" else names
         for name in chosen:
-            if name not in names:
-                raise InvalidValue(
-                    f"{source}: {field}: no column {quoted(name)}{suggestion(name, names)} (there are: {listed})"
-                )
-    for name in columns.categorical:
-        if name not in inputs:
-            listed = shortened(", ".join(inputs))
-            raise InvalidValue(f"{source}: categorical: {quoted(name)} is none of the inputs ({listed})")
+            if name not in allowed:
+                near = f"{suggestion(name, allowed)} (there are: {shortened(', '.join(allowed))})"
+                raise InvalidValue(f"{source}: {role}: no column {quoted(name)}{near}")
     if clash := taken & set(inputs):
         raise InvalidValue(f"{source}: inputs: {quoted(next(iter(clash)))} is the target or a group too")
     if not inputs:
@@ -217,17 +207,12 @@ def _rows(table: Any, columns: Columns, source: str) -> Samples:
     values = cells.to_numpy()
     target = f"{source}: target {quoted(columns.target)}"
     if columns.kind == "classification" and values.dtype.kind == "f":
-        if (values % 1).any():
-            raise InvalidValue(f"{target} has fractions, so they are no classes")
-        if (np.abs(values) >= 2**63).any():
-            raise InvalidValue(f"{target} has numbers beyond 2^63, so they are no classes")
+        if (values % 1).any() or (np.abs(values) >= 2**63).any():
+            raise DataError(f"{target} has fractions or numbers beyond 2^63, so they are no classes")
         values = values.astype(np.int64)  # as pandas keeps whole numbers beside empty cells
     if columns.kind == "regression":
-        try:
-            with np.errstate(over="ignore"):  # an infinite target is refused
-                values = values.astype(np.float32)
-        except ValueError:
-            raise InvalidValue(f"{target} is text: no regression") from None
+        with np.errstate(over="ignore"), reading(target, "no numbers"):  # an infinite one is refused
+            values = values.astype(np.float32)
     labels, names = as_labels(values)
     groups, group_names = _groups([table.column(name) for name in columns.groups])
     return Samples(torch.arange(len(labels)), labels, groups, names, group_names)
