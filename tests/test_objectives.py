@@ -29,10 +29,9 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.finished import read_runs
-from fedloom.experiment.jobs import Tasks
 from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.run import run_configured
-from fedloom.experiment.tune import Runner, Search, best_of, search_grid
+from fedloom.experiment.tune import Search, best_of, run_trials
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import Classification
@@ -412,8 +411,8 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
 
 def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
     search = Search(job(tmp_path, algorithm="fedavg"), {"training": {"learning_rate": [0.0001, 0.05]}})
-    tasks = Tasks()
-    found = search_grid(search, Runner(SerialPool(tasks), lambda event: None, lambda: False), tasks)
+    found = search.grid()
+    run_trials(found, SerialPool(), lambda event: None, lambda: False)
     errors = [trial.spread.mean for trial in found if trial.spread is not None]
     assert errors[1] < errors[0]
     assert best_of(found) is found[1]

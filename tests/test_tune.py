@@ -23,11 +23,10 @@ from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import put
 from fedloom.experiment.events import Event
-from fedloom.experiment.jobs import Tasks
 from fedloom.experiment.parameters import parameter_keys, with_parameters
 from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.suggest import search_optuna
-from fedloom.experiment.tune import Runner, Search, Trial, best_of, score_on_test, search_grid
+from fedloom.experiment.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
 from fedloom.experiment.validation import withhold
 from fedloom.task import make_dataset
 
@@ -67,8 +66,10 @@ RATES = "training.learning_rate=[0.001, 0.5]"
 
 def grid(content: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
     heard: list[Event] = [] if events is None else events
-    search, tasks = Search(content, searched(*texts)), Tasks()
-    return search, search_grid(search, Runner(SerialPool(tasks), heard.append, lambda: False), tasks)
+    search = Search(content, searched(*texts))
+    trials = search.grid()
+    run_trials(trials, SerialPool(), heard.append, lambda: False)
+    return search, trials
 
 
 @settings(deadline=None, max_examples=20)
@@ -151,9 +152,9 @@ def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Pat
     search, trials = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
     assert [tuple(trial.changes.values()) for trial in trials] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
     for trial in trials:
-        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in places(search, trial)]
+        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in places(trial)]
         assert trial.score == pytest.approx(sum(finals) / 2)
-        settled = json.loads((places(search, trial)[0] / "configuration.json").read_text())
+        settled = json.loads((places(trial)[0] / "configuration.json").read_text())
         assert settled["data"]["validation"] == 0.2
     assert best_of(trials).score == max(trial.score or 0 for trial in trials)
     assert best_of(trials).changes["training.learning_rate"] == 0.5
@@ -162,9 +163,8 @@ def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Pat
     assert [trial.changes for trial in some] == [trial.changes for trial in search.grid(2)]
 
 
-def places(search: Search, trial: Trial) -> list[Path]:
-    runner = Runner(SerialPool(), lambda event: None, lambda: False)
-    return [job.path for job in runner.jobs([trial]).values()]
+def places(trial: Trial) -> list[Path]:
+    return [job.path for job in jobs_of([trial]).values()]
 
 
 @pytest.mark.parametrize("own", [None, 0.25])
@@ -181,7 +181,7 @@ def test_the_test_labels_do_not_matter(tmp_path: Path, own: float | None) -> Non
 
 def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
     events: list[Event] = []
-    tasks, search = Tasks(), Search(table(tmp_path), searched(RATES))
+    search = Search(table(tmp_path), searched(RATES))
     rounds = 0
 
     def stopped() -> bool:
@@ -190,7 +190,7 @@ def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
         return rounds == 5  # in the middle of the second run
 
     with pytest.raises(KeyboardInterrupt):
-        search_grid(search, Runner(SerialPool(tasks), lambda event: None, stopped), tasks)
+        run_trials(search.grid(), SerialPool(), lambda event: None, stopped)
     _, first = grid(table(tmp_path), RATES, events=events)
     assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
     events.clear()
@@ -210,17 +210,18 @@ def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> 
 
 def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
     search, trials = grid(table(tmp_path, last=1), RATES)
-    runner = Runner(SerialPool(), lambda event: None, lambda: False)
-    tested = score_on_test(search, best_of(trials), runner)
+    tested = final_trial(search, best_of(trials))
+    run_trials([tested], SerialPool(), lambda event: None, lambda: False)
     task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
     alone = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
     assert tested.score == alone.accuracy  # on all training data, scored on the test data
     events: list[Event] = []
-    again = score_on_test(search, best_of(trials), Runner(SerialPool(), events.append, lambda: False))
+    again = final_trial(search, best_of(trials))
+    run_trials([again], SerialPool(), events.append, lambda: False)
     assert again.score == tested.score
     assert [event.kind for event in events] == ["skipped"]
     with pytest.raises(InvalidValue, match=r"used once, for training\.learning_rate=0\.5"):
-        score_on_test(search, trials[0], runner)
+        final_trial(search, trials[0])
 
 
 def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +235,7 @@ def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.Ca
 
     def search_again(events: list[Event]) -> list[Trial]:
         search = Search(content, searched(*texts), steps_needed=False)
-        return search_optuna(search, Runner(SerialPool(), events.append, lambda: False), 10)
+        return search_optuna(search, lambda batch: run_trials(batch, SerialPool(), events.append, lambda: False), 10)
 
     events: list[Event] = []
     first, again = search_again([]), search_again(events)

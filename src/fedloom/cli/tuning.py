@@ -54,23 +54,25 @@ def tune(
 def _tune(space: Search, trials: int | None, optuna: bool, test: bool, quiet: bool) -> None:
     """Search in one setting."""
     from fedloom.experiment.cores import runs_side_by_side
-    from fedloom.experiment.jobs import Tasks
+    from fedloom.experiment.jobs import Tasks, require_possible
     from fedloom.experiment.pools import make_pool
     from fedloom.experiment.suggest import TRIALS, search_optuna
-    from fedloom.experiment.tune import Runner, best_of, score_on_test, search_grid, write_trials
+    from fedloom.experiment.tune import best_of, final_trial, jobs_of, run_trials, write_trials
     from fedloom.report.sheet import measure_name
 
     plan = space.configuration
-    count = (trials or TRIALS) if optuna else len(space.grid(trials))
+    completed = [] if optuna else space.grid(trials)
+    count = (trials or TRIALS) if optuna else len(completed)
     runs = count * len(plan.seeds or [plan.seed])
     tasks = Tasks()
     workers = plan.runs_at_a_time if optuna else runs_side_by_side(plan, runs)  # Optuna waits for the trials under way
     with closing(make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)) as pool:
         with shown(runs, plan.rounds, quiet) as (watch, stopped):
-            runner = Runner(pool, watch, stopped)
-            completed = (
-                search_optuna(space, runner, count, workers) if optuna else search_grid(space, runner, tasks, trials)
-            )
+            if optuna:
+                completed = search_optuna(space, lambda batch: run_trials(batch, pool, watch, stopped), count, workers)
+            else:
+                require_possible([job for job in jobs_of(completed).values() if not job.finished], tasks)
+                run_trials(completed, pool, watch, stopped)
         best = best_of(completed)
         path = write_trials(space, completed)
         _print(space, completed, best)
@@ -78,7 +80,8 @@ def _tune(space: Search, trials: int | None, optuna: bool, test: bool, quiet: bo
         print(f"best:   fedloom run {shlex.quote(str(path))}")
         if test:
             with shown(len(best.seeds), plan.rounds, quiet) as (watch, stopped):
-                tested = score_on_test(space, best, Runner(pool, watch, stopped))
+                tested = final_trial(space, best)
+                run_trials([tested], pool, watch, stopped)
             seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
             measure = measure_name(tested.configuration.measure, tested.configuration.last, tested.metric)
             print(f"test:   {_score(tested)}{tested.metric.unit}{seeds}, {measure}, trained on all training data")

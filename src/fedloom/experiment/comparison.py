@@ -60,7 +60,6 @@ class Comparison:
 
     @property
     def rounds(self) -> dict[RunName, int]:
-        """The number of rounds of each run."""
         return {name: self.configuration.settings[name.setting].rounds for name in self.names}
 
     def run(
@@ -165,7 +164,6 @@ def python_configuration(
 
 
 def _labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:
-    """Return the methods by label, by default their expression."""
     if isinstance(methods, Mapping):
         return {name: build(method) for name, method in methods.items()}
     built = [build(method) for method in ([methods] if isinstance(methods, str | Algorithm) else methods)]

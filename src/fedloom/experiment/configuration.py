@@ -124,11 +124,9 @@ class Configuration(Schedule):
 
     @property
     def schedule(self) -> Schedule:
-        """Duration, participation and evaluation of the runs."""
         return self.seeded(self.seed)
 
     def seeded(self, seed: int) -> Schedule:
-        """Return the schedule of the run with this seed."""
         return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)} | {"seed": seed})
 
     def method(self, algorithm: str) -> Algorithm:
@@ -143,7 +141,6 @@ class Configuration(Schedule):
         return cache(build)  # once each
 
     def recorders(self) -> list[Recorder]:
-        """Return new recorders for a run. Raises as `build_recorders`."""
         return copy.deepcopy(self._recorders)
 
     @cached_property
@@ -162,7 +159,6 @@ class Configuration(Schedule):
         return list(listed) or ([] if self.algorithm is None else [self.algorithm])
 
     def labelled(self, algorithm: str) -> bool:
-        """Return True if a method is named by a label."""
         return self.objects is not None or (isinstance(self.algorithms, dict) and algorithm in self.algorithms)
 
     def only_method(self, purpose: str) -> str:
@@ -180,7 +176,6 @@ class Configuration(Schedule):
 
     @property
     def folder(self) -> Path:
-        """The folder of the runs and comparisons of this experiment."""
         return Path(self.directory) if self.directory is not None else Path("runs") / self.name
 
     def task(self, seed: int, read: Callable[[str], Dataset] = make_dataset) -> Task:
@@ -215,21 +210,16 @@ class Configuration(Schedule):
             }
         else:
             described = self.objects.described(algorithm, seed, self.task)
+        unused = {"clock": not self.clock.runs, "stop": self.stop.evaluations is None}
+        schedule = dataclasses.asdict(self.seeded(seed))
         return {
             **described,
-            **schedule_values(self.seeded(seed)),
+            **{name: value for name, value in schedule.items() if name not in NEUTRAL and not unused.get(name)},
             "record": [expression(recorder) for recorder in self._recorders],
             "engine": settled_by(self.engine),
             "device": self.device,
             **({"plugins": self.plugins} if self.plugins else {}),
         }
-
-
-def schedule_values(schedule: Schedule) -> dict[str, Any]:
-    """Return the fields of a schedule that figures depend on."""
-    unused = {"clock": not schedule.clock.runs, "stop": schedule.stop.evaluations is None}
-    values = dataclasses.asdict(schedule)
-    return {name: value for name, value in values.items() if name not in NEUTRAL and not unused.get(name)}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:

@@ -76,7 +76,6 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Return True if the directory holds a finished run."""
         return (self.path / "result.json").exists()
 
     def ended(self, configuration: Mapping[str, Any]) -> bool:
@@ -109,11 +108,9 @@ class RunDirectory:
         return CheckpointError(f"{self.path} holds {run}: {_REMEDY}")
 
     def finish(self, figures: Mapping[str, Any]) -> None:
-        """Write the final figures, as the last of the run's files."""
         write_json(self.path / "result.json", {**figures, "files": self._digests()})
 
     def _digests(self) -> dict[str, str]:
-        """Return the digests of the files that hold none of their own, or are read by nobody else."""
         digests = {}
         for path in (self.path / name for name in _DIGESTED):
             if path.exists():
@@ -174,7 +171,6 @@ class RunDirectory:
             self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 
     def _require_rounds(self, stored: int, rounds: int, method: Algorithm, training: Training) -> None:
-        """Raise `CheckpointError` unless the run can go on to another number of rounds than it was begun with."""
         begun = f"a run with rounds = {stored}, not {rounds}, and"
         if not training.same_rates(stored, rounds):
             rates = f"the learning rates of training.schedule = {training.schedule!r}"

@@ -186,7 +186,6 @@ def _kind(values: Values) -> Kind:
 
 
 def _complete(values: Values, about: Words) -> Values:
-    """Return the cells that are not empty, clipped to the column's bounds."""
     if _kind(values) == "categories":
         complete: Values = values[np.array([cell is not None for cell in values], bool)]
         return complete
@@ -274,7 +273,6 @@ def _agreed(kinds: Mapping[int, Mapping[str, Kind]]) -> dict[str, Kind]:
 
 
 def _sound(expected: Any, value: Any, client: int) -> Any:
-    """Return a value that a client sent, as it is expected. Raises `RefusedReply` for anything else."""
     try:
         return TypeAdapter(expected).validate_python(value)
     except ValidationError:
@@ -286,7 +284,6 @@ def _refusal(client: int) -> RefusedReply:
 
 
 def _added(listed: Sequence[Listed]) -> Listed:
-    """Return the sums over clients."""
     rows: dict[str, float] = {}
     for _, counts in listed:
         rows |= {text: rows.get(text, 0.0) + count for text, count in counts.items()}

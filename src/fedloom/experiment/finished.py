@@ -238,7 +238,6 @@ def _chosen(runs: Sequence[StoredRun], names: Sequence[str]) -> list[StoredRun]:
 
 
 def _task(path: Path) -> Task:
-    """Make the run's task again from its configuration."""
     stored = RunDirectory(path).configuration
     try:
         # The rest of the configuration is no part of the task, and might ask for what is not needed here.

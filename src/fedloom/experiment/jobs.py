@@ -33,7 +33,6 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Return True if the run is finished."""
         return RunDirectory(self.path).ended(self._resolved)
 
     def require(self) -> None:
@@ -45,7 +44,6 @@ class Job:
         return self.configuration.resolved(self.name.algorithm, self.name.seed)
 
     def summary(self) -> RunSummary:
-        """Return the figures of the run so far."""
         return RunDirectory(self.path).summary(self.name.algorithm)
 
 

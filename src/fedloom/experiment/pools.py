@@ -97,15 +97,12 @@ class ParallelPool:
         return {job.name: reasons[job.name] for job in jobs if job.name in reasons}
 
     def begin(self, job: Job, fresh: bool) -> None:
-        """Begin a run."""
         raise NotImplementedError
 
     def news(self) -> Iterator[News]:
-        """Wait a little and yield what has happened."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End all runs after their rounds in progress."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -132,7 +129,6 @@ class ProcessPool(ParallelPool):
             connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
 
     def start(self) -> None:
-        """Start a worker process."""
         connection, remote = self.context.Pipe()
         process = self.context.Process(target=serve, args=(remote, self.stopping, self.threads), daemon=True)
         main = sys.modules["__main__"]

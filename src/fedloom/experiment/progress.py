@@ -53,7 +53,6 @@ class Display:
         self._engines: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
         run, over = event.run, event.kind in ("ended", "failed")
         rounds = self._rounds if isinstance(self._rounds, int) else self._rounds[run]
         self.finished[run] = rounds if over else event.finished or self.finished.get(run, 0)
@@ -87,12 +86,10 @@ class Display:
         self.progress.update(self._all, completed=done)
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
         if not self.brief:
             self.write(text)
 
     def write(self, text: str) -> None:
-        """Print a line."""
         self.console.print(Text(text), soft_wrap=True)
 
 
@@ -139,7 +136,6 @@ class NotebookBars(Display):
         print(text)
 
     def clear(self) -> None:
-        """Remove the bars."""
         self._handle.update({"text/plain": ""}, raw=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +33,6 @@ from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import require_key
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
-from fedloom.recording.recorder import Recorder, build_recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.card import model_card
@@ -191,7 +190,6 @@ class Result:
 
     @cached_property
     def ends(self) -> dict[str, Any]:
-        """The figures at the end."""
         metric = self.task.objective.metric
         return {
             "rounds": len(self.history),
@@ -254,9 +252,6 @@ def run(
     for key in options:
         require_key(key, [entry.name for entry in dataclasses.fields(Schedule)])
     schedule = dataclasses.replace(schedule or Schedule(), **options)
-    for recorder in build_recorders(record):
-        if reason := recorder.inapplicable(method):
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {method}: {reason}")
     name = RunName(str(method), schedule.seed)
     configuration = Configuration(
         **vars(schedule),
@@ -266,6 +261,9 @@ def run(
         device=str(task.initial.device),
         objects=PythonObjects({name.algorithm: method}, task),
     )
+    for recorder in configuration.recorders():
+        if reason := recorder.inapplicable(method):
+            raise InvalidValue(f"record: {recorder.name}: nothing to record for {method}: {reason}")
     run_directory = None if directory is None else RunDirectory(Path(directory))
     with (
         nullcontext() if run_directory is None else locked(run_directory.lock),
@@ -285,7 +283,7 @@ def run(
             elif event.kind == "round" and on_round is not None:
                 on_round(event.record, event.timing)
 
-        return _RunPlan(configuration, name, task, watch, trackers=trackers).carry_out(run_directory)
+        return _RunPlan(configuration, name, watch, run_directory, trackers=trackers).carry_out()
 
 
 def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
@@ -315,17 +313,15 @@ def run_configured(
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(directory.lock):
         remove_unfinished(directory.path)
+        plan = _RunPlan(configuration, name, watch, directory, fresh, configuration.trackers, make_task, engine, alone)
         if not fresh:
-            resolved = directory.with_engine(configuration.resolved(name.algorithm, name.seed))
             if directory.finished:
-                directory.require(resolved, configuration.method(name.algorithm))
-            if directory.ended(resolved):
+                directory.require(plan.resolved, plan.method)
+            if directory.ended(plan.resolved):
                 summary = directory.summary(name.algorithm)
                 watch(Event("skipped", name, configuration.rounds))
                 return summary
-        task = (make_task or configuration.task)(name.seed)
-        plan = _RunPlan(configuration, name, task, watch, configuration.trackers, engine, alone)
-        result = plan.carry_out(directory, fresh)
+        result = plan.carry_out()
         summary = dataclasses.replace(
             result.summary,
             algorithm=name.algorithm,
@@ -338,44 +334,46 @@ def run_configured(
     return summary
 
 
-@dataclass(frozen=True)
 class _RunPlan:
-    """A run that is about to begin."""
+    """A run that is about to begin. Task and engine are those of the configuration unless they are given."""
 
-    configuration: Configuration
-    name: RunName
-    task: Task
-    watch: Watch
-    trackers: Sequence[str | Tracker]
-    engine: Callable[[Task], Engine] | None = None  # in place of the configuration's
-    alone: bool = True  # no other runs share the cores
-
-    def carry_out(self, directory: RunDirectory | None, fresh: bool = False) -> Result:
-        """Run the remaining rounds, whose files are written to the directory."""
-        configuration, task, path = self.configuration, self.task, None if directory is None else directory.path
-        method, recorders = configuration.method(self.name.algorithm), configuration.recorders()
-        resolved = configuration.resolved(*self.name[:2])
+    def __init__(
+        self,
+        configuration: Configuration,
+        name: RunName,
+        watch: Watch,
+        directory: RunDirectory | None,
+        fresh: bool = False,
+        trackers: Sequence[str | Tracker] = (),
+        make_task: Callable[[int], Task] | None = None,
+        engine: Callable[[Task], Engine] | None = None,
+        alone: bool = True,
+    ) -> None:
+        self.configuration, self.name, self.watch, self.directory = configuration, name, watch, directory
+        self.fresh, self.trackers, self.engine, self.alone = fresh, trackers, engine, alone
+        self.make_task = make_task or configuration.task
+        self.method, self.recorders = configuration.method(name.algorithm), configuration.recorders()
+        self.resolved = configuration.resolved(name.algorithm, name.seed)
         if directory is not None and not fresh:
-            resolved = directory.with_engine(resolved)
+            self.resolved = directory.with_engine(self.resolved)
+
+    def carry_out(self) -> Result:
+        """Run the remaining rounds, whose files are written to the directory."""
+        configuration, directory, resolved = self.configuration, self.directory, self.resolved
+        task, path = self.make_task(self.name.seed), None if directory is None else directory.path
         threads = configuration.threads or step_threads(task)
         with using_threads(threads):  # which the directory notes; engines that start processes see all there are
-            notices = [] if directory is None else directory.begin(resolved, method, fresh)
+            notices = [] if directory is None else directory.begin(resolved, self.method, self.fresh)
         over = directory is not None and directory.ended(resolved)
-        recording = Recording(recorders, path) if recorders else None
+        recording = Recording(self.recorders, path) if self.recorders else None
         with (
             using_threads(configuration.threads),
-            closing(RowsEngine(task) if over else self._engine(method, recorders, resolved, directory)) as engine,
+            closing(RowsEngine(task) if over else self._engine(task)) as engine,
             using_threads(threads),
         ):
-            federation = Federation(
-                method,
-                task,
-                engine,
-                configuration.seeded(self.name.seed),
-                path,
-                "" if path is None else identity(task, resolved, method, configuration.clock),
-                [] if recording is None else [recording],
-            )
+            digest = "" if path is None else identity(task, resolved, self.method, configuration.clock)
+            schedule, observers = configuration.seeded(self.name.seed), [] if recording is None else [recording]
+            federation = Federation(self.method, task, engine, schedule, path, digest, observers)
             choice = engine.chosen if isinstance(engine, LocalEngine) else None
             choice = (directory.engine if directory and over else choice) or Choice(str(resolved["engine"]))
             if directory is not None and not over:
@@ -396,24 +394,19 @@ class _RunPlan:
             _ = result.summary  # reads all figures: their directory may be gone later
         return result
 
-    def _engine(
-        self,
-        method: Algorithm,
-        recorders: Sequence[Recorder],
-        resolved: Mapping[str, Any],
-        directory: RunDirectory | None,
-    ) -> Engine:
+    def _engine(self, task: Task) -> Engine:
         """Make the engine: that of a run that goes on, and in this process if a recorder hooks into training."""
         if self.engine is not None:
-            return self.engine(self.task)
+            return self.engine(task)
         named = self.configuration.engine
         return make_engine(
-            named if settled_by(named) == resolved["engine"] else str(resolved["engine"]),
-            self.task,
+            named if settled_by(named) == self.resolved["engine"] else str(self.resolved["engine"]),
+            task,
             self.configuration.seeded(self.name.seed),
-            in_process=not self.alone or any(r.hooks_training and not r.inapplicable(method) for r in recorders),
-            algorithm=method,
-            begun=None if directory is None else directory.engine,
+            in_process=not self.alone
+            or any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders),
+            algorithm=self.method,
+            begun=None if self.directory is None else self.directory.engine,
         )
 
     def _run_rounds(self, result: Result, tracking: Tracking) -> None:
@@ -426,15 +419,14 @@ class _RunPlan:
             for notice in timing.get("notices", ()):
                 if notice not in notified:
                     self._notify(notice)
-            self.watch(
-                Event("round", self.name, record["round"], record, timing["seconds"], timing=timing, metric=metric)
-            )
+            seconds = timing["seconds"]
+            self.watch(Event("round", self.name, record["round"], record, seconds, timing=timing, metric=metric))
 
         if self.trackers:
-            algorithm = str(result.configuration["algorithm"])
-            folder = setting_folder(Path(), self.name.setting) / folder_name(algorithm) / f"seed-{self.name.seed}"
+            folder = setting_folder(Path(), self.name.setting) / folder_name(str(self.resolved["algorithm"]))
+            label = (folder / f"seed-{self.name.seed}").as_posix()
             records, timings = result.federation.history, result.federation.timings  # a result reads them once
-            tracking.begin(self.configuration.name, folder.as_posix(), result.configuration, records, timings)
+            tracking.begin(self.configuration.name, label, self.resolved, records, timings)
         result.federation.run(report)
 
     def _notify(self, notice: str) -> None:
@@ -442,7 +434,6 @@ class _RunPlan:
 
 
 def _write_start(task: Task, path: Path, choice: Choice) -> None:
-    """Write what is settled before the first round."""
     if not choice.named:
         write_json(path / "engine.json", dataclasses.asdict(choice))
     if not task.elsewhere:
@@ -450,8 +441,7 @@ def _write_start(task: Task, path: Path, choice: Choice) -> None:
         if task.local_test is not None:
             task.local_test.save(path / "test-split.npz")
     if task.true_labels is not None:
-        labels = {"given": task.train.labels, "true": task.true_labels}
-        write_tensors(path / "labels.safetensors", labels, {})
+        write_tensors(path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
     write_json(path / "task.json", {**_described_data(task), "digests": task_digests(task)})
 
 
@@ -486,7 +476,6 @@ def _personal_models(federation: Federation) -> dict[str, Tensor]:
 
 
 def _described_data(task: Task) -> dict[str, Any]:
-    """Return what reports say of the clients' data."""
     names = task.dataset.class_names
     labels = task.train.labels.cpu().numpy()
     counts = task.partition.sizes[:0, None] if task.elsewhere else task.partition.sizes[:, None]

@@ -60,12 +60,10 @@ class EventBoard:
         return self.stopping
 
     def take(self) -> list[Event]:
-        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def stop(self) -> None:
-        """End the runs after their rounds in progress."""
         self.stopping = True
 
 

@@ -51,7 +51,6 @@ class Range:
 
     @property
     def integral(self) -> bool:
-        """Return True if both ends are whole numbers, so that a search takes whole numbers between them."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def values(self) -> list[float]:
@@ -153,7 +152,6 @@ def require_key(key: str, keys: Sequence[str], prefix: str = "") -> None:
 
 
 def _leaves(table: Mapping[str, Any], outer: str, keys: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the full keys of a nested table with their values."""
     for name, value in table.items():
         key = outer + name
         is_table = any(full.startswith(f"{key}.") for full in keys)

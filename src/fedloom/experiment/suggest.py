@@ -2,18 +2,21 @@
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from fedloom.errors import MissingExtra
 from fedloom.experiment.settings import Axis, Range, values_of
-from fedloom.experiment.tune import Runner, Search, Trial
+from fedloom.experiment.tune import Search, Trial
 
 TRIALS = 20
 """Default number of trials."""
 
 
-def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_size: int = 1) -> list[Trial]:
-    """Make `trials` trials, `batch_size` at a time, as Optuna's TPE sampler suggests them.
+def search_optuna(
+    search: Search, run: Callable[[list[Trial]], None], trials: int = TRIALS, batch_size: int = 1
+) -> list[Trial]:
+    """Let Optuna's TPE sampler suggest `trials` trials, which `run` makes `batch_size` at a time.
 
     The sampler draws by the configuration's seed: the same search suggests the same trials, whose finished runs are only read,
     as long as `batch_size` and Optuna's version stay the same. Raises `MissingExtra` without Optuna.
@@ -34,7 +37,7 @@ def search_optuna(search: Search, runner: Runner, trials: int = TRIALS, batch_si
             search.trial(number, {key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()})
             for number, suggestion in enumerate(suggestions, start=len(completed) + 1)
         ]
-        runner.run(batch)
+        run(batch)
         for trial, suggestion in zip(batch, suggestions, strict=True):
             failed = optuna.trial.TrialState.FAIL if trial.score is None else None
             study.tell(suggestion, trial.score, state=failed)
@@ -54,7 +57,6 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
 
 
 def _value(axis: Axis, suggested: Any) -> Any:
-    """Return the value of an axis that Optuna's suggestion stands for."""
     if not isinstance(axis, Range) or axis.steps is not None:
         return values_of(axis)[suggested]
     return suggested if axis.integral else float(f"{suggested:.6g}")

@@ -6,7 +6,7 @@ goes on where it was interrupted. Trials are judged on the validation data that 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
 from fedloom.experiment.events import RunName, Watch
-from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible, unfinished
+from fedloom.experiment.jobs import Job, job_of, unfinished
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
 from fedloom.experiment.settings import (
@@ -100,13 +100,11 @@ class Search:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
             )
-        for changes in self.corners():
-            self.trial(0, changes)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the trials."""
-        return self.configuration.folder / FOLDER
+        self.folder = base.folder / FOLDER
+        # Every value of the lists and both ends of the ranges must be allowed.
+        ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
+        for k in range(max(map(len, ends))):
+            self.trial(0, {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)})
 
     def trial(self, number: int, changes: Changes) -> Trial:
         """Return the trial of some values. Raises `InvalidValue` for a value that is not allowed."""
@@ -115,7 +113,6 @@ class Search:
         return Trial(number, changes, configuration(table))
 
     def chosen(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the table of the configuration with these values."""
         parameters = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
         settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
         try:
@@ -139,12 +136,6 @@ class Search:
             ]
         return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
 
-    def corners(self) -> Iterator[Changes]:
-        """Yield choices with every value of the lists and both ends of the ranges, each at least once."""
-        ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
-        for k in range(max(map(len, ends))):
-            yield {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)}
-
 
 def searches(
     table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
@@ -160,42 +151,28 @@ def searches(
     return pairs
 
 
-class Runner:
-    """Makes the runs of trials in a pool."""
-
-    def __init__(self, pool: RunPool, watch: Watch, stopped: Callable[[], bool]) -> None:
-        self.pool, self.watch, self.stopped = pool, watch, stopped
-
-    def jobs(self, trials: Sequence[Trial]) -> dict[RunName, Job]:
-        """Return the jobs of the trials, with all their seeds; trials that are alike share theirs."""
-        finished = finished_runs(trials[0].configuration.folder)
-        names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}
-        return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
-
-    def run(self, trials: Sequence[Trial]) -> None:
-        """Make the runs that are not finished yet and note the measure of all."""
-        jobs = self.jobs(trials)
-        failed = self.pool.run(unfinished(jobs.values(), self.watch), self.watch, False, self.stopped)
-        for trial in trials:
-            for seed in trial.seeds:
-                name = trial.name(seed)
-                value = None
-                if name not in failed:
-                    summary = jobs[name].summary()
-                    trial.metric = summary.metric
-                    value = measured(summary, trial.configuration.measure, trial.configuration.last)
-                if value is None:
-                    trial.reason = failed.get(name, "nothing was measured")
-                else:
-                    trial.values[seed] = value
+def jobs_of(trials: Sequence[Trial]) -> dict[RunName, Job]:
+    """Return the runs of the trials, with all their seeds; trials that are alike share theirs."""
+    finished = finished_runs(trials[0].configuration.folder)
+    names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}
+    return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
 
 
-def search_grid(search: Search, runner: Runner, tasks: Tasks, trials: int | None = None) -> list[Trial]:
-    """Make all trials of the grid; see `Search.grid`."""
-    grid = search.grid(trials)
-    require_possible([job for job in runner.jobs(grid).values() if not job.finished], tasks)
-    runner.run(grid)
-    return grid
+def run_trials(trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]) -> None:
+    """Make the runs that are not finished yet and note the measure of all."""
+    jobs = jobs_of(trials)
+    failed = pool.run(unfinished(jobs.values(), watch), watch, False, stopped)
+    for trial in trials:
+        for seed in trial.seeds:
+            name, value = trial.name(seed), None
+            if name not in failed:
+                summary = jobs[name].summary()
+                trial.metric = summary.metric
+                value = measured(summary, trial.configuration.measure, trial.configuration.last)
+            if value is None:
+                trial.reason = failed.get(name, "nothing was measured")
+            else:
+                trial.values[seed] = value
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
@@ -227,8 +204,8 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
     return best
 
 
-def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
-    """Train the best choice on all training data and score it on the test data, which may be done once."""
+def final_trial(search: Search, best: Trial) -> Trial:
+    """Return the trial that trains the best choice on all training data and judges it on the test data, which happens once."""
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
     if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:
@@ -241,5 +218,4 @@ def score_on_test(search: Search, best: Trial, runner: Runner) -> Trial:
         table["measure"] = "final"  # the best of all evaluations would be chosen on the test data
     trial = Trial(0, best.changes, configuration(table))
     write_json(path, choice)
-    runner.run([trial])
     return trial
