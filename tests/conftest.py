@@ -45,7 +45,6 @@ LONGEST = (
     "test_places.py",
     "test_ray.py",
     "test_ray_cluster.py",
-    "test_ray_pool.py",
     "test_processes.py",
     "test_exported.py",
     "test_resume.py",
@@ -58,7 +57,6 @@ LONGEST = (
 TOGETHER = {
     "test_ray.py": "waiting",
     "test_ray_cluster.py": "waiting",
-    "test_ray_pool.py": "waiting",
     "test_flower_sites.py": "waiting",
     "test_flower_worker.py": "waiting",
     "test_flower_journey.py": "waiting",

@@ -140,7 +140,7 @@ def test_engines_import_no_method() -> None:
 @pytest.mark.parametrize(
     ("library", "places"),
     [
-        ("ray", ("fedloom.engines.ray", "fedloom.experiment.ray_pool")),
+        ("ray", ("fedloom.engines.ray",)),
         ("flwr", ("fedloom.sites",)),
         ("typer", ("fedloom.cli",)),
     ],
