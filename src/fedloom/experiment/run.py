@@ -353,7 +353,7 @@ class _RunPlan:
         self.fresh, self.trackers, self.engine, self.alone = fresh, trackers, engine, alone
         self.make_task = make_task or configuration.task
         self.method, self.recorders = configuration.method(name.algorithm), configuration.recorders()
-        self.resolved = configuration.resolved(name.algorithm, name.seed)
+        self.schedule, self.resolved = configuration.seeded(name.seed), configuration.resolved(*name[:2])
         if directory is not None and not fresh:
             self.resolved = directory.with_engine(self.resolved)
 
@@ -372,8 +372,8 @@ class _RunPlan:
             using_threads(threads),
         ):
             digest = "" if path is None else identity(task, resolved, self.method, configuration.clock)
-            schedule, observers = configuration.seeded(self.name.seed), [] if recording is None else [recording]
-            federation = Federation(self.method, task, engine, schedule, path, digest, observers)
+            observers = [] if recording is None else [recording]
+            federation = Federation(self.method, task, engine, self.schedule, path, digest, observers)
             choice = engine.chosen if isinstance(engine, LocalEngine) else None
             choice = (directory.engine if directory and over else choice) or Choice(str(resolved["engine"]))
             if directory is not None and not over:
@@ -402,7 +402,7 @@ class _RunPlan:
         return make_engine(
             named if settled_by(named) == self.resolved["engine"] else str(self.resolved["engine"]),
             task,
-            self.configuration.seeded(self.name.seed),
+            self.schedule,
             in_process=not self.alone
             or any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders),
             algorithm=self.method,
