@@ -334,33 +334,32 @@ def run_configured(
     return summary
 
 
+@dataclass
 class _RunPlan:
     """A run that is about to begin. Task and engine are those of the configuration unless they are given."""
 
-    def __init__(
-        self,
-        configuration: Configuration,
-        name: RunName,
-        watch: Watch,
-        directory: RunDirectory | None,
-        fresh: bool = False,
-        trackers: Sequence[str | Tracker] = (),
-        make_task: Callable[[int], Task] | None = None,
-        engine: Callable[[Task], Engine] | None = None,
-        alone: bool = True,
-    ) -> None:
-        self.configuration, self.name, self.watch, self.directory = configuration, name, watch, directory
-        self.fresh, self.trackers, self.engine, self.alone = fresh, trackers, engine, alone
-        self.make_task = make_task or configuration.task
-        self.method, self.recorders = configuration.method(name.algorithm), configuration.recorders()
-        self.schedule, self.resolved = configuration.seeded(name.seed), configuration.resolved(*name[:2])
-        if directory is not None and not fresh:
-            self.resolved = directory.with_engine(self.resolved)
+    configuration: Configuration
+    name: RunName
+    watch: Watch
+    directory: RunDirectory | None
+    fresh: bool = False
+    trackers: Sequence[str | Tracker] = ()
+    make_task: Callable[[int], Task] | None = None
+    engine: Callable[[Task], Engine] | None = None
+    alone: bool = True  # no other runs share the cores
+
+    def __post_init__(self) -> None:
+        configuration, (algorithm, seed, _) = self.configuration, self.name
+        self.method, self.recorders = configuration.method(algorithm), configuration.recorders()
+        self.schedule, self.resolved = configuration.seeded(seed), configuration.resolved(algorithm, seed)
+        if self.directory is not None and not self.fresh:
+            self.resolved = self.directory.with_engine(self.resolved)
 
     def carry_out(self) -> Result:
         """Run the remaining rounds, whose files are written to the directory."""
         configuration, directory, resolved = self.configuration, self.directory, self.resolved
-        task, path = self.make_task(self.name.seed), None if directory is None else directory.path
+        task = (self.make_task or configuration.task)(self.name.seed)
+        path = None if directory is None else directory.path
         threads = configuration.threads or step_threads(task)
         with using_threads(threads):  # which the directory notes; engines that start processes see all there are
             notices = [] if directory is None else directory.begin(resolved, self.method, self.fresh)
