@@ -25,11 +25,11 @@ from scipy import stats
 
 from fedloom.cli.running import print_tables
 from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables
-from fedloom.experiment.finished import write_pages
+from fedloom.experiment.finished import StoredRun, write_reports
 from fedloom.objectives import Metric
 from fedloom.report.conclusions import conclusions
 from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
-from fedloom.report.page import render
+from fedloom.report.page import ReportOptions, render
 from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, caption, overall, reading, sheet
 from fedloom.report.significance import (
     FLIPS,
@@ -266,7 +266,8 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
             re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", one) for one in blocks
         ] == [[text] if text else [] for text in wanted]
 
-    overview, *pages = [page.read_text() for page in write_pages(tmp_path, "Epochs", parts, "")]
+    stored = [StoredRun(one.setting, tmp_path, run, one.changes) for one, runs in parts for run in runs]
+    overview, *pages = [page.read_text() for page in write_reports(tmp_path, stored, ReportOptions("Epochs"))]
     for page, one, text in zip(pages, sheets, wanted, strict=True):
         assert ("a client was absent" in page) is bool(text)
         assert not text or f"{text[0].upper()}{text[1:]}." in page
@@ -347,25 +348,25 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     clear = sheet(methods(9, best=0.2, near=0.2, far=0.0), changes=noisy)
     (far,) = (test for test in clear.tests["last"] if test.method == "far")
     p = max(far.t_test_corrected or 0, far.exact_corrected or 0)
-    assert conclusions([clear]) == [
-        f"With 40 % symmetric label noise, best ends {-100 * far.mean:.1f} points above far (95 % interval "
-        f"{-100 * (far.high or 0):.1f} to {-100 * (far.low or 0):.1f}, p = {p:.2g}); "
-        "no significant difference between best and near."
-    ]
+    (text,) = conclusions([clear])
+    assert text.startswith("With 40 % symmetric label noise, best has the best mean accuracy of the last evaluation, ")
+    assert (
+        f"; far is {-100 * far.mean:.1f} points below best (95 % interval {-100 * (far.high or 0):.1f} to "
+        f"{-100 * (far.low or 0):.1f}, p = {p:.2g}, significant)."
+    ) in text
+    assert ", not significant); far" in text
     first = conclusions([sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)])
-    assert first[0].startswith("With clean labels, far ends 20.2 points below best (95 % interval ")
-    assert first[0].endswith("; no significant difference between best and near.")
+    assert first[0].startswith("With clean labels, best has the best mean accuracy of the last evaluation, ")
     few = conclusions([sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
-    assert few.startswith(
-        "By the t-test alone, near ends 20.1 points above far (95 % interval 18.9 to 21.3, p < 0.001): "
-    )
-    assert f"the exact test needs {seeds_needed(3)} seeds to confirm it" in few
+    assert "(95 % interval 18.9 to 21.3, p < 0.001, significant by the t-test only: " in few
+    assert f"the exact test needs {seeds_needed(3)} seeds)" in few
     alike = conclusions([sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})])[0]
     assert alike.startswith("With partition iid and rounds 5, no difference in the mean accuracy of the last")
     many = conclusions([sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
-    assert "8 methods differ from m8 by 5.0 points (m7) to 40.1 points (m0)" in many
-    same = [run_of([0.5], name, seed) for name in ("a", "b", "c", "d", "e") for seed in range(3)]
-    assert conclusions([sheet(same)]) == ["Equal to a with every seed: b, c, d and 1 more."]
+    assert ": m7 is 5.0 points below m8 (" in many
+    assert many.endswith("; 5 more in the table.")
+    same = [run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)]
+    assert conclusions([sheet(same)])[0].endswith(": b equals a with every seed.")
     one = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
     assert conclusions([sheet(one)]) == [
         "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell whether another would show "
@@ -375,7 +376,9 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     slow = [run_of([0.1, 0.1, 0.9], "slow", seed) for seed in range(7)]
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
     costs = conclusions([sheet([*slow, *quick], [0.8], measure="rounds")])
-    assert costs == ["quick takes 1 rounds less than slow (p = 0.016)."]
+    assert costs == [
+        "quick has the best rounds to 80 %, 2.000 ± 0.000: slow is 1 rounds above quick (p = 0.016, significant)."
+    ]
 
 
 def test_the_page_begins_with_its_conclusions() -> None:
