@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fedloom.errors import InvalidValue, MissingExtra
-from fedloom.report import image_files as images
 from fedloom.report.contents import image_figures
 from fedloom.report.image_files import require_images, save_figures, standalone, write_images
 from report_support import CHROMIUM, made_up_run
@@ -67,17 +66,6 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_browser_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_kaleido", lambda: None)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("BROWSER_PATH", raising=False)
-    with pytest.raises(InvalidValue, match=r"^images need a Chromium or Chrome, but there is no chromium or "):
-        require_images(["png"])
-    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chrome")
-    with pytest.raises(InvalidValue, match=r"but there is no /nowhere/chrome"):
-        require_images(["svg"])
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
 def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
@@ -94,11 +82,11 @@ def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: py
     assert "<b>mr" not in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
-def test_a_browser_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/bin/false", "/nowhere/chrome"])
+def test_a_browser_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
-    monkeypatch.setenv("BROWSER_PATH", "/bin/false")
+    monkeypatch.setenv("BROWSER_PATH", path)
     slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
-    with pytest.raises(InvalidValue, match=r"^images cannot be drawn with /bin/false: ") as refused:
+    with pytest.raises(InvalidValue, match=r"^images cannot be drawn, which takes a Chromium or Chrome: ") as refused:
         save_figures(tmp_path, {"seeds": standalone(slot)})
     assert "\n" not in str(refused.value)

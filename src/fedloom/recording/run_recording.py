@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Replies
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Tensors, partial_models
+from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import INTEGERS, ClientTask
@@ -62,7 +62,6 @@ class Recording:
         self.directory = directory
         self.notices: list[str] = []
         self.log = MeasurementLog(directory)
-        self._results: list[dict[str, Any]] | None = None  # read once
         self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
         self._pending: dict[str, Measurement] = {}
 
@@ -98,12 +97,7 @@ class Recording:
                 f"record: {next(iter(self._hooks))}: it hooks client training, which is in other processes here"
             )
         if self.directory is not None:
-            remove_unfinished(self._folder)
-
-    @property
-    def _folder(self) -> Path:
-        assert self.directory is not None
-        return self.directory / "recorded"
+            remove_unfinished(self.directory / "recorded")
 
     def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
         """Let the recorders measure this round, which may still fail. Changes no argument and stores none without a copy."""
@@ -131,12 +125,11 @@ class Recording:
         if self.directory is None:
             self._tensors[number] = tensors
         elif tensors:
-            self._folder.mkdir(exist_ok=True)
             path = models_file(self.directory, number)
+            path.parent.mkdir(exist_ok=True)
             write_tensors(path, tensors, {"round": str(number)}, durable=False)
             self.log.unsynced.append(path)
         self.log.append(line)
-        self._results = None
 
     def results(self) -> list[dict[str, Any]]:
         """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out.
@@ -144,15 +137,13 @@ class Recording:
         Raises:
             DamagedCheckpoint: When a recorded model cannot be read.
         """
-        if self._results is not None:
-            return self._results
         results, records = [], self.log.read()
         for recorder in self.recorders:
             lines = [line for line in records if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
-                tensors = self._models(recorder, [line["round"] for line in lines if line["kept"]])
+                stored = [line["round"] for line in lines if line["kept"]]
+                tensors = {number: self._models(recorder.name, number) for number in stored}
                 results.append(_plain({"kind": recorder.kind, **recorder.result(series, tensors, self._context)}))
-        self._results = results
         return results
 
     def write(self, results: Sequence[Mapping[str, Any]]) -> None:
@@ -160,10 +151,10 @@ class Recording:
         if self.directory is not None:
             write_text(self.directory / RESULT, json.dumps(list(results)) + "\n")
 
-    def _models(self, recorder: Recorder, numbers: Sequence[int]) -> Tensors:
+    def _models(self, name: str, number: int) -> dict[str, Tensor]:
         if self.directory is None:
-            return {number: _of(recorder.name, self._tensors[number]) for number in numbers}
-        return {number: recorded_tensors(self.directory, recorder.name, number) for number in numbers}
+            return _of(name, self._tensors[number])
+        return recorded_tensors(self.directory, name, number)
 
 
 def models_file(directory: Path, number: int) -> Path:

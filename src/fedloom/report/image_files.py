@@ -1,8 +1,6 @@
 """Figures as image files, drawn offline by a Chromium on this machine (the extra `images`: Kaleido)."""
 
 import html
-import os
-import shutil
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,9 +17,6 @@ from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary
 
 FORMATS = ("png", "svg", "pdf")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
-"""Browsers that can draw, in the order in which they are looked for; BROWSER_PATH goes first."""
-
 WIDTH = 1000  # of an image, in CSS pixels; PNG files have twice as many pixels
 
 
@@ -47,7 +42,6 @@ def require_images(formats: Sequence[str]) -> None:
     for name in formats:
         require_one_of("image format", name, FORMATS)
     _kaleido()
-    browser()
 
 
 def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)) -> list[Path]:
@@ -62,11 +56,10 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from libraries below, about nothing that a user could change
-            options = {"path": browser(), "mathjax": False}
-            kaleido.write_fig_from_object_sync(images, kopts=options, cancel_on_error=True)
+            kaleido.write_fig_from_object_sync(images, kopts={"mathjax": False}, cancel_on_error=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InvalidValue(f"images cannot be drawn with {browser()}: {reason}") from None
+        raise InvalidValue(f"images cannot be drawn, which takes a Chromium or Chrome: {reason}") from None
     return [Path(image["path"]) for image in images]
 
 
@@ -76,17 +69,6 @@ def _kaleido() -> Any:
     except ImportError:
         raise MissingExtra("kaleido", "images", "drawing images") from None
     return kaleido
-
-
-def browser() -> str:
-    """Return the browser that draws. Raises `InvalidValue` when there is none."""
-    configured = os.environ.get("BROWSER_PATH")
-    candidates = [configured] if configured else BROWSERS
-    if path := next(filter(None, map(shutil.which, candidates)), None):
-        return path
-    raise InvalidValue(
-        f"images need a Chromium or Chrome, but there is no {' or '.join(candidates)} (Debian's package: chromium)"
-    )
 
 
 def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
