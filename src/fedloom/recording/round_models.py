@@ -23,10 +23,9 @@ CURVES = ("right", "memorised", "corrected")
 class Aggregate(Recorder):
     """Test accuracy and loss of the models that the clients upload, and of the global model aggregated from them.
 
-    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training, for
-    the others the k-th selected client's. The first `models` slots are recorded, all by default, in every round whose number
-    `every` divides. Costs a pass over the test set for each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD
-    2024 version), which shows four models.
+    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training. The
+    first `models` slots are recorded, all by default, in every round whose number `every` divides. Costs a pass over the test set for
+    each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD 2024 version).
     """
 
     every: Count = 10
@@ -69,9 +68,8 @@ class Similarity(Recorder):
     """Mean cosine similarity of the models that the clients upload and, where the method keeps a pool, of the pool.
 
     The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the models `uploaded` in the
-    round and, for methods with a pool of models (FedMR, Indep), of the `pool` after the round. Recorded in every round whose
-    number `every` divides and in which two models or more were uploaded. Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in
-    the KDD 2024 version); the authors' code averages over blocks of tensors instead of comparing whole models.
+    round and for the `pool` after it, in every round whose number `every` divides and in which two models or more were uploaded.
+    Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in the KDD 2024 version); the authors' code averages over blocks.
     """
 
     every: Count = 1
@@ -92,9 +90,8 @@ class TrainingObjective(Recorder):
     """The training objective over a round's clients, of the models they receive and of the models they upload.
 
     F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each and f_i the mean cross
-    entropy on them in evaluation mode; w_i is the model received (`before`) or the model uploaded (`after`). Under `ala` local
-    training starts from a blend, not from the model received, so the step from before to after includes the blending. Recorded
-    in every round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
+    entropy on them in evaluation mode; w_i is the model received (`before`) or the model uploaded (`after`; under `ala` the step
+    includes the blending). Recorded in every round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
     """
 
     every: Count = 10
@@ -115,10 +112,9 @@ class TrainingObjective(Recorder):
 class Memorisation(Recorder):
     """Accuracy of the global model on training samples whose labels are right, and on those whose labels are wrong.
 
-    Over the training samples of all clients that train: `right`, where the given label is the true one; where it is wrong,
-    the share that the model classifies as given (`memorised`) and the share that it classifies by the true label
-    (`corrected`). The last two need `label_noise`. Recorded in every round whose number `every` divides. Costs a pass over the
-    training set.
+    Over the training samples of all clients that train: `right`, where the given label is the true one; where it is wrong, the
+    share that the model classifies as given (`memorised`) and by the true label (`corrected`). Recorded in every round whose
+    number `every` divides. Costs a pass over the training set.
     """
 
     every: Count = 10

@@ -132,11 +132,7 @@ class Recording:
         self.log.append(line)
 
     def results(self) -> list[dict[str, Any]]:
-        """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out.
-
-        Raises:
-            DamagedCheckpoint: When a recorded model cannot be read.
-        """
+        """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out."""
         results, records = [], self.log.read()
         for recorder in self.recorders:
             lines = [line for line in records if recorder.name in line["values"]]

@@ -74,10 +74,7 @@ class Trajectory(Recorder):
 def surroundings(
     plane: "Plane", grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
 ) -> dict[str, Any]:
-    """Return the variance that the plane explains, coordinates `x` and `y` of a grid around its points, and the loss on it.
-
-    `surface` has a line for each y, from the lowest up; the buffers are those of `model [P]`.
-    """
+    """Return the variance that the plane explains, a grid `x`, `y` around its points, and the loss on it, a line for each y."""
     index, trainable = context.client(client), context.task.layout.trainable
     low, high = plane.points.amin(0), plane.points.amax(0)
     margin = MARGIN * (high - low)

@@ -44,12 +44,9 @@ class AblationLine:
 
 
 def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[AblationLine]]:
-    """Return, by name, the parameters that differ between runs which agree in everything else but the seed: accuracies by the
-    criterion `by` over the values, a line for each combination of the others.
-
-    Configuration keys (`data.partition`) count, and parameters of methods (`fraction of fedmr`) with their defaults; a method
-    beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds.
-    """
+    """Return, by name, the parameters in which runs differ that agree in all else but the seed: a line of accuracies over the
+    values for each combination of the others. Configuration keys count, and parameters of methods with their defaults; a method
+    beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds."""
     calls = [_call(run) for run in runs]
     two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
     staged = {str(call.positional[1]): call for call in two_staged if {*map(type, call.positional)} == {Call}}
@@ -74,10 +71,7 @@ def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[Ablat
 
 
 def ablation_figure(name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]) -> go.Figure:
-    """Draw accuracy over the values, mean over seeds with ± one standard deviation: lines over numbers, else bars.
-
-    Every point has the colour of its method in `looks`; a line that joins several methods is grey.
-    """
+    """Draw accuracy over the values, mean over seeds ± one standard deviation, in the methods' colours (grey: several)."""
     methods, share = [line.method for line in lines], by.metric.share
     by_method = None not in methods and len(set(methods)) == len(methods)
     values = list(dict.fromkeys(value for line in lines for value in line.spreads))

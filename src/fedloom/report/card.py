@@ -13,14 +13,7 @@ _LISTED = 50  # categories and classes, at most
 
 
 def model_card(run: RunSummary, preprocessing: Preprocessing, model: str, task: Mapping[str, Any]) -> str:
-    """Return the card of the model of a finished run.
-
-    Args:
-        run: The figures of the run.
-        preprocessing: From a person's data to the model's inputs.
-        model: The expression that builds the model, or its class.
-        task: The sizes in the run's `task.json`: training and test samples, parameters.
-    """
+    """Return the card of the model of a finished run; `task` has the sizes in its `task.json`."""
     sections = {
         "Data": _data(run, preprocessing, task),
         "Training": [

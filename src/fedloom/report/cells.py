@@ -56,10 +56,7 @@ class Table:
 
     @property
     def best_lines(self) -> list[set[int]]:
-        """The lines with the best value, column by column: none unless there are two different values to compare.
-
-        A value that leaves out the seeds that failed is not compared, and values that look the same share the mark.
-        """
+        """The lines with the best value, column by column: none unless two values differ as they are shown."""
         best: list[set[int]] = []
         for k, column in enumerate(self.columns):
             values = {row: line[k].value for row, line in enumerate(self.lines) if not line[k].partial}
@@ -75,8 +72,7 @@ def comparison(
 ) -> Table:
     """Return rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
 
-    The rounds to a target carry their speed-up over the first method, `1.8×`, where every seed of both reached it, and
-    how many seeds did where not all. `marks` go behind the accuracies, by measure and method.
+    `marks` go behind the accuracies, by measure and method.
     """
     metric, reaches = (rows[0].metric, rows[0].reaches) if rows else (ACCURACY, ())
     in_percent = ", %" if metric.share else ""

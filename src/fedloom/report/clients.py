@@ -25,8 +25,7 @@ class Client:
 def worst_first(runs: Sequence[RunSummary]) -> list[Client]:
     """Return the clients of the first seed whose clients were measured, by their score; those not measured last, by samples.
 
-    Several methods: of each the accuracy of the model that a client would use (`personal`), after the last round in which it
-    was measured. One method: beside it, that of the global model (`client`). Methods count that ran on the same data.
+    Of several methods: the accuracy of the model that a client would use; of one method, that of the global model beside it.
     """
     comparable = same_data(runs)
     if not comparable:

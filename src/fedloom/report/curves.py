@@ -48,10 +48,7 @@ class Curve:
     seeds: int
 
     def thinned(self, points: int) -> "Curve":
-        """Return about `points` of the measured points: the lowest and the highest of each of equal stretches, and both ends.
-
-        Nothing is smoothed or interpolated, so no peak and no dip is lost.
-        """
+        """Return about `points` of the measured points: both ends, and the lowest and the highest of each of equal stretches."""
         if len(self.x) <= points:
             return self
         drawn = {0, len(self.x) - 1}
@@ -62,11 +59,8 @@ class Curve:
 
 
 def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
-    """Return the curve of one method's `runs` for a figure of its records, over one of `AXES`.
-
-    Runs without the measure are left out. A point is a round for which all the others have a finite value, so that a run
-    that stopped early does not bend the mean. None when there is no such round, or when a run kept no times for `x`.
-    """
+    """Return the curve of one method's `runs` over one of `AXES`, of the rounds for which every run with the measure has a finite
+    value, so that a run that stopped early does not bend the mean; None without such a round, or without times for `x`."""
     require_one_of("x", x, tuple(AXES))
     recorded = {k: series for k, run in enumerate(runs) if (series := by_round(run, measure))}
     if not recorded:

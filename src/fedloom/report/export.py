@@ -77,10 +77,7 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Return tables for a paper, to be had with `\\input`; the best value of a column is bold.
-
-    They need the packages booktabs and graphicx, which makes a table that is wider than a line smaller.
-    """
+    """Return tables for a paper, the best value of a column in bold; they need the packages booktabs and graphicx."""
     note = " ".join([*explained(sheets), *reading(sheets)])
     tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, sheet in enumerate(sheets, start=1):

@@ -88,10 +88,7 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
 def label_distribution(
     label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
 ) -> go.Figure:
-    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, its area proportional to their number.
-
-    At most `limit` clients are drawn, evenly spaced.
-    """
+    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, for at most `limit` clients."""
     counts = np.array(label_counts, dtype=np.int64)
     classes = counts.shape[1]
     names = [html.escape(name) for name in class_names or map(str, range(classes))]
@@ -186,10 +183,7 @@ def pale(colour: str, opacity: float) -> str:
 
 
 def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
-    """Return a figure with the layout that all share; its background is transparent and its text follows the page, light or dark.
-
-    The layout is made at once: changing a Plotly layout costs far more than making it.
-    """
+    """Return a figure with the layout that all share, on the page's own background, made at once: changing it later is slow."""
     title = {"standoff": 10, "font": {"size": 13}}
     axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "automargin": True, "title": title}
     common = {

@@ -28,10 +28,7 @@ def write_images(
     *,
     captions: bool = True,
 ) -> list[Path]:
-    """Write every figure that the runs have data for in all `formats`; return the files, such as `curve-accuracy.png`.
-
-    Raises `InvalidValue` for an unknown format, or when Kaleido or a Chromium is missing or fails.
-    """
+    """Write every figure that the runs have data for in all `formats`; return the files, such as `curve-accuracy.png`."""
     require_images(formats)
     images = {figure.name: standalone(figure, captions) for figure in image_figures(runs, by)}
     return save_figures(folder, images, formats)

@@ -107,8 +107,7 @@ def sheet(
 ) -> Sheet:
     """Compare the runs of one setting, which is labelled `setting` and sets the configuration keys `changes`.
 
-    The reference of the differences is the `best` method or the `first`; a single table shows the `measure`, one of `MEASURES` or
-    `TO_TARGET`. Raises `InvalidValue` as `summarise` does.
+    The reference of the differences is the `best` method or the `first`; a single table shows the `measure`.
     """
     rows = summarise(runs, targets, last)
     requested, last = last, max((averaged(run, last) for run in runs if accuracies(run)), default=last)
@@ -168,9 +167,8 @@ def explained(sheets: Sequence[Sheet]) -> list[str]:
         )
     if any(row.personal is not None for row in rows):
         texts.append(
-            f"Clients' own: {rows[0].metric.noun} of each client's own model on its own test data, over all samples (where these "
-            "models were not evaluated, of the global model); std over clients: standard deviation of the clients' figures, "
-            "unweighted; worst tenth: mean over the tenth of the clients with the worst."
+            f"Clients' own: {rows[0].metric.noun} of each client's own model on its own test data, over all samples (where not "
+            "evaluated, of the global model); std over clients: unweighted; worst tenth: mean over that tenth of the clients."
         )
     if rows[0].reaches:
         faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
@@ -182,10 +180,7 @@ def explained(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
-    """Return how differences are tested, the meaning of verdicts and marks, and the limits of so few seeds.
-
-    The text is the same on the page, on the terminal and in the files; empty where nothing is tested.
-    """
+    """Return how differences are tested and what verdicts and marks mean; empty where nothing is tested."""
     tested = [sheet for sheet in sheets if any(sheet.tests.values())]
     if not tested:
         return []
@@ -195,10 +190,9 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
     reference = "method with the best mean" if tested[0].against == "best" else "first method"
     text = [
         f"Differences from the {reference} are paired by seed and tested at the 5 % level, p-values corrected by Holm's method "
-        f"for {pairs}. Significant: by the exact sign-flip test, which assumes no distribution, and by the paired t-test, which "
-        f"assumes normal differences (and is undefined where all are equal). t-test only ({T_TEST_ONLY}): by the t-test, with "
-        f"too few seeds for the exact test to reach 5 %. Not significant ({NOT_SIGNIFICANT}): all others. Equal: the same "
-        "figure with every seed. The 95 % interval of a mean difference is that of the t-test, of each by itself, uncorrected."
+        f"for {pairs}; 95 % intervals are the t-test's, uncorrected. Significant: by the exact sign-flip test and by the paired "
+        f"t-test. t-test only ({T_TEST_ONLY}): with too few seeds for the exact test to reach 5 %. Not significant "
+        f"({NOT_SIGNIFICANT}): all others. Equal: the same figure with every seed."
     ]
     if family * smallest_exact(seeds) >= 0.05:
         text.append(
@@ -217,9 +211,8 @@ def faults_in(sheet: Sheet) -> str:
 def overall(sheets: Sequence[Sheet]) -> Table:
     """Return a table of one measure of every method (a line) in every setting (a column).
 
-    From three settings on, the last column is the mean of a method's ranks. Rank 1 is the best mean; equal means share the mean
-    of their ranks. Settings in which some method has no value are left out of the ranks; a method that did not reach the target
-    with every seed comes last.
+    From three settings on, the last column is the mean of a method's ranks, without settings in which some method has no value; a
+    method that did not reach the target with every seed comes last.
     """
     from scipy.stats import rankdata
 

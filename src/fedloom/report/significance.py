@@ -54,10 +54,7 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 def differences(values: Values, against: str, higher_is_better: bool = True) -> list[Difference]:
-    """Return every other method minus the reference, `best` (by its mean) or `first`, in the order of the methods.
-
-    Methods without a seed in common with the reference are left out.
-    """
+    """Return every other method minus the reference, `best` (by its mean) or `first`, over the seeds that both have."""
     means = {method: float(np.mean([*by_seed.values()])) for method, by_seed in values.items() if by_seed}
     if len(means) < 2:
         return []
@@ -102,10 +99,7 @@ def sign_flip_test(paired: Sequence[float]) -> float | None:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Return p corrected by Holm's method: the k-th smallest of m times m - k + 1, never below a smaller one's, at most 1.
-
-    None counts as one of the m and stays None.
-    """
+    """Return p corrected by Holm's method: the k-th smallest of m times m - k + 1, never below a smaller one's, at most 1."""
     ascending = sorted(value for value in values if value is not None)
     steps = [min(1.0, (len(values) - rank) * value) for rank, value in enumerate(ascending)]
     corrected = dict(zip(ascending, itertools.accumulate(steps, max), strict=True))

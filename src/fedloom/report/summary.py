@@ -30,12 +30,10 @@ REAL_SITES = "sites"  # key in the environment of a run whose clients were sites
 class RunSummary:
     """Records of one run (a method with one seed), for tables and figures.
 
-    `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and `clients.jsonl` (the accuracy of each
-    client whenever their own models were evaluated), in the order of the rounds. `label_counts` holds the training samples
-    `[clients][classes]` by the labels as the clients have them, of which `wrong_labels` are wrong (empty when unknown). Of the
-    `configuration` no key is required; the report shows `command`, the line that repeats the run, and uses `targets` and
-    `rounds`. `environment` holds the versions and the machine, `recorded` an entry for each recorder (`Recording.results`).
-    Where the task's `metric` is not the accuracy, it stands in its place in everything below.
+    `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and `clients.jsonl`. `label_counts` holds
+    the training samples `[clients][classes]` by the labels as the clients have them, of which `wrong_labels` are wrong. No key of
+    the `configuration` is required. `recorded` has an entry for each recorder (`Recording.results`). Where the task's `metric` is
+    not the accuracy, it stands in its place in everything below.
     """
 
     algorithm: str
@@ -124,10 +122,8 @@ class Reach:
 class Row:
     """One method's line of a comparison; every spread is over its seeds and None where nothing was measured.
 
-    `personal` is the accuracy of the clients' models on their own test data after the last round, `client_std` the standard
-    deviation of the clients' accuracies and `client_worst` the mean of the lowest tenth of them (see `personal`). `epsilon` is
-    the differential privacy used up, `simulated` the seconds of the simulated clock; `timed` is True where a round's seconds are
-    the method's own, by that clock or at real sites, and not those of a simulation on this machine.
+    `personal`, `client_std` and `client_worst` are those of `personal`, `epsilon` is the differential privacy used up, and
+    `simulated` the seconds of the simulated clock; `timed` is True where seconds are the method's own, by that clock or at real sites.
     """
 
     algorithm: str
@@ -151,11 +147,7 @@ class Row:
 
 
 def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST) -> list[Row]:
-    """Return one `Row` a method, in the order in which the methods first appear, with the mean of the last `evaluations`.
-
-    Raises:
-        InvalidValue: As `Target.of` does, or for too few evaluations.
-    """
+    """Return one `Row` a method, in the order in which the methods first appear, with the mean of the last `evaluations`."""
     require_at_least("last", evaluations, 1)
     return [_row(name, group, targets, evaluations) for name, group in by_algorithm(runs).items()]
 
@@ -211,9 +203,8 @@ def averaged(run: RunSummary, count: int) -> int:
 def personal(run: RunSummary, statistic: str = "") -> float | None:
     """Return the accuracy of each client's own model on its own test data at the last such evaluation; None without any.
 
-    `statistic` is "" for the mean over all samples, "_std" for the population standard deviation of the clients' accuracies and
-    "_worst" for the mean over the tenth of the clients with the lowest (`Tally.figures`, every client counted alike). Where
-    personal models were not evaluated, the global model on the clients' own test data takes their place.
+    `statistic` is "" for the mean over all samples, "_std" and "_worst" for figures of the clients (`Tally.figures`). Where
+    personal models were not evaluated, the global model takes their place.
     """
     for name in ("personal", "client"):
         key = f"{name}_{run.metric.name}{statistic}"
@@ -250,10 +241,7 @@ def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
-    """Return the seconds until the round that first reaches `target` is over, of the simulated clock where there is one.
-
-    None if there is no such round, or no times were recorded.
-    """
+    """Return the seconds until the round that first reaches `target` is over, of the simulated clock if any; None without."""
     reached = rounds_to(run, target)
     if reached is not None and simulated_seconds(run) is not None:
         return next(float(record["simulated_seconds"]) for record in run.records if record["round"] == reached)
