@@ -25,9 +25,9 @@ class Landscape(Recorder):
     """The loss of the final global model w and around it: L(w + a d1 + b d2) for a and b from -`radius` to `radius`.
 
     d1 and d2 are Gaussian, then scaled filter by filter to the model's own norms. They are drawn by `directions` alone, so that
-    runs of one architecture are seen in the same directions. L is the mean cross entropy in evaluation mode on `samples` evenly spaced
-    samples of the clients' training data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points. Costs
-    grid^2 * samples forward passes, once, after the last round.
+    runs of one architecture are seen in the same directions. L is the mean cross entropy in evaluation mode on `samples` evenly
+    spaced samples of the clients' training data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points.
+    Costs grid^2 * samples forward passes, once, after the last round.
 
     Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7 in the KDD 2024 version).
     """

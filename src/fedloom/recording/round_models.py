@@ -24,8 +24,8 @@ class Aggregate(Recorder):
     """Test accuracy and loss of the models that the clients upload, and of the global model aggregated from them.
 
     Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training. The
-    first `models` slots are recorded, all by default, in every round whose number `every` divides. Costs a pass over the test set for
-    each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD 2024 version).
+    first `models` slots are recorded, all by default, in every round whose number `every` divides. Costs a pass over the test
+    set for each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD 2024 version).
     """
 
     every: Count = 10

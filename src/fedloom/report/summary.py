@@ -123,7 +123,7 @@ class Row:
     """One method's line of a comparison; every spread is over its seeds and None where nothing was measured.
 
     `personal`, `client_std` and `client_worst` are those of `personal`, `epsilon` is the differential privacy used up, and
-    `simulated` the seconds of the simulated clock; `timed` is True where seconds are the method's own, by that clock or at real sites.
+    `simulated` the seconds of the simulated clock; `timed` is True where seconds are not those of this machine.
     """
 
     algorithm: str
