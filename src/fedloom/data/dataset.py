@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,18 +94,14 @@ class Samples:
 
 def same_names(*splits: Samples) -> tuple[Samples, ...]:
     """Return the samples with labels and groups of text numbered alike in all of them."""
-    return tuple(_alike(_alike(splits, "label"), "group"))
-
-
-def _alike(splits: Sequence[Samples], kind: str) -> Sequence[Samples]:
-    naming: list[Names | None]
-    naming = [getattr(split, f"{kind}_names") for split in splits if getattr(split, f"{kind}s") is not None]
-    if len(set(naming)) < 2:
-        return splits
-    if None in naming:
-        raise InvalidValue(f"{kind}s are text in one part of the data and numbers in another: give one kind")
-    names = tuple(sorted({name for texts in naming for name in texts or ()}))
-    return [_renumbered(split, kind, names) for split in splits]
+    for kind in ("label", "group"):
+        naming = {getattr(split, f"{kind}_names") for split in splits if getattr(split, f"{kind}s") is not None}
+        if None in naming and len(naming) > 1:
+            raise InvalidValue(f"{kind}s are text in one part of the data and numbers in another: give one kind")
+        if len(naming) > 1:
+            names = tuple(sorted(set().union(*naming)))
+            splits = tuple(_renumbered(split, kind, names) for split in splits)
+    return splits
 
 
 def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:

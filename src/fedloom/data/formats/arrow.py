@@ -21,8 +21,6 @@ _CELL_BYTES = 8  # an input in float64
 _COLUMN_BYTES = 10_000  # Arrow's builder of a column
 _BLOCK = 1 << 25  # bytes of a CSV file that are parsed at a time: Arrow's 1 MiB takes thrice as long over wide rows
 
-IMAGE_COLUMNS = ("image", "img")
-
 
 def read_parquet(paths: Sequence[Path]) -> Any:
     """Read parquet files as one Arrow table; raises `DataError` for a damaged or too large one, or columns that differ."""
@@ -156,7 +154,7 @@ def hub_table(repository: str, split: str) -> Any:
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
 
 
-def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = IMAGE_COLUMNS) -> Tensor:
+def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = ("image", "img")) -> Tensor:
     """Decode the column of pictures, the first one of `names`, to uint8 `[n, channels, height, width]`; raises `DataError`."""
     import pyarrow as pa
 

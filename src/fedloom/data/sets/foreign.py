@@ -1,7 +1,7 @@
 """Data of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and Polars."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,10 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
 
 
 def materialised(data: Any) -> Samples:
-    """Read all items of a torch data set into memory, after saying how much they take, or else lazily."""
+    """Read all items of a torch data set into memory, after saying how much they take.
+
+    Where that is too much, memory holds the labels alone, from `data.targets` or `data.labels` or one pass over all items.
+    """
     name = type(data).__name__
     if isinstance(data, np.ndarray | torch.Tensor):
         raise InvalidValue(f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)")
@@ -62,43 +65,28 @@ def materialised(data: Any) -> Samples:
     if not count:
         raise InvalidValue(f"{name}: no samples")
     sample = _item(data, 0, name)
-    size = count * sample[0].nbytes
-    takes = f"{count:,} samples, {size / 2**20:,.0f} MiB"
+    size, most = count * sample[0].nbytes, allowed_bytes()
+    takes = f"{name}: {count:,} samples, {size / 2**20:,.0f} MiB"
     console = Console(stderr=True)
-    if size > allowed_bytes():
-        return _lazy(data, name, sample, takes, console)
-    inputs = np.empty((count, *sample[0].shape), sample[0].dtype)
+    inputs: Any = np.empty((0 if size > most else count, *sample[0].shape), sample[0].dtype)
+    if size > most:
+        more = f"{takes}, more than the {most / 2**20:,.0f} MiB that data may take ({VARIABLE})"
+        console.print(f"{more}: inputs are read where clients train", soft_wrap=True)
+        inputs = LazyInputs(partial(_inputs, data, name), torch.arange(count), as_inputs(inputs))
+        for field in ("targets", "labels"):
+            labels: Any = getattr(data, field, None)
+            fits = len(sample) == 2 and labels is not None and len(labels) == count
+            if fits and np.array_equal(labels[0], sample[-1]):
+                return Samples(inputs, labels)
     targets: list[tuple[Any, ...]] = []
-    for row in track(range(count), f"{name}: {takes}", console=console, disable=not sys.stderr.isatty()):
+    for row in track(range(count), takes, console=console, disable=not sys.stderr.isatty()):
         item = sample if row == 0 else _item(data, row, name)
-        if item[0].shape != inputs.shape[1:]:
-            raise InvalidValue(
-                f"{name}: sample {row} has the shape {list(item[0].shape)}, the first {list(inputs.shape[1:])}: "
-                "resize or pad them"
-            )
-        inputs[row] = item[0]
+        if item[0].shape != sample[0].shape:
+            shapes = f"the shape {list(item[0].shape)}, the first {list(sample[0].shape)}"
+            raise InvalidValue(f"{name}: sample {row} has {shapes}: resize or pad them")
+        if size <= most:
+            inputs[row] = item[0]
         targets.append(item[1:])
-    return _targets(inputs, targets)
-
-
-def _lazy(data: Any, name: str, sample: tuple[Any, ...], takes: str, console: Console) -> Samples:
-    """Keep only the labels in memory: those of `data.targets` or `data.labels`, else read all items once."""
-    console.print(
-        f"{name}: {takes}, more than the {allowed_bytes() / 2**20:,.0f} MiB that data may take ({VARIABLE}): inputs are read "
-        "where clients train",
-        soft_wrap=True,
-    )
-    inputs = LazyInputs(partial(_inputs, data, name), torch.arange(len(data)), as_inputs(sample[0][None])[:0])
-    for field in ("targets", "labels"):
-        labels: Any = getattr(data, field, None)
-        fits = len(sample) == 2 and labels is not None and len(labels) == len(data)
-        if fits and np.array_equal(labels[0], sample[-1]):
-            return Samples(inputs, labels)
-    rows = track(range(len(data)), f"{name}: labels", console=console, disable=not sys.stderr.isatty())
-    return _targets(inputs, [_item(data, row, name)[1:] for row in rows])
-
-
-def _targets(inputs: Any, targets: Sequence[tuple[Any, ...]]) -> Samples:
     columns = [np.asarray([np.asarray(cell)[()] for cell in column]) for column in zip(*targets, strict=True)]
     return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
 

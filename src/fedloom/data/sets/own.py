@@ -15,10 +15,10 @@ from fedloom.data.dataset import Dataset, Samples, datasets, same_names
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.data.formats.pictures import class_folders, pictures, read_files
+from fedloom.data.formats.pictures import class_folders, pictures
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split
-from fedloom.data.sets.picture_set import Normalise, image_dataset
+from fedloom.data.sets.picture_set import Normalise, image_dataset, labelled_pictures
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
@@ -173,12 +173,10 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
     splits = data if pair else (data,)
     if all(isinstance(split, Samples) for split in splits):
         return same_names(*splits)
-    for split in splits:
-        if not isinstance(split, tuple) or len(split) not in (2, 3):
-            kind = f"{len(split)} values" if isinstance(split, tuple) else f"a {type(split).__name__}"
-            raise DataError(
-                f"{source}: returned {kind}; wanted (inputs, labels[, client ids]), or two of these, or a Dataset"
-            )
+    if not all(isinstance(split, tuple) and len(split) in (2, 3) for split in splits):
+        kind = f"{len(data)} values" if isinstance(data, tuple) else f"a {type(data).__name__}"
+        wanted = "(inputs, labels[, client ids]), or two of these, or a Dataset"
+        raise DataError(f"{source}: returned {kind}; wanted {wanted}")
     return own_samples([(*split, None)[:3] for split in splits], layout, source)
 
 
@@ -230,14 +228,11 @@ def read_image_folder(
 ) -> Samples:
     """Read the samples `root/<class>/<picture>`, labelled by the position of the class in `classes`."""
     numbers = {name: label for label, name in enumerate(classes)}
-    paths: list[Path] = []
-    labels: list[int] = []
-    for name in class_folders(root):
-        if name not in numbers:
-            raise DataError(f"{root / name}: no such class among the training images ({shortened(', '.join(classes))})")
-        files = pictures(root / name)
-        paths += files
-        labels += [numbers[name]] * len(files)
-    if not paths:
+    names = class_folders(root)
+    if strange := [name for name in names if name not in numbers]:
+        listed = shortened(", ".join(classes))
+        raise DataError(f"{root / strange[0]}: no such class among the training images ({listed})")
+    files = [(path, numbers[name]) for name in names for path in pictures(root / name)]
+    if not files:
         raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
-    return Samples(read_files(paths, channels, size), torch.tensor(labels, dtype=torch.long))
+    return labelled_pictures(files, channels, size)

@@ -12,6 +12,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.arrow import column, decode_column, hub_table, read_parquet
 from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
+from fedloom.data.formats.pictures import read_files
 from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, cached_split, load, parquet_files
 
@@ -60,6 +61,12 @@ class PictureSet:
     def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Split:
         train, test = (image_samples(table, self.label, self.classes, self.channels, name) for table, name in tables)
         return train, test
+
+
+def labelled_pictures(files: Sequence[tuple[Path, int]], channels: int, size: tuple[int, int] | None = None) -> Samples:
+    """Return the samples of picture files, each with its label."""
+    labels = torch.tensor([label for _, label in files], dtype=torch.long)
+    return Samples(read_files([path for path, _ in files], channels, size), labels)
 
 
 def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:

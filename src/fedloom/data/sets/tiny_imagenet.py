@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.formats.limits import read_text
-from fedloom.data.formats.pictures import pictures, read_files
+from fedloom.data.formats.pictures import pictures
 from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split
-from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset
+from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset, labelled_pictures
 from fedloom.errors import DataError, quoted
 
 _CLASSES = 200
@@ -48,12 +46,9 @@ def _read(folder: Path) -> Split | None:
         return None
     train, validation = _files(folder)
     paths = [path for path, _ in (*train, *validation) if path.is_file()]
-
-    def pictures_of(files: list[tuple[Path, int]]) -> Samples:
-        labels = torch.tensor([label for _, label in files], dtype=torch.long)
-        return Samples(read_files([path for path, _ in files], 3), labels)
-
-    return cached_split("tiny_imagenet", "folder", lambda: (pictures_of(train), pictures_of(validation)), paths)
+    return cached_split(
+        "tiny_imagenet", "folder", lambda: (labelled_pictures(train, 3), labelled_pictures(validation, 3)), paths
+    )
 
 
 _SET = PictureSet(
