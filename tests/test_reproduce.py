@@ -7,6 +7,7 @@ them must say PARTIAL.
 from __future__ import annotations
 
 import csv
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a little MNIST (idx files) and a little CIFAR-10 (binary batches); a class is a grey level with noise."""
+    """A folder with a little MNIST (idx files) and a little CIFAR-10 (pickled batches); a class is a grey level with noise."""
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
-    mnist, cifar = root / "MNIST" / "raw", root / "cifar-10-batches-bin"
+    mnist, cifar = root / "MNIST" / "raw", root / "cifar-10-batches-py"
     mnist.mkdir(parents=True)
     cifar.mkdir()
     for part, count in (("train", 900), ("t10k", 100)):
@@ -51,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
         labels = np.arange(40) % 10
         pixels = 20 * labels[:, None] + draw.integers(0, 40, (40, 3072))
-        (cifar / f"{name}.bin").write_bytes(np.column_stack([labels, pixels]).astype(np.uint8).tobytes())
+        (cifar / name).write_bytes(pickle.dumps({b"data": pixels.astype(np.uint8), b"labels": labels.tolist()}, 2))
     return root
 
 
@@ -104,9 +105,6 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     assert cell["status"] == "PARTIAL"
     assert f"{rounds} of" in cell["left_out"]
     assert (cell["row"], cell["runs"], cell["rounds"]) == (row, "1", str(rounds))
-    markdown = (folder / "cells.md").read_text()
-    assert markdown.startswith(f"## PARTIAL {name}")
-    assert f"| {row} |" in markdown
     assert "PARTIAL " + name in (folder / "report.html").read_text()
     kept = ExhibitRecord.read(folder / "cells.json")
     [result] = kept.results

@@ -1,4 +1,4 @@
-"""The data that a plan needs, and the files that its runs leave: CSV, Markdown, JSON and the report."""
+"""The data that a plan needs, and the files that its runs leave: CSV, JSON and the report."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
 from fedloom.papers.plan import ReproducePlan
-from fedloom.papers.result_table import CellResult, to_csv, to_markdown
+from fedloom.papers.result_table import CellResult, to_csv
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.state.files import write_text
@@ -73,7 +73,7 @@ def notes(plan: ReproducePlan) -> list[str]:
 def write(
     plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
 ) -> list[Path]:
-    """Write `cells.csv`, the record `cells.json`, `cells.md` and, where there are runs, `report.html`.
+    """Write `cells.csv`, the record `cells.json` and, where there are runs, `report.html`.
 
     `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last that of the page that a
     reader opens first.
@@ -84,7 +84,6 @@ def write(
     texts = {
         "cells.csv": to_csv(plan.exhibit.id, table),
         "cells.json": ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json(),
-        "cells.md": to_markdown(title(plan), table, notes(plan)),
     }
     for name, text in texts.items():
         write_text(plan.folder / name, text)

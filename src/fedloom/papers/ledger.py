@@ -22,7 +22,7 @@ from fedloom.experiment.directory import to_json
 from fedloom.papers.measure import Measured, deviations
 from fedloom.papers.paper_file import exhibit, exhibits, not_run, titles
 from fedloom.papers.protocols import Exhibit, Printed
-from fedloom.papers.result_table import CellResult, measured_text, printed_text
+from fedloom.papers.result_table import CellResult, cells_of
 from fedloom.report.export import escape_markdown, markdown_table
 
 STATES = {
@@ -189,16 +189,9 @@ def _details(record: ExhibitRecord) -> str:
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
     for line in record.results:
-        cell, by = line.cell, deviations(line.result, line.cell.printed)
-        values = (
-            f"{cell.column}, {cell.measure.unit}",
-            cell.row,
-            printed_text(cell.printed, cell.measure),
-            "" if line.result is None else measured_text(line.result, cell.measure),
-            "" if by is None else f"{by:+.1f}",
-            "; ".join(line.left_out) or "followed",
-        )
-        lines.append(list(map(escape_markdown, values)))
+        method, printed, here, _, in_std, _ = cells_of(line)
+        setting, protocol = f"{line.cell.column}, {line.cell.measure.unit}", "; ".join(line.left_out) or "followed"
+        lines.append(list(map(escape_markdown, (setting, method, printed, here, in_std, protocol))))
     table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5))
     return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
 

@@ -13,7 +13,7 @@ from fedloom.data.sets.origin import candidates
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about a data set for which it need not be read (`datasets.toml`)."""
+    """Facts about a data set for which it need not be read (`datasets.toml`); generated data have no files."""
 
     label: str
     spec: DataSpec
@@ -21,11 +21,6 @@ class DataFacts:
     test: int
     folders: Sequence[str] = ()
     files: Sequence[str] = ()
-
-    @property
-    def generated(self) -> bool:
-        """True if it needs no files."""
-        return not self.files
 
 
 @cache
@@ -52,7 +47,7 @@ def family(name: str) -> str:
 
 def families() -> list[str]:
     """Return the names that folders have in options."""
-    return sorted({family(name) for name, data in facts().items() if not data.generated})
+    return sorted({family(name) for name, data in facts().items() if data.files})
 
 
 def at_hand(name: str, folder: str | None = None) -> bool:
@@ -62,4 +57,4 @@ def at_hand(name: str, folder: str | None = None) -> bool:
     """
     data = facts()[name]
     paths = (path for base in candidates(data.folders, folder) for pattern in data.files for path in base.glob(pattern))
-    return data.generated or any(paths)
+    return not data.files or any(paths)

@@ -95,18 +95,16 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
         raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
-    methods: dict[str, dict[str, None]] = {}
-    for run in (run for cell in cells for run in (cell.baseline, cell) if run is not None):
-        key, method = run.key
-        if key not in configurations:
-            configurations[key], partial[key] = _configured(run.setting, options)
-        if not isinstance(run, PaperCell) or run.measure.kind != "weights":
-            methods.setdefault(key, {})[method] = None
+    runs = [run for cell in cells for run in (cell.baseline, cell) if run is not None]
+    for run in runs:
+        if run.key[0] not in configurations:
+            configurations[run.key[0]], partial[run.key[0]] = _configured(run.setting, options)
+    counted = [run.key for run in runs if not isinstance(run, PaperCell) or run.measure.kind != "weights"]
     jobs = [
-        Job(configurations[key], RunName(text, seed, key), run_directory(configurations[key], text, seed).path)
-        for key, texts in methods.items()
-        for seed in configurations[key].seeds
-        for text in texts
+        Job(configured, RunName(method, seed, key), run_directory(configured, method, seed).path)
+        for key, configured in configurations.items()
+        for seed in configured.seeds
+        for method in dict.fromkeys(method for name, method in counted if name == key)
     ]
     return ReproducePlan(exhibit, options, cells, configurations, partial, jobs)
 
@@ -139,7 +137,7 @@ def _configured(setting: Setting, options: ReproduceOptions) -> tuple[Configurat
     table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)
     if folder := options.folders.get(family(name)):
         call = replace(call, named={**call.named, "folder": folder})
-    if options.samples is not None and not facts()[name].generated:
+    if options.samples is not None and facts()[name].files:
         call = Call("part", named={"of": str(call), "samples": options.samples})
         departures.append(f"{options.samples:,} samples of the data")
         if "steps" in table["training"]:

@@ -1,4 +1,4 @@
-"""Paper and measurement beside each other: on the terminal, as CSV and as Markdown."""
+"""Paper and measurement beside each other: on the terminal and as CSV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.text import Text
 from fedloom.papers.measure import Measured, deviations, difference
 from fedloom.papers.protocols import Measure, PaperCell, Printed
 from fedloom.report.cells import NEVER
-from fedloom.report.export import csv_text, markdown_table
+from fedloom.report.export import csv_text
 
 PARTIAL = "PARTIAL"
 HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")
@@ -50,16 +50,9 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
     for column, block in blocks.items():
         table.add_row(Text(f"{column}, {block[0].cell.measure.unit}", style="bold"))
         for line in block:
-            row, *values = _cells(line)
+            row, *values = cells_of(line)
             table.add_row(f"  {row}", *map(Text, values))
     return table
-
-
-def to_markdown(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> str:
-    """Return a Markdown table, the notes below."""
-    rows = [[cell.replace("|", "/") for cell in (line.cell.column, *_cells(line))] for line in lines]
-    listed = "".join(f"- {note}\n" for note in notes)
-    return f"## {title}\n\n{markdown_table(('Setting', *HEADS), rows, texts=(0, 1, 6))}\n{listed}"
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
@@ -88,7 +81,7 @@ def _plain(line: CellResult) -> dict[str, object]:
     }
 
 
-def _cells(line: CellResult) -> list[str]:
+def cells_of(line: CellResult) -> list[str]:
     """Return method, printed and measured figure, difference, the same in standard deviations, and status."""
     measure, result = line.cell.measure, line.result
     by, deviating = difference(result, line.cell.printed), deviations(result, line.cell.printed)
