@@ -1,15 +1,11 @@
 """Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints name."""
 
 import json
-import mmap
 import os
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,30 +17,23 @@ from fedloom.state.tensors import tensor_bytes
 _NAMES = "rows-" + 7 * "[0-9]"
 
 
-@dataclass
-class _MappedFile:
-    """A file whose tensor is in use: `written` is its entry in a checkpoint, made when the tensor had this `fingerprint`."""
-
-    name: str
-    memory: weakref.ref[np.ndarray]
-    fingerprint: object = None
-    written: str = ""
-
-
 class PoolFiles:
     """Makes matrices of models: in memory, or in files of `directory` where one is larger than `budget` bytes.
 
     Such a matrix is a tensor like any other, whose pages the system reads and writes back as it finds room; so its numbers are
     those that it would have in memory. Each matrix has a new file. A checkpoint holds the file's name and checksum instead of
     the numbers, and a run that goes on maps the file again, so a file that a checkpoint names must not change any more. Files
-    that neither a tensor nor one of the two newest checkpoints needs are removed. A method whose state is one pool has two
-    files between rounds, and a third one while a round makes its new pool. Without a directory they lie in a temporary one.
+    that neither of the two newest checkpoints needs are removed with the next one. A method whose state is one pool has two
+    files between rounds, and a third one while a round makes its new pool. Without a directory a file has no name, and goes
+    with its tensor.
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
         self.directory, self.budget = directory, budget
-        self._mapped: dict[int, _MappedFile] = {}  # by address
-        self._moved: list[Tensor] = []  # to files, for the checkpoint that is being written
+        self._temporary: Path | None = None
+        self._entries: dict[
+            str, tuple[object, str]
+        ] = {}  # by file: its tensor's fingerprint, and its entry in a checkpoint
         # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
         self._newest = set() if directory is None else {path.name for path in directory.glob(_NAMES)}
         self._older = self._newest
@@ -59,9 +48,7 @@ class PoolFiles:
         size = prod(shape) * dtype.itemsize
         if not self.takes(size, device):
             return torch.empty(*shape, dtype=dtype, device=device)
-        folder = self._folder()
-        self._remove_needless(folder)
-        path = folder / f"rows-{self._next:07d}"
+        path = self._folder() / f"rows-{self._next:07d}"
         self._next += 1
         try:
             with path.open("xb") as file:
@@ -69,81 +56,81 @@ class PoolFiles:
         except OSError as error:
             remove(path)
             raise not_written(path, error, size) from None
-        return self._map(path, shape, dtype)
+        tensor = _mapped(path, shape, dtype)
+        if self.directory is None:
+            path.unlink()
+        return tensor
 
     def holds(self, tensors: Iterable[Tensor]) -> bool:
         """Return True if one of these lies in a file."""
-        return any(self._find(tensor) is not None for tensor in tensors)
+        return any(self._name(tensor) for tensor in tensors)
 
     # --- checkpoints ---
 
     def write(self, tensor: Tensor) -> str | None:
-        """Return a tensor's entry in a checkpoint, None for one that lies in memory. A tensor that is too large for that moves
-        to a file. The file is on the disk when this returns; one that has not changed since the last time is not written."""
-        mapped = self._find(tensor)
-        if mapped is None:
+        """Return a tensor's entry in a checkpoint, None for one that lies in memory.
+
+        A tensor that is too large for that moves to a file. The file is on the disk when this returns; one that has not changed
+        since the last time is not written.
+        """
+        name = self._name(tensor)
+        if not name:
             if not self.takes(tensor.nbytes, tensor.device):
                 return None
-            self._moved.append(self.empty(tensor.shape, tensor.dtype).copy_(tensor))
-            return self.write(self._moved[-1])
-        if mapped.fingerprint != _fingerprint(tensor):
-            flush(self._folder() / mapped.name)
+            return self.write(self.empty(tensor.shape, tensor.dtype).copy_(tensor))
+        fingerprint, entry = self._entries.get(name, (None, ""))
+        if fingerprint != _fingerprint(tensor):
+            flush(self._folder() / name)
             flush(self._folder())
-            about = {"file": mapped.name, "digest": _checksum(tensor), "shape": list(tensor.shape)}
-            about["dtype"] = str(tensor.dtype).removeprefix("torch.")
-            mapped.fingerprint, mapped.written = _fingerprint(tensor), json.dumps(about)
-        return mapped.written
+            about = {"file": name, "digest": _checksum(tensor), "shape": list(tensor.shape)}
+            entry = json.dumps({**about, "dtype": str(tensor.dtype).removeprefix("torch.")})
+            self._entries[name] = _fingerprint(tensor), entry
+        return entry
 
-    def read(self, written: str) -> Tensor:
-        """Return the tensor of an entry that `write` gave. Raises `DamagedCheckpoint` when its file is missing or not as it was
-        written."""
-        about = json.loads(written)
+    def read(self, entry: str) -> Tensor:
+        """Return the tensor of an entry that `write` gave.
+
+        Raises `DamagedCheckpoint` when its file is missing or not as it was written.
+        """
+        about = json.loads(entry)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
         try:
-            tensor = self._map(path, about["shape"], dtype, written)
-        except (OSError, ValueError) as error:
+            if path.stat().st_size == prod(about["shape"]) * dtype.itemsize:
+                tensor = _mapped(path, about["shape"], dtype)
+                if _checksum(tensor) == about["digest"]:
+                    self._entries[path.name] = _fingerprint(tensor), entry
+                    return tensor
+        except (OSError, RuntimeError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-        if _checksum(tensor) != about["digest"]:
-            raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
-        return tensor
+        raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
 
-    def keep(self, written: Iterable[str]) -> None:
+    def keep(self, entries: Iterable[str]) -> None:
         """Keep the files of the newest checkpoint, which has these entries, and of the one before it. Others are removed."""
-        newest = {json.loads(text)["file"] for text in written}
-        self._moved.clear()
+        newest = {json.loads(entry)["file"] for entry in entries}
         if newest != self._newest or not newest:  # else this round's checkpoint is written again
             self._older, self._newest = self._newest, newest
         if newest:  # what a killed round was making is no checkpoint's
             self._older = {name for name in self._older if name <= max(newest)}
-        if self.directory is not None and self.directory.is_dir():
-            self._remove_needless(self.directory)
-
-    # --- files ---
-
-    def _map(self, path: Path, shape: Sequence[int], dtype: torch.dtype, written: str = "") -> Tensor:
-        with path.open("r+b") as file:
-            memory = np.frombuffer(mmap.mmap(file.fileno(), prod(shape) * dtype.itemsize), np.uint8)
-        tensor = torch.from_numpy(memory).view(dtype).view(*shape)
-        fingerprint = _fingerprint(tensor) if written else None
-        self._mapped[tensor.data_ptr()] = _MappedFile(path.name, weakref.ref(memory), fingerprint, written)
-        return tensor
-
-    def _find(self, tensor: Tensor) -> _MappedFile | None:
-        mapped = self._mapped.get(tensor.data_ptr()) if tensor.is_contiguous() else None
-        return None if mapped is None or mapped.memory() is None else mapped
-
-    def _remove_needless(self, folder: Path) -> None:
-        self._mapped = {address: mapped for address, mapped in self._mapped.items() if mapped.memory() is not None}
-        needed = {*self._newest, *self._older, *(mapped.name for mapped in self._mapped.values())}
-        for path in folder.glob(_NAMES):
-            if path.name not in needed:
+        for path in [] if self.directory is None else self.directory.glob(_NAMES):
+            if path.name not in self._newest | self._older:
                 remove(path)
 
+    def _name(self, tensor: Tensor) -> str:
+        """Return the name of the file that a tensor lies in, from its beginning; empty where there is none."""
+        file = tensor.untyped_storage().filename if tensor.is_contiguous() and not tensor.storage_offset() else None
+        return Path(file).name if file and Path(file).parent in (self.directory, self._temporary) else ""
+
     def _folder(self) -> Path:
-        if self.directory is None:
-            self.directory = temporary_folder(self, "pool")
-        make_folder(self.directory)
-        return self.directory
+        if self.directory is None and self._temporary is None:
+            self._temporary = temporary_folder(self, "pool")
+        folder = self.directory or self._temporary
+        assert folder is not None
+        make_folder(folder)
+        return folder
+
+
+def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype).view(*shape)
 
 
 def _fingerprint(tensor: Tensor) -> object:
