@@ -133,7 +133,8 @@ class ComparisonResult:
         return [*failures, *reading(self.sheets), f"runs: {self.folder}"]
 
     def _figures(self, run: StoredRun) -> dict[str, Any]:
-        summary, targets, metric = run.summary, self.options.targets, run.summary.metric.name
+        summary, metric = run.summary, run.summary.metric.name
+        keys = {target: figures.target_key(target) for target in self.options.targets}
         return {
             "rounds": len(summary.records),
             metric: figures.final(summary),
@@ -141,15 +142,13 @@ class ComparisonResult:
             "mean_of_last": figures.mean_of_last(summary, self.options.last),
             f"personal_{metric}": figures.personal(summary),
             **{
-                f"{cost}_to": {
-                    figures.target_key(target): figures.measured(summary, cost, target=target) for target in targets
-                }
+                f"{cost}_to": {key: figures.measured(summary, cost, target=target) for target, key in keys.items()}
                 for cost in figures.TO_TARGET
             },
-            **{
-                cost: getattr(figures, cost)(summary)
-                for cost in ("bytes_down", "bytes_up", "seconds", "simulated_seconds")
-            },
+            "bytes_down": figures.bytes_down(summary),
+            "bytes_up": figures.bytes_up(summary),
+            "seconds": figures.seconds(summary),
+            "simulated_seconds": figures.simulated_seconds(summary),
         }
 
 

@@ -13,9 +13,10 @@ A client leaves out what fewer than `smallest` of its rows say: a column, a cate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import add
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -59,14 +60,12 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
     Raises:
         InvalidValue: A setting is out of range.
     """
-    dataset, merged = task.dataset, len(task.train) != len(task.dataset.train)
-    pool = (
-        dataset.train.concatenate(dataset.test) if merged else dataset.train
-    )  # as they were before they were standardised
-    clients = [columns_of(dataset, pool[torch.from_numpy(task.partition[client])]) for client in range(task.clients)]
-    return collect(
-        lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, Survey(**settings)
-    )
+    dataset, survey = task.dataset, Survey(**settings)
+    rows = dataset.train  # as they were before they were standardised
+    if len(task.train) != len(rows):  # merged
+        rows = rows.concatenate(dataset.test)
+    clients = [columns_of(dataset, rows[torch.from_numpy(task.partition[client])]) for client in range(task.clients)]
+    return collect(lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, survey)
 
 
 # --- a client ---
@@ -86,16 +85,13 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
         columns = {f"channel {k}": channel.flatten(1) / 255 for k, channel in enumerate(inputs.double().unbind(1))}
     elif not inputs.is_floating_point():
         columns = {"tokens": (inputs != 0).sum(1)}
+    elif inputs.dim() == 2:
+        columns = {f"feature {k}": feature for k, feature in enumerate(inputs.unbind(1))}
     else:
-        columns = (
-            {f"feature {k}": x for k, x in enumerate(inputs.unbind(1))}
-            if inputs.dim() == 2
-            else {"inputs": inputs.flatten(1)}
-        )
+        columns = {"inputs": inputs.flatten(1)}
     names = np.array(dataset.class_names or [*map(str, range(dataset.classes))], object)
-    columns[dataset.target or "target"] = (
-        names[labels.numpy()] if dataset.objective.classes and labels.dim() == 1 else labels
-    )
+    one_class = dataset.objective.classes and labels.dim() == 1
+    columns[dataset.target or "target"] = names[labels.numpy()] if one_class else labels
     return {name: values.double().numpy() if isinstance(values, Tensor) else values for name, values in columns.items()}
 
 
@@ -128,9 +124,8 @@ def answer(
             raise InvalidValue(f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one")
         if len(values) >= least:
             empty = len(columns[name]) - len(values)
-            answers[name] = _STEPS[step](
-                values, about, 0 if noise or empty < least else empty, least, partial(random, name)
-            )
+            empty = 0 if noise or empty < least else empty
+            answers[name] = _STEPS[step](values, about, empty, least, partial(random, name))
     return {"columns": answers}
 
 
@@ -228,20 +223,21 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
 
     def summed(step: str) -> dict[str, Listed]:
         answers = ask({**request, "step": step, "columns": about}) if about else {}
-        replies = {
-            client: _sound(dict[str, Listed], words.get("columns"), client) for client, words in sorted(answers.items())
-        }
-        for client, columns in replies.items():
-            for name, (listed, _) in columns.items():
+        sums: dict[str, Listed] = {}
+        for client, words in sorted(answers.items()):
+            for name, (listed, rows) in _sound(dict[str, Listed], words.get("columns"), client).items():
                 length = {"sums": 2 + (name in numbers), "squares": 1, "bins": survey.bins}[step]
                 if name not in about or len(listed) != length:
                     raise _refusal(client)
-        by_column = {name: [columns[name] for columns in replies.values() if name in columns] for name in about}
-        return {name: _added(listed) for name, listed in by_column.items() if listed}
+                total, counts = sums.setdefault(name, ([0.0] * length, {}))
+                total[:] = map(add, total, listed)
+                for text, count in rows.items():
+                    counts[text] = counts.get(text, 0.0) + count
+        return sums
 
     columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
     for name, ((count, empty, *total), rows) in summed("sums").items():
-        columns[name] = replace(columns[name], count=count, empty=empty, categories=rows)
+        columns[name] = replace(columns[name], count=count, empty=empty, categories=dict(sorted(rows.items())))
         if total and count > 0:
             low, high = survey.bounds.get(name, (-math.inf, math.inf))
             about[name]["mean"] = min(max(total[0] / count, low), high)
@@ -281,10 +277,3 @@ def _sound(expected: Any, value: Any, client: int) -> Any:
 
 def _refusal(client: int) -> RefusedReply:
     return RefusedReply(f"client {client} does not answer with numbers of the columns")
-
-
-def _added(listed: Sequence[Listed]) -> Listed:
-    rows: dict[str, float] = {}
-    for _, counts in listed:
-        rows |= {text: rows.get(text, 0.0) + count for text, count in counts.items()}
-    return np.sum([numbers for numbers, _ in listed], 0).tolist(), dict(sorted(rows.items()))

@@ -85,7 +85,7 @@ def require_possible(jobs: Sequence[Job], tasks: "Tasks") -> None:
 
 
 class Tasks:
-    """Cache of the latest tasks by setting and seed, and of their data sets."""
+    """Cache of the tasks made last, by setting and seed, and of their data sets."""
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, int], Task] = {}
@@ -95,13 +95,11 @@ class Tasks:
         """Return the task of a seed. Raises as `make_task`."""
         source = "" if configuration.objects else f"{configuration.data} {configuration.model}"
         key = (f"{source} {configuration.training}", seed)
-        task = self._tasks.pop(key, None)
-        if task is None:
-            task = configuration.task(seed, self._dataset)
-        self._tasks[key] = task  # the latest
+        if key not in self._tasks:
+            self._tasks[key] = configuration.task(seed, self._dataset)
         if len(self._tasks) > _CACHED:
             del self._tasks[next(iter(self._tasks))]
-        return task
+        return self._tasks[key]
 
 
 def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:

@@ -322,11 +322,9 @@ def run_configured(
                 watch(Event("skipped", name, configuration.rounds))
                 return summary
         result = plan.carry_out()
+        provenance = directory.provenance(None if result.engine.named else result.engine)
         summary = dataclasses.replace(
-            result.summary,
-            algorithm=name.algorithm,
-            environment=result.summary.environment
-            | directory.provenance(None if result.engine.named else result.engine),
+            result.summary, algorithm=name.algorithm, environment=result.summary.environment | provenance
         )
     seconds = figures.seconds(summary) or 0.0
     last = summary.records[-1]
