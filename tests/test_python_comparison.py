@@ -188,7 +188,7 @@ def test_without_a_directory_nothing_is_left() -> None:
         ({"seeds": [0, 0]}, "seeds must differ"),
         ({"seeds": []}, "at least one seed"),
         ({"rounds": 0}, "rounds must be at least 1, not 0"),
-        ({"targets": [80]}, "targets: accuracy must be in"),
+        ({"targets": [80]}, "targets: accuracy must be"),
     ],
 )
 def test_mistakes_are_told_in_one_line(change: dict[str, Any], text: str) -> None:
