@@ -148,9 +148,9 @@ def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: i
         terms = Terms("benchmark", number, when, 0, tuple(peers), key.public, rules, sizes)
         began = time.perf_counter()
         transport = CountingTransport(peers)
-        outcome = run_exchange(transport, terms)
+        terms, _ = run_exchange(transport, terms)
         if when == "before_upload":
-            key.open_models({k: peer.upload() for k, peer in peers.items()}, outcome.terms)
+            key.open_models({k: peer.upload() for k, peer in peers.items()}, terms)
         seconds.append(time.perf_counter() - began)
     megabytes = sum(layer_sizes(units, row)) / 1e6
     taken = statistics.median(seconds)

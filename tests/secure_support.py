@@ -120,8 +120,7 @@ class World:
         self, transport: InMemoryTransport, when: str = "before_upload", round: int = 1
     ) -> tuple[Terms, list[ProtocolViolation]]:
         self.offer()
-        outcome = run_exchange(transport, self.terms(when, round), fewest=self.fewest)
-        return outcome.terms, outcome.faults
+        return run_exchange(transport, self.terms(when, round), fewest=self.fewest)
 
     def outcome(self, terms: Terms) -> dict[int, list[bytes]]:
         """The models after the exchange, opened by the server where they are sealed for it."""

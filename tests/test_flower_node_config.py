@@ -39,11 +39,15 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "is not the key that .* lists for site-0",
     ),
     "not listed": (edited("peers.pub", lambda text: b"".join(text.splitlines(True)[1:])), {}, "lists no site-0"),
-    "listed twice": (edited("peers.pub", lambda text: text + text.splitlines()[0]), {}, "line 3 lists site-0 again"),
+    "listed twice": (
+        edited("peers.pub", lambda text: text + text.splitlines()[0]),
+        {},
+        "line 3 lists site-0, or its key, again",
+    ),
     "one key for two": (
         edited("peers.pub", lambda text: text + text.splitlines()[1].replace(b"site-1", b"site-2")),
         {},
-        "line 3 gives site-2 the key of another site",
+        "line 3 lists site-2, or its key, again",
     ),
     "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
     "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),

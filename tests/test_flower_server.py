@@ -302,7 +302,7 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
             "memory": str(tmp_path),
             "data": str(tmp_path / "all.npz"),
         }
-        one, again = (Site.of(config, told)._whole_task(words)[0] for _ in range(2))
+        one, again = (Site.of(config, told)._task(words, told["partition-id"]) for _ in range(2))
         assert torch.equal(one.train.labels, again.train.labels)
         assert one.train.labels[300:].tolist() == labels[:50].tolist()
         wrong = one.train.labels[:300] != torch.from_numpy(labels)

@@ -88,7 +88,7 @@ def require_one_short_line(text: str) -> None:
         ("threads=1000000000", "threads must be between 1 and"),
         ("workers=100000", "workers must be at most"),
         ("engine=processes(workers=100000)", ", not 100000"),
-        ("algorithm=secure(fedmr, repeats=1000000)", "not 1000000: in each, every client sends and receives about one model"),
+        ("algorithm=secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not 1000000"),
         (
             "settings={participation={from=0.1,to=0.5,steps=10000},dropout=[0,0.1]}",
             "10000 x 2 values have 20,000 combinations: at most 10,000 are allowed",

@@ -324,11 +324,11 @@ def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: typ
     world = World(4, sizes=(40, 40), rules=Rules(1, 2, 2), kinds={13: kind_of_peer})
     world.offer()
     began = time.monotonic()
-    outcome = run_exchange(InMemoryTransport(world.peers), world.terms())
+    terms, faults = run_exchange(InMemoryTransport(world.peers), world.terms())
     assert time.monotonic() - began < 5
-    assert {(f.kind, f.peer) for f in outcome.faults} == {(fault, 13)}
-    assert outcome.terms.peers == (10, 11, 12)
-    exchanged = world.outcome(outcome.terms)
+    assert {(f.kind, f.peer) for f in faults} == {(fault, 13)}
+    assert terms.peers == (10, 11, 12)
+    exchanged = world.outcome(terms)
     for unit in range(2):
         assert sorted(m[unit] for m in exchanged.values()) == sorted(world.models[k][unit] for k in (10, 11, 12))
 
@@ -341,11 +341,11 @@ def test_a_peer_with_other_rules_or_layers_leaves_alone(change: str) -> None:
         world.peers[13].rules = Rules(2, 1, 1)
     else:
         world.peers[13].offer(world.models[13][:2] * 2)
-    outcome = run_exchange(InMemoryTransport(world.peers), world.terms())
-    ((kind, peer, detail),) = [(fault.kind, fault.peer, fault.detail) for fault in outcome.faults]
+    terms, faults = run_exchange(InMemoryTransport(world.peers), world.terms())
+    ((kind, peer, detail),) = [(fault.kind, fault.peer, fault.detail) for fault in faults]
     assert (kind, peer) == ("withdrew", 13)
     assert "other rules or layers than here" in detail
-    assert world.outcome(outcome.terms) == world.expected(outcome.terms)
+    assert world.outcome(terms) == world.expected(terms)
 
 
 # --- peers that lie about others ---

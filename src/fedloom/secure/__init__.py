@@ -4,7 +4,7 @@
 exchange with given choices does to rows in a simulation. What is protected, and what is not: docs/secure.md.
 """
 
-from fedloom.secure.coordinator import Exchanged, InMemoryTransport, ServerKey, Transport, run_exchange
+from fedloom.secure.coordinator import InMemoryTransport, ServerKey, Transport, run_exchange
 from fedloom.secure.exchange import Choices, Rehearsal, Rules, rehearse, secret_choices, stream_choices
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.layers import from_layers, layer_sizes, to_layers
@@ -12,7 +12,7 @@ from fedloom.secure.peer import Peer
 from fedloom.secure.wire import Terms
 
 __all__ = [
-    "SERVER", "Choices", "ExchangeAborted", "Exchanged", "InMemoryTransport", "Peer", "ProtocolViolation",
+    "SERVER", "Choices", "ExchangeAborted", "InMemoryTransport", "Peer", "ProtocolViolation",
     "Rehearsal", "Rules", "ServerKey", "Terms", "Transport", "from_layers", "layer_sizes", "rehearse", "run_exchange",
     "secret_choices", "stream_choices", "to_layers",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ another of anything but the contents of a parcel.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -68,34 +68,26 @@ class ServerKey:
         return models, faults
 
 
-@dataclass
-class Exchanged:
-    """An exchange that happened: its last terms, whose peers have committed, and the faults that earlier attempts met."""
-
-    terms: Terms
-    faults: list[ProtocolViolation] = field(default_factory=list)
-
-
-def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> Exchanged:
+def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> tuple[Terms, list[ProtocolViolation]]:
     """Let the peers of `terms` exchange their layers; when one fails, the others begin anew without it, as the next attempt.
 
-    Raises `ExchangeAborted` when fewer than `fewest` are left; every peer then has the model that it had.
+    Returns the last terms, whose peers have committed, and the faults that earlier attempts met. Raises `ExchangeAborted` when
+    fewer than `fewest` are left; every peer then has the model that it had.
     """
     require_at_least("fewest", fewest, 1)
-    outcome = Exchanged(terms)
     believed: set[int] = set()
-    while len(outcome.terms.peers) >= fewest:  # every attempt but the last loses a peer
-        peers = outcome.terms.peers
-        faults = _Attempt(outcome.terms, believed).run(transport)
+    met: list[ProtocolViolation] = []
+    while len(terms.peers) >= fewest:  # every attempt but the last loses a peer
+        faults = _Attempt(terms, believed).run(transport)
         if not faults:
-            return outcome
+            return terms, met
         gone = {fault.peer for fault in faults}
-        remaining = tuple(peer for peer in peers if peer not in gone)
-        over = peers if len(remaining) < fewest else gone  # the others learn it by the terms that follow
+        remaining = tuple(peer for peer in terms.peers if peer not in gone)
+        over = terms.peers if len(remaining) < fewest else gone  # the others learn it by the terms that follow
         transport.carry({peer: Request("abort").encode() for peer in over})
-        outcome.faults += faults
-        outcome.terms = replace(outcome.terms, attempt=outcome.terms.attempt + 1, peers=remaining)
-    raise ExchangeAborted(outcome.faults, len(outcome.terms.peers), fewest)
+        met += faults
+        terms = replace(terms, attempt=terms.attempt + 1, peers=remaining)
+    raise ExchangeAborted(met, len(terms.peers), fewest)
 
 
 class _Attempt:

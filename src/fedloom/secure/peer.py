@@ -23,10 +23,9 @@ class Peer:
     """Peer `number`, who owns `identity` and knows the lasting public `identities` of all peers.
 
     Before each exchange the model is handed over as layers (`offer`); then every request of the server goes to `handle`, and
-    `layers` holds the outcome: the exchanged layers once `committed`, which before an upload are envelopes for the server
-    alone, and else the layers that were offered. Nothing is given up before every peer has confirmed that its model is whole,
-    and `abort` takes back even that. `upload` gives the envelopes to the server; the model that was offered then enters no
-    other exchange before an upload: between two of them, in other company, the difference would show whose layers are whose.
+    `layers` holds the outcome: the exchanged layers once `committed`, which is when every peer has confirmed that its model is
+    whole, and else those that were offered; `abort` takes back even that. `upload` gives the envelopes to the server; the model
+    then enters no other exchange before an upload: in other company, the difference would show whose layers are whose.
 
     `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself included: of an exchange among
     fewer, or by other rules, it takes no part. `choices` are secret unless a rehearsal with a run's streams is wanted. Keys for

@@ -30,13 +30,8 @@ class RunConfig(TypedDict, total=False):
 class Deployment:
     """A federation over real sites, by the run configuration of its app, with `configuration` as it was written in `text`.
 
-    That is a TOML file as `fedloom run` takes it, or the path of one that exists on the server and at every site; it must name an
-    `algorithm`, and `data.clients` is the number of sites, numbered from 0. `output` is the folder on the server that becomes the
-    run directory; starting a run again with the same folder goes on where that run was stopped.
-
-    Sites have `deadline` seconds for one round, or as long as they need where that is 0. `sites` of them must be there before
-    round 1 (all, where the run configuration says 0), and are waited for `wait` seconds. Where sites have data of their own, none
-    counts for more than `largest_share` of a mean, and what fewer than `smallest` rows of one say is no part of statistics.
+    That is a TOML file as `fedloom run` takes it, or the path of one on the server and at every site. `data.clients` is how many
+    sites there are, numbered from 0, of which `sites` must be there before round 1. The values are those of docs/flower.md.
     """
 
     text: str
@@ -50,12 +45,10 @@ class Deployment:
 
     @property
     def algorithm(self) -> str:
-        """The method, as the configuration writes it."""
         return str(self.configuration.algorithm)
 
     @property
     def clients(self) -> int:
-        """Number of sites."""
         return self.configuration.data.clients
 
 
@@ -76,9 +69,18 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
     return Deployment(text, federation, output, sites, **values)
 
 
+@lru_cache(maxsize=1)
 def read_configuration(text: str) -> Configuration:
     """Return the configuration in a text, or in the file that it names. Raises `InvalidValue` unless it is of one federation."""
-    settings = load(Path(text)) if "=" not in text and "\n" not in text else _parsed(text)
+    if "=" in text or "\n" in text:
+        try:
+            table = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            reason = one_line(str(error), LONGEST_QUOTED)
+            raise InvalidValue(f"run configuration: configuration is not TOML: {reason}") from None
+        settings = configuration({"name": "federation", **table})
+    else:
+        settings = load(Path(text))
     if settings.algorithm is None:
         raise InvalidValue("run configuration: configuration names no method: give algorithm, such as 'fedmr'")
     if settings.variants:
@@ -86,17 +88,6 @@ def read_configuration(text: str) -> Configuration:
     if settings.data.clients < 1:
         raise InvalidValue("run configuration: configuration must say how many sites there are: data.clients")
     return settings
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str) -> Configuration:
-    """Parse a configuration; cached for sites that share a process, as in tests."""
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = one_line(str(error), LONGEST_QUOTED)
-        raise InvalidValue(f"run configuration: configuration is not TOML: {reason}") from None
-    return configuration({"name": "federation", **table})
 
 
 def layout_digest(task: Task) -> str:

@@ -1,12 +1,9 @@
 """Flower engine: clients train at sites of their own, with one message to each site and one back, through Flower's Grid.
 
-Every site is sent its own tensors, and every tensor that comes back is checked against what the method expects, before its
-bytes are decoded. A site that is absent, late, or answers anything else loses its turn, never the round. What sites say
-decides neither what the run reports nor whether it goes on; only when all of them fail, one after another, does it end.
+A site that is absent, late, or answers anything else than the method expects loses its turn, never the round.
 
-Clients' memory stays at their sites, as versions named by the round that wrote them. The server keeps only which version each
-client goes on from: that of the last reply that it took. So a reply that came too late, or that was refused, leaves no
-trace, and a server that goes on from a checkpoint finds every site as it was then.
+Clients' memory stays at their sites, as versions named by the round that wrote them. The server keeps which version each client
+goes on from, that of the last reply that it took: a reply that came too late, or was refused, leaves no trace.
 """
 
 import logging
@@ -46,11 +43,12 @@ class FlowerEngine(RemoteClients):
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
-        self._versions = torch.zeros(task.clients, dtype=torch.int64)  # of each client's memory; 0 is none
-        self._written: dict[int, int] = {}  # the versions of this round
+        # Of each client's memory, with what was written in this round, and as it stands; 0 is none.
+        self._committed = torch.zeros(task.clients, dtype=torch.int64)
+        self._versions = self._committed.clone()
         self._orders: Orders = {}  # those under way of an asynchronous method
-        self._saved = [self._versions, self._versions]  # those of the two newest checkpoints
-        self._saving = self._versions
+        self._saved = [self._committed, self._committed]  # those of the two newest checkpoints
+        self._saving = self._committed
         self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
 
     # --- the work of a round ---
@@ -76,20 +74,19 @@ class FlowerEngine(RemoteClients):
         Where models are `exchanged`, sites begin from those that they exchanged before. Models that are `withheld` are no part of
         the replies: sites exchange them afterwards.
         """
-        specs = expectations(algorithm, round, self.task.layout)
-        shapes = {name: list(spec.shape) for name, spec in specs.items()}
-        expected = {name: spec for name, spec in specs.items() if not (withheld and name == "model")}
+        expected = expectations(algorithm, round, self.task.layout)
+        shapes = {name: list(spec.shape) for name, spec in expected.items()}
+        if withheld:
+            del expected["model"]
         figures = {name for method in algorithm.nested() for name in method.client_figures}
 
         def words(client_task: ClientTask) -> Words:
             client, uploads = client_task.client, client_task.slot is not None
-            memory = {
-                "memory": self._version(client),
-                "keep": sorted({int(saved[client]) for saved in self._saved} - {0}),
-            }
-            return memory | {"expected": shapes if uploads else None, "exchanged": exchanged and uploads}
+            keep, due = sorted({int(saved[client]) for saved in self._saved} - {0}), shapes if uploads else None
+            memory = int(self._versions[client])
+            return {"memory": memory, "keep": keep, "expected": due, "exchanged": exchanged and uploads}
 
-        needed = algorithm.step_replies
+        needed, taken = algorithm.step_replies, 0
         starting = [task for task in client_tasks if task.client not in self.under_way]
         orders = None if needed is None else self._orders
         for began, client_task, answer in self.sites.answers("train", round, starting, words, orders=orders):
@@ -106,24 +103,19 @@ class FlowerEngine(RemoteClients):
             else:
                 self._failing.clear()
                 yield reply
-                needed = None if needed is None else needed - 1
-                if needed == 0:
+                taken += 1
+                if taken == needed:
                     break
-        self._require_anybody(round)
+        introduced = {client for client in range(round.clients) if self.numbers[client] in self.sites.known}
+        if introduced and introduced <= self._failing.keys():
+            client, reason = next(reversed(self._failing.items()))
+            failed = f"every site has failed, one after another; site {self.numbers[client]}: {reason}"
+            raise FedloomError(f"round {round.number}: {failed}")
 
     @property
     def under_way(self) -> frozenset[int]:
         """Return the clients that train already, for an asynchronous method."""
         return frozenset(client_task.client for _, client_task in self._orders.values())
-
-    def _require_anybody(self, round: Round) -> None:
-        """Raise `FedloomError` when every known site has failed since a reply was taken."""
-        introduced = {client for client in range(round.clients) if self.numbers[client] in self.sites.known}
-        if introduced and introduced <= self._failing.keys():
-            client, reason = next(reversed(self._failing.items()))
-            raise FedloomError(
-                f"round {round.number}: every site has failed, one after another; site {self.numbers[client]}: {reason}"
-            )
 
     def _reply(
         self,
@@ -140,20 +132,20 @@ class FlowerEngine(RemoteClients):
             words = words_of(message, ARRAYS)
         except Refusal as refusal:
             if refusal.words.get("lost"):
-                self._written[client] = 0  # from the next time on it is a client that remembers nothing
+                self._versions[client] = 0  # from the next time on it is a client that remembers nothing
             raise
         order = whole_number(words, "round", 0, round.number), whole_number(words, "site", 0, MOST_SAMPLES)
         if order != (round.number, number):
             raise RefusedReply("the reply is to another order")
         version = whole_number(words, "memory", 0, round.number)
-        if version not in (self._version(client), round.number):
+        if version not in (int(self._versions[client]), round.number):
             raise RefusedReply(f"memory {version} was neither sent nor written in this round")
         # Names, shapes and types are as the method has them, whatever any site sends.
         tensors = tensors_of(message, expected)
         if expected:
             inspect_reply(algorithm, round, tensors, expected)
         measured = figures_of(words, figures)
-        self._written[client] = version
+        self._versions[client] = version
         return Reply(
             client_task, tensors, measured, samples=self.sites.samples(number) if self.task.elsewhere else None
         )
@@ -162,7 +154,7 @@ class FlowerEngine(RemoteClients):
         as_sent = type(algorithm) is Algorithm  # every client judges what it is sent
 
         def words(client_task: ClientTask) -> Words:
-            return {"memory": self._version(client_task.client), "given": as_sent}
+            return {"memory": int(self._versions[client_task.client]), "given": as_sent}
 
         for _, client_task, answer in self.sites.answers("evaluate", round, client_tasks, words):
             try:
@@ -192,38 +184,31 @@ class FlowerEngine(RemoteClients):
 
     # --- clients' memory ---
 
-    def _version(self, client: int) -> int:
-        """Return the version of a client's memory, after what it wrote in this round."""
-        return self._written.get(client, int(self._versions[client]))
-
     def commit(self) -> None:
-        self._versions = self._versions.clone()
-        for client, version in self._written.items():
-            self._versions[client] = version
-        self._written = {}
+        self._committed = self._versions.clone()
 
     def forget(self, client: int) -> None:
         """Let a client whose work of this round is not taken go on from the memory that it had."""
-        self._written.pop(client, None)
+        self._versions[client] = self._committed[client]
 
     def rollback(self) -> bool:
-        self._written = {}
+        self._versions = self._committed.clone()
         return True
 
     def memory(self) -> dict[str, Tensor]:
         """Return the version of each client's memory, now and at the checkpoint before."""
-        self._saving = self._versions
-        return {"versions": self._versions, "before": self._saved[-1]}
+        self._saving = self._committed
+        return {"versions": self._committed, "before": self._saved[-1]}
 
     def release_memory(self) -> None:
         self._saved = [self._saved[-1], self._saving]
 
     def restore_memory(self, memory: dict[str, Tensor]) -> None:
-        shape = self._versions.shape
+        shape = self._committed.shape
         if any(name not in memory or memory[name].shape != shape for name in ("versions", "before")):
             raise DamagedCheckpoint("the checkpoint does not say which memory the sites go on from")
-        self._versions, self._written = memory["versions"], {}
-        self._saved = [memory["before"], memory["versions"]]
+        self._committed, self._saved = memory["versions"], [memory["before"], memory["versions"]]
+        self.rollback()
 
     def close(self) -> None:
         """Hold nothing: sites end by themselves what they keep ready."""

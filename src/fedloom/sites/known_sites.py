@@ -51,11 +51,8 @@ class KnownSites:
     claims the number of a connected site waits until that site is gone, so nobody can replace a busy site.
 
     Every message has the words `briefing`; a site must introduce itself with the words `agreed`, such as the version.
-    `registered` are the samples that each site had at its first introduction: it never counts with more. `federation` is the
-    name of the federation at the sites, `numbers` their numbers by the task's clients.
-
-    Sites have `deadline` seconds for one round, 0 for as long as they need; when not one is connected, one is waited for with
-    `patience`, in seconds.
+    `registered` are the samples that each site had at its first introduction: it never counts with more. `federation` is its
+    name at the sites, `numbers` are those by the task's clients. When nobody is connected, one is waited for `patience` seconds.
     """
 
     federation: str
@@ -120,7 +117,7 @@ class KnownSites:
 
     def _look(self, strict: bool) -> None:
         """Greet new nodes, and take the answers that are there."""
-        self._online = self.mailbox.nodes()
+        self._online = set(self.mailbox.grid.get_node_ids())
         self._greeted = {message_id: node for message_id, node in self._greeted.items() if node in self._online}
         waiting = self.present() | {None}
         self._ignored = {n: number for n, number in self._ignored.items() if n in self._online and number in waiting}

@@ -64,8 +64,7 @@ def pack(words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parc
 def words_of(message: Message, *records: str) -> Words:
     """Return the words of a message, which may have these `records` beside them, such as `ARRAYS`.
 
-    Raises `Refusal` where the words say why there is nothing else, `RefusedReply` for a message of another kind, or with a record
-    that nobody asked for, and `FedloomError` for Flower's own report of a failure.
+    Raises `Refusal` where the words are one, `RefusedReply` for other messages, `FedloomError` for a failure that Flower tells.
     """
     if message.has_error():
         raise FedloomError(one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}"))
@@ -172,10 +171,6 @@ class Mailbox:
     def __init__(self, grid: Grid, pause: float) -> None:
         self.grid, self.pause = grid, pause
         self._arrived: dict[str, Message] = {}  # replies that nobody has taken yet, by the message's id
-
-    def nodes(self) -> set[int]:
-        """Return the nodes that are connected, as far as Flower knows."""
-        return set(self.grid.get_node_ids())
 
     def send(self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf) -> str | None:
         """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""

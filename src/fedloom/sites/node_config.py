@@ -1,5 +1,4 @@
-"""Configuration of a site's SuperNode (`--node-config`): the site's number, the places of its data and memory, and the keys by
-which it knows the other sites in an exchange of layers.
+"""Configuration of a site's SuperNode (`--node-config`).
 
 The list of public keys has a line for each site, as `fedloom flower keys` writes them to `site-<i>/peers.pub`:
 
@@ -52,14 +51,9 @@ class Identity(NamedTuple):
 class NodeConfig:
     """A SuperNode's configuration, such as `"partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`.
 
-    `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. `data` names its own
-    data: `module:function`, called without arguments, or a folder of npy files or an npz file; without it, for trials, the site
-    takes its client's share of the configuration's data. `memory` is the folder for what the client remembers from round to
-    round, by default `fedloom` under FLWR_HOME. `worker-minutes` is for `site_worker`.
-
-    Where sites exchange layers (`secure`), `identity` is the site's private key, that of its SuperNode, with the list of all
-    sites' public keys (`peers`), which must not come to it through the server; an exchange must have `fewest_peers` sites. With
-    `choices='rehearsed'` the site chooses as a simulation with the run's seed does, which hides nothing.
+    `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. A site without `data` of
+    its own takes its client's share of the configuration's. `memory` is by default `fedloom` under FLWR_HOME. With
+    `choices='rehearsed'` the site exchanges layers as a simulation with the run's seed does, which hides nothing.
     """
 
     number: int
@@ -77,11 +71,16 @@ class NodeConfig:
         values = checked(_Table, {k: table[k] for k in _Table.__annotations__ if k in table}, "node configuration: ")
         if (number := values.get("partition-id")) is None:
             raise InvalidValue("node configuration: partition-id is missing, the site's number")
-        memory = Path(values["memory"]).expanduser() if values.get("memory") else default_folder()
-        identity = _identity(values.get("identity"), values.get("peers"), number)
-        rehearsed, fewest = values.get("choices") == "rehearsed", values.get("fewest-peers", FEWEST_PEERS)
-        data, sites = values.get("data") or None, values.get("num-partitions")
-        return cls(number, sites, data, memory, identity, rehearsed, fewest, values.get("smallest", 5))
+        return cls(
+            number,
+            values.get("num-partitions"),
+            values.get("data") or None,
+            Path(values["memory"]).expanduser() if values.get("memory") else default_folder(),
+            _identity(values.get("identity"), values.get("peers"), number),
+            values.get("choices") == "rehearsed",
+            values.get("fewest-peers", FEWEST_PEERS),
+            values.get("smallest", 5),
+        )
 
     def folder(self, federation: object) -> Path:
         """Return the site's folder for one federation. Raises `RefusedReply` for a name that could lead elsewhere."""
@@ -136,10 +135,8 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
         if match is None or not isinstance(key, (ec.EllipticCurvePublicKey, Ed25519PublicKey)):
             raise InvalidValue(f"{path}: line {number} is not a public key followed by site-<number>")
         site = int(match[2])
-        if site in public_keys:
-            raise InvalidValue(f"{path}: line {number} lists site-{site} again")
-        if key in public_keys.values():
-            raise InvalidValue(f"{path}: line {number} gives site-{site} the key of another site")
+        if site in public_keys or key in public_keys.values():
+            raise InvalidValue(f"{path}: line {number} lists site-{site}, or its key, again")
         public_keys[site] = key
     if not public_keys:
         raise InvalidValue(f"{path} lists no public key")

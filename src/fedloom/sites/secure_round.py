@@ -1,7 +1,6 @@
 """Server's half of a round of secure recombination over Flower: carries the sites' parcels, and opens what they upload.
 
-A site gives its trained model to nobody: it is asked to train, then to exchange, and in the end it uploads envelopes that hold
-layers of any of the sites. Each step of an exchange is one message to each site and one back.
+A site gives its trained model to nobody: it is asked to train, to exchange, and then to upload envelopes with layers of any site.
 """
 
 import logging
@@ -50,8 +49,8 @@ def require_supported(algorithm: Algorithm) -> None:
 class Courier:
     """Carries the letters of one exchange as messages between the server and the sites (a `Transport`).
 
-    Peers have their sites' numbers. A site that does not answer once, or not as agreed, is `lost`, for a reason: it is asked no
-    more in this exchange. `reached` are the sites to which a message went out, `carried` the bytes that sites have handed in.
+    Peers have their sites' numbers. A site that does not answer as agreed is `lost`, for a reason, and asked no more. `reached`
+    are the sites to which a message went out, `carried` the bytes that sites have handed in.
     """
 
     def __init__(self, sites: KnownSites, round: Round, client_tasks: Sequence[ClientTask], terms: Terms) -> None:
@@ -174,8 +173,7 @@ class SecureRound:
         opening = Terms(name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes)
         courier, abort = Courier(self.sites, self.round, client_tasks, opening), ""
         try:
-            outcome = run_exchange(courier, opening, fewest=FEWEST)
-            courier.terms, violations = outcome.terms, outcome.faults
+            courier.terms, violations = run_exchange(courier, opening, fewest=FEWEST)
         except ExchangeAborted as error:
             courier.terms, violations, abort = replace(opening, peers=()), error.faults, str(error)
         self.method.carried(courier.carried)

@@ -84,9 +84,9 @@ class Site:
             return pack({**introduction, "samples": 1, "tests": 0})
         if exchanges_layers(build(self.settings.algorithm)):
             self._require_identity()
-        task, index = self._whole_task(words)
-        tests = 0 if task.local_test is None else len(task.local_test[index])
-        samples, layout = len(task.partition[index]), layout_digest(task)
+        task = self._task(words, self.number)
+        tests = 0 if task.local_test is None else len(task.local_test[self.number])
+        samples, layout = len(task.partition[self.number]), layout_digest(task)
         return pack({**introduction, "samples": samples, "tests": tests, "layout": layout})
 
     def statistics(self, words: Words) -> RecordDict:
@@ -150,7 +150,7 @@ class Site:
 
         Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
         """
-        round, _ = self._addressed(words)
+        round, client = self._addressed(words)
         run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
         if words.get("upload") is True:
             return pack({"site": self.number}, parcel=peer.upload(run))
@@ -159,13 +159,12 @@ class Site:
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
 
         def layers() -> list[bytes]:
-            return peer.trained() if when == "before_upload" else self._sent(words, round, inbox)
+            return peer.trained() if when == "before_upload" else self._sent(self._task(words, client), round, inbox)
 
         return pack({"site": self.number}, parcel=peer.answer(parcel, run, when, method.rules(), layers))
 
-    def _sent(self, words: Words, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
+    def _sent(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
         """Return the layers of the model that the server sent to this site, for an exchange before training."""
-        task, _ = self._whole_task(words)
         _require_sound(task, inbox)
         method, model = layer_exchange(self._method(task, round), round.number), inbox.get("model")
         if method is None or model is None or model.shape != (1, task.layout.size):
@@ -206,8 +205,7 @@ class Site:
         self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
     ) -> tuple[RowsEngine, ClientFiles, int]:
         """Return an engine in which this client remembers what it did after the round that the words say."""
-        whole_task, index = self._whole_task(words)
-        task = one_client_task(whole_task, index, client, self.settings.clients)
+        task = self._task(words, client)
         _require_sound(task, inbox)
         memory = ClientFiles(self.config.folder(words.get("federation")), MEMORY_LABELS)
         version = whole_number(words, "memory", 0, round.number)
@@ -235,13 +233,12 @@ class Site:
             nested.state = {}
         return method
 
-    def _whole_task(self, words: Words) -> tuple[Task, int]:
-        """Return the task with this site's samples, and the client in it that has them."""
-        source = self.config.data
-        if source is None:
-            return _simulated(self.settings.text), self.number
+    def _task(self, words: Words, client: int) -> SiteTask:
+        """Return the task in which this client has this site's samples."""
+        if self.config.data is None:
+            return one_client_task(_simulated(self.settings.text), self.number, client, self.settings.clients)
         settings = self.settings.configuration
-        dataset = DataAgreement.read(words.get("data")).dataset(source, settings)
+        dataset = DataAgreement.read(words.get("data")).dataset(self.config.data, settings)
         train, test = dataset.train, dataset.test
         samples = train.concatenate(test) if len(test) else train
         task = make_task(
@@ -258,7 +255,7 @@ class Site:
         noise = label_noises.build_unless_none(settings.data.label_noise)
         if noise is not None:
             task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
-        return task, 0
+        return one_client_task(task, 0, client, self.settings.clients)
 
 
 def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedloom.config.fields import checked
 from fedloom.config.plugins import found_at
 from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.dataset import Dataset, Samples, datasets
@@ -56,9 +57,8 @@ class DataAgreement:
         """Read what `words` returned. Raises `RefusedReply` for anything else."""
         try:
             preprocessing = Preprocessing.from_json(json.dumps(words["preprocessing"]))
-            vocabulary = None if words["vocabulary"] is None else int(words["vocabulary"])
-            return cls(str(words["name"]), preprocessing, str(words["objective"]), int(words["classes"]), vocabulary)
-        except (DataError, KeyError, TypeError, ValueError):
+            return cls(**checked(cls, {**words, "preprocessing": preprocessing}))
+        except (DataError, InvalidValue, KeyError, TypeError, ValueError):
             raise RefusedReply("the server does not say what the data look like") from None
 
     def words(self) -> dict[str, Any]:
@@ -118,10 +118,8 @@ def own_table(source: str) -> tuple[Any, Any] | None:
 def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples, Samples | None]:
     """Return a site's samples for training, and those for testing, None where it sets none aside.
 
-    The source is `module:function`, called without arguments, or the path of a folder of npy files, of an npz file with the
-    arrays inputs and labels, and perhaps test_inputs and test_labels, or of a folder with pictures in a folder for each class. A
-    function returns (inputs, labels), NumPy or torch, or two such pairs, or `Samples`, two of them, or a `Dataset`. Raises
-    `DataError` for samples that are missing or do not fit together.
+    The source is `module:function`, called without arguments, or the path of a folder of npy files, an npz file, or a folder of
+    pictures by class. Raises `DataError` for samples that are missing or do not fit together.
     """
     path, encoding = Path(source), None if agreed is None else agreed.inputs
     if ":" in source and not path.exists():

@@ -1,11 +1,8 @@
 """A site's answers to messages, and its worker: one process per SuperNode and run that keeps PyTorch and the task loaded.
 
 Flower starts a process for each message. That process loads neither, starts the worker if there is none, and hands the message
-over through a Unix socket in a folder that only the site's user can open. Both sides prove that they know a secret in that folder
-(HMAC, `multiprocessing.connection`). What passes are Flower's own serialised messages, never pickles.
-
-Whatever fails, the process answers the message itself. Nothing is lost with a worker: what a site remembers is on disk. A worker
-ends with the SuperExec of its SuperNode, or after a few minutes without a message.
+over, as bytes that are never unpickled, through a Unix socket in a folder that only the site's user can open, where lies a secret
+that both sides prove to know. Whatever fails, the process answers the message itself: what a site remembers is on disk.
 """
 
 import logging
@@ -51,7 +48,20 @@ _logger = logging.getLogger("flwr.fedloom")
 def answer(message: Message, context: Context) -> RecordDict:
     """Return the site's answer, or its reason for giving none: one line, of which the site's own log tells more."""
     try:
-        return _answer(message, context)
+        words = words_of(message, ARRAYS, PARCEL)
+        from fedloom.sites.site import Site  # and PyTorch, which the process that hands a message over does without
+
+        site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
+        match message.metadata.message_type:
+            case "query":
+                return site.hello(words)
+            case "query.statistics":
+                return site.statistics(words)
+            case "query.exchange":
+                return site.exchange(words, tensors, parcel_of(message))
+            case "train":
+                return site.train(words, tensors)
+        return site.evaluate(words, tensors)
     except Refusal as refusal:
         words = {**refusal.words, "refused": str(refusal)}
     except FedloomError as error:
@@ -61,24 +71,6 @@ def answer(message: Message, context: Context) -> RecordDict:
         words = {"refused": one_line(f"{type(error).__name__}: {error}")}
     _logger.error("%s", words["refused"])
     return pack(words)
-
-
-def _answer(message: Message, context: Context) -> RecordDict:
-    words = words_of(message, ARRAYS, PARCEL)
-    from fedloom.sites.site import Site  # and with it PyTorch, which the process that hands a message over does without
-
-    site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
-    match message.metadata.message_type:
-        case "query":
-            return site.hello(words)
-        case "query.statistics":
-            return site.statistics(words)
-        case "query.exchange":
-            return site.exchange(words, tensors, parcel_of(message))
-        case "train":
-            return site.train(words, tensors)
-        case _:
-            return site.evaluate(words, tensors)
 
 
 # --- in the process that Flower starts for a message ---
@@ -157,15 +149,14 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
     """
     secret, working, since = secrets.token_bytes(32), False, time.monotonic()
 
-    def owns_folder() -> bool:
-        with suppress(OSError):
-            return (folder / "secret").read_bytes() == secret
-        return False
-
     def needed() -> bool:
-        if _runs(superexec) and (working or (owns_folder() and time.monotonic() < since + seconds)):
-            return True
-        if owns_folder():
+        mine = False
+        with suppress(OSError):
+            mine = (folder / "secret").read_bytes() == secret
+            os.kill(superexec, 0)  # raises when it is gone
+            if working or (mine and time.monotonic() < since + seconds):
+                return True
+        if mine:
             shutil.rmtree(folder, ignore_errors=True)
         return False
 
@@ -187,13 +178,6 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
             except Exception as error:
                 _logger.warning("the site's worker: %s", error or type(error).__name__)
             working, since = False, time.monotonic()
-
-
-def _runs(process: int) -> bool:
-    with suppress(OSError):
-        os.kill(process, 0)
-        return True
-    return False
 
 
 if __name__ == "__main__":
