@@ -14,6 +14,7 @@ _LISTED = 50  # categories and classes, at most
 
 def model_card(run: RunSummary, preprocessing: Preprocessing, model: str, task: Mapping[str, Any]) -> str:
     """Return the card of the model of a finished run; `task` has the sizes in its `task.json`."""
+    epsilon = figures.epsilon(run)
     sections = {
         "Data": _data(run, preprocessing, task),
         "Training": [
@@ -21,7 +22,7 @@ def model_card(run: RunSummary, preprocessing: Preprocessing, model: str, task: 
             ", ".join(f"{key} {value}" for key, value in run.configuration["training"].items() if value),
         ],
         "Figures": _figures(run),
-        "Privacy": [_privacy(run)],
+        "Privacy": ["no differential privacy was asked for" if epsilon is None else f"epsilon spent: {epsilon:.3g}"],
         "Versions": [
             f"{key} {run.environment[key]}" for key in ("fedloom", "python", "torch") if key in run.environment
         ],
@@ -54,11 +55,6 @@ def _figures(run: RunSummary) -> list[str]:
             spread = f"{low} to {high}{run.metric.unit}, median {middle}"
             lines.append(f"{kind} {run.metric.noun}, client by client: {spread} ({len(values)} clients)")
     return lines
-
-
-def _privacy(run: RunSummary) -> str:
-    epsilon = figures.epsilon(run)
-    return "no differential privacy was asked for" if epsilon is None else f"epsilon spent: {epsilon:.3g}"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -64,34 +64,33 @@ def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
     scores = [("Mean", [client.score for client in listed])] if several and names else []
     scores += [(name, [client.accuracies.get(name) for client in listed]) for name in names]
 
-    def counts(title: str, values: Sequence[int], form: str = "") -> Filled:
-        return Column(title, order="ascending"), [Cell(f"{value:{form}}", value) for value in values]
+    def counts(title: str, values: Sequence[int]) -> Filled:
+        return Column(title, order="ascending"), [Cell(f"{value:,}", value) for value in values]
 
     columns = [counts("Client", [client.number for client in listed])]
     for name, values in scores:
         cells = [Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in values]
         columns.append((Column(name + (", %" if metric.share else ""), order="ascending"), cells))
-    columns.append(counts("Samples", [sum(client.counts) for client in listed], ","))
-    by_class = any(len(client.counts) > 1 for client in clients)
-    if by_class:
+    columns.append(counts("Samples", [sum(client.counts) for client in listed]))
+    if any(len(client.counts) > 1 for client in clients):
         labels = [Cell(_labels(client.counts, comparable[0].class_names), None) for client in listed]
         columns.append(counts("Classes", [sum(count > 0 for count in client.counts) for client in listed]))
         columns.append((Column("Most frequent", order=""), labels))
     title = f"Clients, the {f'worst {metric.noun}' if names else 'fewest samples'} first"
-    return title, Table.of(columns), _caption(comparable, len(clients), by_class, bool(names)) if clients else ""
+    return title, Table.of(columns), _caption(comparable, len(clients), bool(names)) if clients else ""
 
 
-def _caption(comparable: Sequence[RunSummary], clients: int, by_class: bool, measured: bool) -> str:
-    run, models = comparable[0], "the global model and of the model that it would use"
+def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> str:
+    run = comparable[0]
+    models = "the global model and of the model that it would use"
     if len(comparable) > 1:
         models = "the model that it would use with each method"
     wrong = f", by the labels given, of which {run.wrong_labels:,} are wrong" if run.wrong_labels else ""
-    text = f"Training samples{' of each class' if by_class else ''}{wrong}; seed {run.seed}. "
+    scores = "No accuracies: they need local test data (local_test) and personal_every."
     if measured:
-        text += f"{run.metric.title} on the client's own test data, of {models}."
-    else:
-        text += "No accuracies: they need local test data (local_test) and personal_every."
-    return text + (f" The first {LISTED} of {clients:,} clients." if clients > LISTED else "")
+        scores = f"{run.metric.title} on the client's own test data, of {models}."
+    more = f" The first {LISTED} of {clients:,} clients." if clients > LISTED else ""
+    return f"Training samples{wrong}; seed {run.seed}. {scores}{more}"
 
 
 def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:

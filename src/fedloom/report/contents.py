@@ -81,12 +81,8 @@ def _share_axes(panels: Sequence[ReportFigure]) -> None:
 def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     if _seed_count(runs) < 2:
         return []
-    drawn = figures.accuracy_by_seed(runs)
-    return [
-        ReportFigure.of(
-            "seeds", f"Final {runs[0].metric.noun} of each seed.", "A dot is a seed, the bar their mean.", drawn
-        )
-    ]
+    title, drawn = f"Final {runs[0].metric.noun} of each seed.", figures.accuracy_by_seed(runs)
+    return [ReportFigure.of("seeds", title, "A dot is a seed, the bar their mean.", drawn)]
 
 
 def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
@@ -128,12 +124,12 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     if not different:
         return []
     by_seed = len({run.seed for run in different}) == len(different)
-    several = _seed_count(different) > 1
     variants = {
-        f"seed {run.seed}" if by_seed else f"{run.algorithm}, seed {run.seed}" if several else run.algorithm:
-            figures.label_distribution(run.label_counts, run.class_names)
+        f"seed {run.seed}" if by_seed else f"{run.algorithm}, seed {run.seed}": figures.label_distribution(
+            run.label_counts, run.class_names
+        )
         for run in different[: LIMIT["labels"]]
-    }  # fmt: skip
+    }
     totals = [sum(map(sum, run.label_counts)) for run in different]
     total = f"; {totals[0]:,} in all" if len(set(totals)) == 1 else ""
     clients = len(different[0].label_counts)
