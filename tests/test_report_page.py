@@ -161,7 +161,7 @@ def labels_of(*runs: RunSummary) -> dict[str, Any]:
 
 def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed() -> None:
     one, other = made_up_run("fedavg, Dir(0.1)", 0), made_up_run("fedavg, Dir(0.5)", 0, clients=7)
-    assert list(labels_of(one, other)["variants"]) == ["fedavg, Dir(0.1)", "fedavg, Dir(0.5)"]
+    assert list(labels_of(one, other)["variants"]) == ["fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.5), seed 0"]
     repeated = made_up_run("fedavg, Dir(0.1)", 1)
     assert list(labels_of(one, repeated)["variants"]) == ["seed 0", "seed 1"]
     assert list(labels_of(one, repeated, other)["variants"]) == [

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
@@ -119,7 +120,7 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     """Yield the figure of the right and the wrong labels that runs learned, where that was recorded."""
     if recorded := of_kind(runs, "memorisation"):
-        wrong = max(entry["samples"][0][1] for _, entry in recorded)
+        wrong = max(int(np.reshape(entry["samples"], (-1, 2))[0, 1]) for _, entry in recorded)
         explained = (
             f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
             "true label (dashed) and as given, that is, memorised (dotted)."
