@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,28 +81,21 @@ class StackedEngine(RowsEngine):
             if len(chunk) == 1:
                 yield from work(chunk)
                 continue
-            results, retries = self._attempt(algorithm, chunk, partial(work, chunk))
-            yield from results
-            waiting.extendleft(reversed(retries))
-
-    def _attempt(
-        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
-    ) -> tuple[list[T], list[Sequence[ClientTask]]]:
-        """Return the results of `work`, or the smaller chunks to try after this: an exception's frames hold tensors."""
-        try:
-            return work(), []
-        except FedloomError:
-            raise  # a mistake in the configuration is not the clients' fault
-        except torch.OutOfMemoryError:
-            size = self.chunk = max(1, len(client_tasks) // 2)
-            self.notice(
-                f"a stack of {len(client_tasks)} models does not fit in memory: {size} train together from now on"
-            )
-        except Exception as error:
-            # One client's failure must not fail the chunk: each works by itself, with the same result.
-            size = 1
-            self.notice(f"{algorithm}: clients train one by one where they fail in lock step: {error_text(error)}")
-        return [], [client_tasks[start : start + size] for start in range(0, len(client_tasks), size)]
+            try:
+                results = work(chunk)
+            except FedloomError:
+                raise  # a mistake in the configuration is not the clients' fault
+            except torch.OutOfMemoryError:
+                size = self.chunk = max(1, len(chunk) // 2)
+                self.notice(f"a stack of {len(chunk)} models does not fit in memory: {size} train together from now on")
+            except Exception as error:
+                # One client's failure must not fail the chunk: each works by itself, with the same result.
+                size = 1
+                self.notice(f"{algorithm}: clients train one by one where they fail in lock step: {error_text(error)}")
+            else:
+                yield from results
+                continue
+            waiting.extendleft(reversed([chunk[start : start + size] for start in range(0, len(chunk), size)]))
 
     def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[Sequence[ClientTask]]:
         """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""

@@ -6,6 +6,7 @@ the last process that maps it has ended, in whatever way.
 
 import mmap
 import os
+import pickle
 import tempfile
 import weakref
 from bisect import bisect_right, insort
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -57,6 +59,11 @@ class SharedMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor."""
         size = prod(shape) * dtype.itemsize
+        array, _ = self.region(size)
+        return torch.from_numpy(array)[:size].view(dtype).view(*shape)
+
+    def region(self, size: int) -> tuple[npt.NDArray[np.uint8], Position]:
+        """Return an unused region of at least `size` bytes, and its position."""
         rounded = 1 << (max(size, SMALLEST) - 1).bit_length()
         idle = self._idle[rounded]
         if not idle:
@@ -69,7 +76,7 @@ class SharedMemory:
         start = idle.pop()
         array = np.frombuffer(self.regions[start], np.uint8)
         weakref.finalize(array, idle.append, start).atexit = False
-        return torch.from_numpy(array)[:size].view(dtype).view(*shape)
+        return array, (start, rounded, 0)
 
     def find(self, address: int) -> Position | None:
         """Return the position of an address of this process, or None if it lies elsewhere."""
@@ -101,9 +108,8 @@ def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = 
         array = np.frombuffer(buffer.raw(), np.uint8)
         position = memory.find(array.ctypes.data)
         if position is None and len(array) > INLINE:
-            buffers[index] = copy = memory.empty([len(array)], torch.uint8).numpy()
-            np.copyto(copy, array)
-            position = memory.find(copy.ctypes.data)
+            buffers[index], position = memory.region(len(array))
+            buffers[index][: len(array)] = array
         places.append(array.tobytes() if position is None or not len(array) else (position, len(array)))
     return Parcel(data, places, buffers)
 
@@ -123,13 +129,12 @@ class Channel:
 
     def send(self, *parcels: Parcel | None) -> None:
         """Send messages packed with this end's memory. Raises `OSError` if the other process has ended."""
-        self.connection.send([parcel and (parcel.data, parcel.places) for parcel in parcels])
+        self.connection.send_bytes(pickle.dumps([parcel and (parcel.data, parcel.places) for parcel in parcels]))
 
     def receive(self) -> list[Any]:
         """Receive messages that were sent together. Raises `EOFError` or `OSError` if the other process has ended."""
-        return [
-            message and (message[0], [self._at(place) for place in message[1]]) for message in self.connection.recv()
-        ]
+        messages = pickle.loads(self.connection.recv_bytes())
+        return [message and (message[0], [self._at(place) for place in message[1]]) for message in messages]
 
     def close(self) -> None:
         """Close this end of the pipe and the other side's memory."""
