@@ -166,12 +166,11 @@ class _Trial:
 
     @cached_property
     def participation(self) -> float:
-        """The share of a few clients, or 1 where the method's setup refuses that."""
         share = min(1.0, CLIENTS / self.task.clients)
         try:
             self.federation(RowsEngine(self.task, self.proof), participation=share)
         except InvalidValue:
-            return 1.0
+            return 1.0  # its setup refuses a part of the clients
         return share
 
     def federation(
@@ -206,13 +205,11 @@ class _Trial:
 
     @property
     def server_location(self) -> str:
-        """The line of `update` or `receive`, or else of the class."""
         kind = type(self.method)
         return code_location(kind.update) or code_location(kind.receive) or self.location
 
     @property
     def location(self) -> str:
-        """The line of `train`, or else of the class."""
         return code_location(type(self.method).train) or code_location(type(self.method))
 
 
@@ -361,7 +358,6 @@ def _globals(method: Algorithm) -> dict[tuple[str, str], object]:
 
 
 def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
-    """Return a fingerprint of all that the methods hold beside their state."""
     return {
         (k, name): _trace(value)
         for k, inner in enumerate(method.nested())
@@ -387,7 +383,6 @@ def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) ->
 
 
 def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]:
-    """Find tensors of the state that `setup` did not make."""
     for full in method.full_state():
         name = full.rpartition(".")[2]
         if full not in initial and not re.search(r"\d", name):  # figures in a name: one for each client, as they come

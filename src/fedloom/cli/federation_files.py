@@ -31,14 +31,13 @@ def keys(
     if sites is None:
         raise InvalidValue("how many sites? Give --sites, such as --sites 3")
     keys = make_keys(folder, sites, host or [], days)
-    folders = f"{keys.site(0)}" + (f" ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else "")
+    folders = f"{keys.site(0)} ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else keys.site(0)
     print(f"{len(keys.written)} files made in {keys.folder}")
     print(f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
     print(f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
     print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
-    print(
-        f"The certificate is good for {', '.join(('localhost', '127.0.0.1', *(host or ())))}. Files *.key are secrets."
-    )
+    hosts = ", ".join(("localhost", "127.0.0.1", *(host or ())))
+    print(f"The certificate is good for {hosts}. Files *.key are secrets.")
 
 
 def init(

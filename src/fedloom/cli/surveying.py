@@ -50,7 +50,6 @@ def statistics(
 
 
 def _bounds(text: str) -> tuple[str, tuple[float, float]]:
-    """Return a column's name and its bounds."""
     name, _, numbers = text.rpartition("=")
     try:
         low, high = map(float, numbers.split(","))

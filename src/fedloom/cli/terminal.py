@@ -16,11 +16,8 @@ from fedloom.report.sheet import Sheet, caption, overall
 if TYPE_CHECKING:
     from fedloom.experiment.column_statistics import Statistics
 
-_METHOD = 24
-"""Columns of a terminal that a method's name may take, at most, beside its accuracies in all settings."""
-
-_SHORTEST = 8
-"""Columns of a terminal that a method's name takes at least."""
+_SHORTEST, _LONGEST = 8, 24
+"""Columns of a terminal that a method's name takes at least, and at most beside its accuracies in all settings."""
 
 
 def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
@@ -32,7 +29,7 @@ def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     """Return one measure of every method in every setting, as many settings side by side as the terminal has room for."""
     table = overall(sheets)
-    return _fitting(table, width - min(_sizes(table)[0], _METHOD), caption(sheets))
+    return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))
 
 
 def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:

@@ -52,7 +52,6 @@ def tune(
 
 
 def _tune(space: Search, trials: int | None, optuna: bool, test: bool, quiet: bool) -> None:
-    """Search in one setting."""
     from fedloom.experiment.cores import runs_side_by_side
     from fedloom.experiment.jobs import Tasks, require_possible
     from fedloom.experiment.pools import make_pool

@@ -168,7 +168,6 @@ class Replay:
 
 
 def _offline(call: Call) -> Call:
-    """Return a data set's expression that downloads nothing."""
     named = {key: _offline(value) if isinstance(value, Call) else value for key, value in call.named.items()}
     if call.name in datasets and "hub" in datasets[call.name].parameters:
         named["hub"] = False
@@ -176,7 +175,6 @@ def _offline(call: Call) -> Call:
 
 
 def _final(path: Path) -> float:
-    """Return the last value of the metric in the run of a directory."""
     with readable(path):
         name = read_json(path / "task.json", dict)["metric"]["name"]
         return [float(line[name]) for line in RoundLog(path / "metrics.jsonl").read() if line.get(name) is not None][-1]

@@ -103,7 +103,6 @@ def _methods_of(call: Call) -> list[Call]:
 
 @cache
 def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
-    """Return seconds of one local step of plain SGD on samples of that shape, in the engine that runs use."""
     with using_threads(threads):
         dtype = torch.float32 if len(spec.shape) != 3 else torch.uint8
         inputs = torch.ones((batch, *spec.shape), dtype=dtype if spec.vocabulary is None else torch.int64)

@@ -92,9 +92,8 @@ def write(
         {**job.name._asdict(), "setting": {"column": job.name.setting}, "directory": str(job.path)} for job in jobs
     ]
     write_json(plan.folder / "comparison.json", {"runs": listed})
-    paths = [plan.folder / name for name in texts]
+    paths = [plan.folder / name for name in (*texts, *(["report.html"] if runs else []))]
     if runs:
-        paths.append(plan.folder / "report.html")
         targets = sorted({cell.measure.target / 100 for cell in plan.cells if cell.measure.target})
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
         # The page begins with the section that has the figure; for tables with the usual one.

@@ -157,7 +157,6 @@ def _minutes(run: RunSummary) -> float | None:
 
 
 def _total(run: RunSummary) -> float | None:
-    """Return the minutes until the round with the best personal accuracy is over."""
     scores = figures.by_round(run, "personal_accuracy")
     if not scores or not run.timings:
         return None
@@ -166,7 +165,6 @@ def _total(run: RunSummary) -> float | None:
 
 
 def _models(run: RunSummary, cell: PaperCell) -> float:
-    """Return bytes of the run's final round in models; by one client or by all of the round."""
     record, name = run.records[-1], str(run.configuration["data"]["name"])
     data = parse(cell.setting.data).name
     spec = facts()[data].spec if name.startswith(("part", data)) else make_dataset(name).spec  # a stand-in may differ
@@ -184,8 +182,7 @@ def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
 
 
 def _weights(cell: PaperCell) -> int:
-    """Return the number of ALA's weights, one for each parameter of the p highest blocks."""
-    ranges = int(parse(cell.algorithm).named["p"])
+    ranges = int(parse(cell.algorithm).named["p"])  # the highest blocks
     return sum(_sizes(cell.setting.model, facts()[parse(cell.setting.data).name].spec)[1][-ranges:])
 
 
