@@ -114,10 +114,8 @@ class TableInputs:
     def encode(self, table: Any, source: str) -> tuple[Tensor, list[str]]:
         """Return inputs `[n, features]` float64, numbers as they are and NaN in empty cells, and notices in a line each.
 
-        A category that is none of the column's becomes all 0.
-
-        Raises:
-            DataError: For a column that is missing or of another type, and for an empty cell unless `missing` is `mean`.
+        A category that is none of the column's becomes all 0. Raises `DataError` for a column that is missing or of another type,
+        and for an empty cell unless `missing` is `mean`.
         """
         blocks: list[npt.NDArray[np.float64]] = []
         notices: list[str] = []

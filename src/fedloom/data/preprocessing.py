@@ -66,11 +66,7 @@ class TextInputs:
     kind: Literal["text"] = "text"
 
     def split(self, text: str) -> Sequence[str]:
-        """Return the tokens of a text.
-
-        Raises:
-            InvalidValue: For a tokenizer of the user's, which no file may name.
-        """
+        """Return the tokens of a text; raises `InvalidValue` for a tokenizer of the user's, which no file may name."""
         if ":" in self.tokenizer:
             raise InvalidValue(f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, {self.length}]")
         return list(text) if self.tokenizer == "characters" else tokens(text)
@@ -155,11 +151,7 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "preprocessing") -> "Preprocessing":
-        """Read what `to_json` wrote.
-
-        Raises:
-            DataError: For anything else, with the source.
-        """
+        """Read what `to_json` wrote; raises `DataError`, with the source, for anything else."""
         try:
             values = json.loads(text)
             preprocessing: Preprocessing = TypeAdapter(cls).validate_python(values)
@@ -175,9 +167,7 @@ class Preprocessing:
     def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
         """Return the model's inputs `[n, ...]` of a table, an array, paths of pictures or texts, and notices in a line each.
 
-        Raises:
-            DataError: For columns that are missing or have another type, empty cells, or unreadable pictures.
-            InvalidValue: For an array of another shape.
+        Raises `DataError` for columns, cells or pictures that do not fit, `InvalidValue` for an array of another shape.
         """
         encoding, table = self.inputs, as_arrow(data)
         if isinstance(encoding, TableInputs):
