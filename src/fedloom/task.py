@@ -90,11 +90,6 @@ class Task:
         """The initial model's integer buffers."""
         return self.layout.flatten_integers(self.model)
 
-    @cached_property
-    def frozen_digest(self) -> str:
-        """A digest of what is frozen in the model, which no row holds; empty where nothing is."""
-        return self.layout.frozen_digest(self.model)
-
     def sizes(self, clients: Tensor) -> Tensor:
         """Return the numbers of training samples of clients.
 
@@ -110,8 +105,6 @@ class Task:
 
     def samples(self, client: int) -> Samples:
         """Return the training samples of a client."""
-        if self.train.labels.is_cpu:
-            return self.train[torch.from_numpy(self.partition[client])]
         start, stop = self.partition.offsets[client : client + 2].tolist()
         return self.train[self._indices[start:stop]]
 

@@ -43,7 +43,7 @@ def task_digests(task: Task) -> dict[str, str]:
             split.update(partition.indices.tobytes() + partition.offsets.tobytes())
     for row in (task.initial, task.initial_integers):
         start.update(row.cpu().numpy().tobytes())
-    start.update(task.frozen_digest.encode())
+    start.update(task.layout.frozen_digest(task.model).encode())
     return {"data": data.hexdigest(), "split": split.hexdigest(), "start": start.hexdigest()}
 
 

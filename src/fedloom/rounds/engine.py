@@ -88,8 +88,16 @@ class FoldedBlock:
 
 
 class Engine(Protocol):
-    """Runs the client half of a method. Results may come in any order; the federation puts them in theirs. It holds least
-    when blocks of slots (`slot_blocks`) come one after the other.
+    """Runs the client half of a method.
+
+    `train` lets the client of every task train, and yields results in any order. It holds least when blocks of slots
+    (`slot_blocks`) come one after the other. `evaluate` lets each client make the model that it would use in `round` and
+    scores that on the client's own test data; nothing of it lasts, and the models do not leave the engine.
+
+    `begin` makes clients remember nothing; what memory cannot hold goes to the directory. After a round, what clients wrote
+    stands (`commit`) or is undone (`rollback`, False when that cannot be done). `memory` is what a checkpoint must hold of it,
+    may refer to files, and is empty where sites keep it; `restore_memory` takes it back, or raises `DamagedCheckpoint`. Once a
+    checkpoint is on the disk, `release_memory` gives up what only those before the previous one needed.
 
     `notices`: what there is to say of how clients train, a line each. `in_process`: True where clients train in this process,
     False in others of this machine, None away from it.
@@ -98,33 +106,17 @@ class Engine(Protocol):
     notices: list[str]
     in_process: bool | None
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        """Let the client of every task train."""
-
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        """Let the client of every task make the model it would use in `round`, and score that on the client's own test data.
-        Nothing of it lasts: clients remember nothing, and the models do not leave the engine. Tallies come in any order."""
-
-    def begin(self, task: Task, directory: Path | None) -> None:
-        """A federation on `task` begins: no client remembers anything, and what memory cannot hold goes to `directory`."""
-
-    def commit(self) -> None:
-        """Every client of the round has trained: what they wrote to their memory stands."""
-
-    def rollback(self) -> bool:
-        """The round did not come to its end: undo what clients wrote since `commit`. False when that cannot be done."""
-
-    def memory(self) -> dict[str, Tensor]:
-        """Return the clients' memory for a checkpoint (empty where sites keep it themselves). It may refer to files."""
-
-    def release_memory(self) -> None:
-        """A checkpoint with the last `memory` is on the disk: give up what only those before the previous one needed."""
-
-    def restore_memory(self, memory: dict[str, Tensor]) -> None:
-        """Take back what `memory` returned. Raises `DamagedCheckpoint` when files it refers to are missing."""
-
-    def close(self) -> None:
-        """Give back what the engine holds."""
+    def train(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+    ) -> Iterator[Reply | Fault]: ...
+    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]: ...
+    def begin(self, task: Task, directory: Path | None) -> None: ...
+    def commit(self) -> None: ...
+    def rollback(self) -> bool: ...
+    def memory(self) -> dict[str, Tensor]: ...
+    def release_memory(self) -> None: ...
+    def restore_memory(self, memory: dict[str, Tensor]) -> None: ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable

@@ -94,4 +94,4 @@ def layout_digest(task: Task) -> str:
     """Return a digest of the names, shapes, types and order of a model's tensors, and of the numbers of frozen ones."""
     layout = task.layout
     slices = [(entry.name, tuple(entry.shape), str(entry.dtype)) for entry in (*layout.slices, *layout.integer_slices)]
-    return digest(repr((layout.trainable, slices, task.frozen_digest)))[:16]
+    return digest(repr((layout.trainable, slices, layout.frozen_digest(task.model))))[:16]
