@@ -7,8 +7,6 @@ Each client carries on with a share of its own last displacement: a momentum tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 import fedloom as fl
@@ -17,7 +15,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("heavy_clients")
-@dataclass
 class HeavyClients(fl.Algorithm):
     """FedAvg whose clients carry on with a share of their own last displacement."""
 

@@ -5,8 +5,6 @@ python examples/own_server.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 import fedloom as fl
@@ -15,7 +13,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("in_turn")
-@dataclass
 class InTurn(fl.Algorithm):
     """FedAvg whose clients take part in turn: round t has those that follow on round t - 1, after the last the first again."""
 
@@ -25,7 +22,6 @@ class InTurn(fl.Algorithm):
 
 
 @algorithms.register("agreeing")
-@dataclass
 class Agreeing(fl.Algorithm):
     """Clients weigh as much as their update d_i agrees with the mean: w <- w + sum_i p_i d_i, p_i ~ max(0, cos(d_i, d))."""
 

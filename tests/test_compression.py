@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -121,8 +121,7 @@ def test_a_matrix_of_low_rank_arrives_whole_and_any_other_nearly_at_its_best_app
 class Watched(FedAvg):
     """FedAvg that keeps what the clients' models were before any code."""
 
-    seen: dict[tuple[int, int], Tensor]
-    sent: list[Tensor]
+    seen: ClassVar[dict[tuple[int, int], Tensor]]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)
@@ -133,7 +132,7 @@ class Watched(FedAvg):
 def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched, list[Tensor]]:
     """Three rounds with everybody, the updates that clients made, and the global models from the first on."""
     inner = Watched(weighted=False)
-    inner.seen = {}
+    Watched.seen = {}
     schedule = Schedule(rounds=3, participation=1.0)
     simulation = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
     models = [simulation.algorithm.model().clone()]
@@ -197,7 +196,7 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
         float(exact[:size].max()),
     }  # one bit: clients start far from the model
     inner = Watched(weighted=False)
-    inner.seen = {}
+    Watched.seen = {}
     method.method = inner  # type: ignore[attr-defined]
     inner.setup(method.plan)
     simulation.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -95,3 +96,24 @@ def test_python_is_told_what_a_file_is(name: str, value: float) -> None:
 def test_somebody_must_be_left(name: str) -> None:
     with pytest.raises(InvalidValue, match=rf"{name} must be in \[0, 1\), not 1"):
         Schedule(**{name: 1})  # type: ignore[arg-type]
+
+
+def test_a_method_is_a_dataclass_by_itself_and_the_decorator_changes_nothing() -> None:
+    class Plain(FedAvg):
+        share: float = 0.5
+        names: list[str] = field(default_factory=list)
+        late: bool = field(default=True, kw_only=True)
+
+    @dataclass
+    class Decorated(FedAvg):
+        share: float = 0.5
+        names: list[str] = field(default_factory=list)
+        late: bool = field(default=True, kw_only=True)
+
+    for kind in (Plain, Decorated):
+        method = kind(False, 0.25)
+        assert (method.weighted, method.share, method.names, method.late) == (False, 0.25, [], True)
+        assert method == kind(False, 0.25)
+        assert inspect.signature(kind).parameters["late"].kind is inspect.Parameter.KEYWORD_ONLY
+        with pytest.raises(InvalidValue, match="share must be a number"):
+            kind(share="much")  # type: ignore[arg-type]

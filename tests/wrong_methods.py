@@ -275,7 +275,3 @@ class RepliesWithIntegers(fl.Algorithm):
 class RepliesWithDoubles(fl.Algorithm):
     def train(self, cohort: Cohort, inbox: Message) -> Message:  # wrong
         return {"model": cohort.fit(inbox["model"]).model.double()}
-
-
-class HasNoDataclass(fl.Algorithm):
-    step: float = 0.5  # refused where it is made

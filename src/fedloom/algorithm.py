@@ -1,9 +1,9 @@
 """The one interface that a method implements: a server half that owns its state, and a client half that never sees it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, is_dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 import torch
 from torch import Tensor, nn
@@ -329,8 +329,9 @@ def block_slots(row_bytes: int) -> int:
     return min(MOST_SLOTS, max(LEAST_SLOTS, BLOCK_BYTES // row_bytes))
 
 
+@dataclass_transform(field_specifiers=(field,))
 class Algorithm:
-    """A federated method. Subclasses are dataclasses whose fields are the hyper-parameters.
+    """A federated method. Subclasses are dataclasses by themselves, whose fields are the hyper-parameters.
 
     The types of the fields say what they may be: `mu: NonNegative = 0.01`, `rule: Literal["mean", "median"] = "mean"`.
 
@@ -345,6 +346,14 @@ class Algorithm:
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
+
+    def __init_subclass__(cls) -> None:
+        """Make the subclass a dataclass. A `@dataclass` above it, which then comes second, changes nothing."""
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        if not is_dataclass(cls) or vars(cls).get("__annotations__"):
+            dataclass(cls)
+        for name, value in fields.items():
+            setattr(cls, name, value)
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters against the types of their fields, ranges included (`fedloom.config.fields`)."""
@@ -589,7 +598,6 @@ def source_of(method: Algorithm, capability: str) -> Algorithm | None:
     return next((inner for inner in reversed([*method.nested()]) if getattr(inner, capability) != default), None)
 
 
-@dataclass
 class Wrapper(Algorithm):
     """A method around another one: everything is left to `method` unless a subclass overrides it.
 
@@ -688,7 +696,7 @@ def uniform(round: Round) -> tuple[int, ...]:
     return tuple(chosen[k] for k in order)
 
 
-# A method is a dataclass that extends `Algorithm` and registers itself: @algorithms.register("fedavg").
+# A method extends `Algorithm` and registers itself: @algorithms.register("fedavg").
 algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms")
 
 

@@ -61,7 +61,7 @@ def probes(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str]]]:
     for value in (False, True):
         name = f"probe_{request.param}_{value}".lower()
         kind = type("Probe", (Probe,), {request.param: value, "__doc__": Probe.__doc__})
-        algorithms.register(name)(dataclass(kind))
+        algorithms.register(name)(kind)
         names.append(name)
     yield request.param, names
     for name in names:

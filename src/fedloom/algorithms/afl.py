@@ -1,7 +1,5 @@
 """AFL: agnostic federated learning, for the worst mixture of clients."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("afl")
-@dataclass
 class AFL(ReportsLoss):
     """Agnostic federated learning: w <- w_t + sum_i lambda_i (w_i - w_t), lambda <- Proj(lambda + rate F).
 

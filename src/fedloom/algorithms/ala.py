@@ -1,7 +1,7 @@
 """ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA: ALA on FedAvg;
 FedAH: ALA on FedRep."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -38,7 +38,6 @@ class Blend(NamedTuple):
 
 
 @algorithms.register("ala")
-@dataclass
 class Ala(Wrapper):
     """Adaptive local aggregation: the inner method starts from a learned blend of the download and the client's last model.
 
@@ -208,7 +207,6 @@ def _name(kind: str, top: Unit) -> str:
 
 
 @algorithms.register("fedala")
-@dataclass
 class FedALA(Ala):
     """FedALA: FedAvg whose clients start from a learned blend of the global and their own model (`ala(fedavg)`).
 
@@ -228,7 +226,6 @@ class FedALA(Ala):
 
 
 @algorithms.register("fedah")
-@dataclass
 class FedAH(Ala):
     """FedAH: clients blend the received head with their own, train the head for an epoch, then the base; both are averaged.
 

@@ -1,6 +1,5 @@
 """APFL: each client deploys a mixture of a local model and the global one."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("apfl")
-@dataclass
 class APFL(PartlyShared):
     """Adaptive personalised federated learning: a client deploys alpha v + (1 - alpha) w, with a local v beside the global w.
 

@@ -1,7 +1,6 @@
 """APPLE: each client learns its own mixture of all clients' core models."""
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -19,7 +18,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("apple")
-@dataclass
 class Apple(EveryModel):
     """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j mixes all N core models c_j.
 

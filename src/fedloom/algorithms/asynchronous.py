@@ -1,6 +1,5 @@
 """Asynchronous methods: the server proceeds when some clients have answered, while others still train."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -120,7 +119,6 @@ class Asynchronous(Algorithm):
         return {"simulated_seconds": float(self.state["now"])} | super().account()
 
 
-@dataclass
 class Buffered(Asynchronous, Wrapper):
     """Base of asynchronous methods of one model: the inner method averages k replies at a time.
 
@@ -184,7 +182,6 @@ class Buffered(Asynchronous, Wrapper):
 
 
 @algorithms.register("fedbuff")
-@dataclass
 class FedBuff(Buffered):
     """FedBuff: buffered asynchronous aggregation. C clients train at a time, and the server steps whenever `k` have answered.
 
@@ -214,7 +211,6 @@ class FedBuff(Buffered):
 
 
 @algorithms.register("fedasync")
-@dataclass
 class FedAsync(Buffered):
     """FedAsync: every reply changes the model at once, the less the staler it is.
 
@@ -240,7 +236,6 @@ class FedAsync(Buffered):
 
 
 @algorithms.register("fedmr_async")
-@dataclass
 class FedMRAsync(Asynchronous, FedMR):
     """Semi-asynchronous FedMR: the models of the first `k` clients that answer are recombined and sent on; the others travel on.
 

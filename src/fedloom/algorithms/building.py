@@ -6,7 +6,7 @@ from typing import Any, cast
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.config.expression import Call, parse, show
 from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, code_location, in_brackets, quoted
+from fedloom.errors import InvalidValue, quoted
 
 
 def build(expression: str | Call | Algorithm) -> Algorithm:
@@ -20,7 +20,6 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
         InvalidValue: If a value or a parameter does not fit.
     """
     if isinstance(expression, Algorithm):
-        _require_dataclass(type(expression))
         return expression
     if isinstance(expression, type):
         name = expression.__name__
@@ -35,7 +34,6 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
         raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")
     name = _registered(call.name) if ":" in call.name and call.name not in algorithms else call.name
     entry = algorithms[name]
-    _require_dataclass(entry.make)
     stages = [_stage(value) for value in call.positional] if entry.make.variadic else None
     options = entry.options(call.positional if stages is None else (stages,), call.named)
     for wrapped in options.keys() & {*entry.make.wraps}:
@@ -53,18 +51,6 @@ def _registered(path: str) -> str:
     if entry is None:
         algorithms.register(path)(kind)
     return path if entry is None else entry.name
-
-
-def _require_dataclass(kind: type) -> None:
-    """Raise `InvalidValue` where fields of a method count for nothing, since their class is no `@dataclass`."""
-    for base in kind.__mro__[: kind.__mro__.index(Algorithm)]:
-        written = {} if "__dataclass_fields__" in vars(base) else vars(base).get("__annotations__", {})
-        names = [n for n, hint in written.items() if "ClassVar" not in str(hint) and n not in Algorithm.__annotations__]
-        if names:
-            raise InvalidValue(
-                f"{base.__name__} has {', '.join(names)}, but no @dataclass above its class to make parameters of that"
-                + in_brackets(code_location(base))
-            )
 
 
 def _stage(value: Any) -> tuple[Algorithm, Any]:

@@ -1,6 +1,5 @@
 """CFL: split the clients in two wherever their updates contradict each other."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("cfl")
-@dataclass
 class CFL(Algorithm):
     """Clustered federated learning: each cluster's model moves by the unweighted mean of its clients' updates D_i.
 

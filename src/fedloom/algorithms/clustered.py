@@ -3,7 +3,7 @@
 import bisect
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -24,7 +24,6 @@ are exact."""
 
 
 @algorithms.register("clustered")
-@dataclass
 class Clustered(Wrapper):
     """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its own.
 
@@ -125,7 +124,6 @@ class Clustered(Wrapper):
 
 
 @algorithms.register("clusamp")
-@dataclass
 class CluSamp(Clustered):
     """CluSamp: FedAvg whose participants are drawn from clusters of clients with similar updates.
 

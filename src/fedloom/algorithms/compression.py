@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -34,7 +33,6 @@ Bits = Literal[1, 2, 4, 8]
 Shape = tuple[int, ...]
 
 
-@dataclass
 class Compressed(Wrapper):
     """Base of wrappers that code uploads.
 
@@ -169,7 +167,6 @@ def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
 
 
 @algorithms.register("quantised")
-@dataclass
 class Quantised(Compressed):
     """Quantisation: every number of an update takes `bits` bits, and what the server sends `down` bits.
 
@@ -231,7 +228,6 @@ class Quantised(Compressed):
 
 
 @algorithms.register("sparse")
-@dataclass
 class Sparse(Compressed):
     """Sparse updates: a client sends the numbers of its update that are largest in magnitude, a `share` of all.
 
@@ -267,7 +263,6 @@ class Sparse(Compressed):
 
 
 @algorithms.register("lowrank")
-@dataclass
 class LowRank(Compressed):
     """Updates of low rank: each matrix M [m, n] of an update travels as P [m, r] and Q [n, r], decoded as P Q^T.
 

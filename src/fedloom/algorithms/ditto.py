@@ -1,6 +1,5 @@
 """Ditto: a personal model for each client, kept near the global one."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("ditto")
-@dataclass
 class Ditto(PartlyShared):
     """Ditto: beside FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2) ||v - w_t||^2.
 

@@ -1,7 +1,6 @@
 """Differential privacy of single samples: clients that train by DP-SGD (`dp_sgd`)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,6 @@ COUNTED = {"correction", "context", "learning_rate"}
 
 
 @algorithms.register("dp_sgd")
-@dataclass
 class DPSGD(AccountedByClient):
     """Differential privacy of single samples: every client trains by DP-SGD, so that its uploads do not reveal any sample.
 

@@ -1,6 +1,5 @@
 """Base of methods whose server keeps every client's last model."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,7 +9,6 @@ from fedloom.algorithms.sharing import PartlyShared, require_everybody, take
 from fedloom.round import Round
 
 
-@dataclass
 class EveryModel(PartlyShared):
     """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
 

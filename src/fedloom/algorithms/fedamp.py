@@ -1,6 +1,5 @@
 """FedAMP: the server sends each client a mean of the models similar to its own."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +15,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedamp")
-@dataclass
 class FedAMP(EveryModel):
     """FedAMP: clients with similar models attract each other through a personalised mean u_i that the server makes for each.
 

@@ -3,7 +3,6 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 
 
-@dataclass
 class SharpnessAware(Algorithm, ABC):
     """FedAvg whose clients step with the gradient at w + e(w): the worst point near w, to first order, on the same batch.
 
@@ -76,7 +74,6 @@ class SharpnessAware(Algorithm, ABC):
 
 
 @algorithms.register("fedsam")
-@dataclass
 class FedSAM(SharpnessAware):
     """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the batch's gradient at w.
 
@@ -91,7 +88,6 @@ class FedSAM(SharpnessAware):
 
 
 @algorithms.register("fedasam")
-@dataclass
 class FedASAM(SharpnessAware):
     """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g / ||T g||.
 

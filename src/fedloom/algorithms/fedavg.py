@@ -1,13 +1,10 @@
 """FedAvg: average the clients' models."""
 
-from dataclasses import dataclass
-
 from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, algorithms
 from fedloom.round import Round
 
 
 @algorithms.register("fedavg")
-@dataclass
 class FedAvg(Algorithm):
     """Federated averaging: w <- sum_i p_i w_i over the clients of the round.
 

@@ -1,6 +1,5 @@
 """FedBABU: a base that is averaged under a head that nobody trains, until clients tune it for use."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -12,7 +11,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedbabu")
-@dataclass
 class FedBABU(KeepsHead):
     """FedBABU: FedAvg of the base under one random head, the task's initial one, which never moves and never travels.
 

@@ -1,6 +1,5 @@
 """FedCross: each travelling model is pulled a little towards one other."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -13,7 +12,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedcross")
-@dataclass
 class FedCross(Indep):
     """Cross-aggregation: new pool[k] = alpha v_k + (1 - alpha) v_co(k) for the uploads v `[K, P]`.
 

@@ -1,7 +1,6 @@
 """FedDBE: a private shift of each client's features, and a pull of their mean to a consensus."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("feddbe")
-@dataclass
 class FedDBE(PartlyShared):
     """Domain bias elimination: FedAvg of models under whose head each client has a trained shift m of the features z.
 

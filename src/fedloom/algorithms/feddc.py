@@ -1,7 +1,6 @@
 """FedDC: decouple each client's drift from the model and correct it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("feddc")
-@dataclass
 class FedDC(Drifting):
     """FedDC: clients minimise L_i(w) + (alpha_i/2) ||w - (w_t - h_i)||^2 + <w, g/a_i - g_i>, with drift h_i and update g_i.
 

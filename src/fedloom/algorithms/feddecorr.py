@@ -1,7 +1,6 @@
 """FedDecorr: keep the dimensions of the features uncorrelated, so that they do not collapse."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from fedloom.local.changed_loss import Observed
 
 
 @algorithms.register("feddecorr")
-@dataclass
 class FedDecorr(LossTerm):
     """Decorrelation: adds beta (mean over i != j of (Z^T Z)_ij^2) / b to the loss of a batch of b samples.
 

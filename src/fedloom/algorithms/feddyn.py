@@ -1,7 +1,5 @@
 """FedDyn: a regulariser with a memory, which aligns the clients' optima with the server's."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from fedloom.local.cohort import Cohort, Context
 from fedloom.round import Round
 
 
-@dataclass
 class Drifting(Algorithm):
     """Server half of FedDyn and FedDC: the mean of the uploads plus the mean drift of all N clients.
 
@@ -47,7 +44,6 @@ class Drifting(Algorithm):
 
 
 @algorithms.register("feddyn")
-@dataclass
 class FedDyn(Drifting):
     """FedDyn: clients minimise L_i(w) + (alpha_i/2) ||w - w_t||^2 + alpha_i <w, h_i>, and remember h_i <- h_i + w_i - w_t.
 

@@ -1,6 +1,5 @@
 """FedExP: extrapolate the mean update as far as the clients' disagreement allows."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedexp")
-@dataclass
 class FedExP(Algorithm):
     """FedAvg with an adaptive server step: w <- w_t + eta_g sum_i p_i D_i, with D_i = w_i - w_t and p_i by samples.
 

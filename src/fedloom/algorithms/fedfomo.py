@@ -1,7 +1,6 @@
 """FedFomo: each client downloads other clients' models and mixes those that do better on its own data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedfomo")
-@dataclass
 class FedFomo(PartlyShared):
     """FedFomo: first-order model optimisation. A client weighs downloaded models by their gain on its data per distance.
 

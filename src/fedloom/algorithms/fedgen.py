@@ -1,7 +1,6 @@
 """FedGen: a generator of features, trained on the server, teaches clients what other clients' classifiers have learned."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -45,7 +44,6 @@ class Generator(nn.Module):
 
 
 @algorithms.register("fedgen")
-@dataclass
 class FedGen(Algorithm):
     """Data-free distillation: FedAvg, and a generator G(y, noise) of features that the server trains on the uploaded heads.
 

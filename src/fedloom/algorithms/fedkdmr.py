@@ -1,7 +1,6 @@
 """FedKDMR: recombination whose clients also distil from the mean of the pool."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedkdmr")
-@dataclass
 class FedKDMR(FedMR):
     """FedMR with a teacher: clients minimise (1 - a_t) L_i(w) + a_t temperature^2 KL(q_T || q).
 

@@ -1,7 +1,6 @@
 """FedLC: calibrate the logits of local training by the client's counts of labels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedlc")
-@dataclass
 class FedLC(LossTerm):
     """Logit calibration: clients train on the logits s_c - tau n_c^(-1/4), with n_c the client's samples of class c.
 

@@ -1,6 +1,6 @@
 """FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -22,7 +22,6 @@ Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
 
 
 @algorithms.register("indep")
-@dataclass
 class Indep(Algorithm):
     """Independent training (FedMR without recombination): K models that travel from client to client and never mix.
 
@@ -71,7 +70,6 @@ class Indep(Algorithm):
 
 
 @algorithms.register("fedmr")
-@dataclass
 class FedMR(Indep):
     """Federated model recombination: every layer of the K uploaded models is shuffled over the models.
 

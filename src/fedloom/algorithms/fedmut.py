@@ -1,6 +1,5 @@
 """FedMut: send every client a different mutation of the global model."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
@@ -10,7 +9,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedmut")
-@dataclass
 class FedMut(Algorithm):
     """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for each tensor in pairs.
 

@@ -1,7 +1,6 @@
 """FedNova: average the clients' mean steps, so that clients with more steps do not bias the objective."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
@@ -10,7 +9,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fednova")
-@dataclass
 class FedNova(Algorithm):
     """Normalised averaging: w <- w_t + tau_eff sum_i p_i (w_i - w_t) / ||a_i||_1, with tau_eff = sum_i p_i ||a_i||_1.
 

@@ -1,7 +1,6 @@
 """FedNTD: distil what the server's model says of the classes that are not true."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedntd")
-@dataclass
 class FedNTD(LossTerm):
     """Not-true distillation: clients minimise L_i(w) + beta temperature^2 KL(q_t || q).
 

@@ -1,7 +1,6 @@
 """FedPHP: a personal model inherited from round to round teaches the downloaded one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +16,6 @@ BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 
 @algorithms.register("fedphp")
-@dataclass
 class FedPHP(PartlyShared):
     """FedPHP: local training is drawn towards the features of the client's inherited model h, a moving average of its own.
 

@@ -1,7 +1,6 @@
 """FedProto: clients exchange the mean features of their classes, and no weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +15,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("fedproto")
-@dataclass
 class FedProto(Algorithm):
     """FedProto: private models whose features are drawn towards prototypes, the mean features of each class over clients.
 

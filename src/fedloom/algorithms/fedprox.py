@@ -1,7 +1,5 @@
 """FedProx: keep local training near the server's model."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from fedloom.local.cohort import Cohort, Context, Correction
 
 
 @algorithms.register("fedprox")
-@dataclass
 class FedProx(Algorithm):
     """FedAvg with a proximal term: clients minimise L_i(w) + (mu/2) ||w - w_t||^2.
 

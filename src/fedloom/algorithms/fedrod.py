@@ -1,7 +1,6 @@
 """FedRoD: a global head trained on a balanced loss, and a private head on top of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedrod")
-@dataclass
 class FedRoD(PartlyShared):
     """FedRoD: FedAvg on a balanced loss; each client adds a private head psi to the global one and deploys their sum.
 

@@ -1,6 +1,5 @@
 """FedAvg-C and FedProx-C: the downloaded model is fine-tuned before a client uses it."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedavg_c")
-@dataclass
 class FedAvgC(PartlyShared):
     """FedAvg whose clients fine-tune the whole downloaded model before they use it.
 
@@ -48,7 +46,6 @@ class FedAvgC(PartlyShared):
 
 
 @algorithms.register("fedprox_c")
-@dataclass
 class FedProxC(FedAvgC):
     """FedProx whose clients fine-tune the whole downloaded model before they use it, with the proximal term in both phases.
 

@@ -1,7 +1,6 @@
 """IFCA: k models, of which each client trains the one that fits its data best."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,7 +16,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("ifca")
-@dataclass
 class IFCA(Algorithm):
     """Iterative federated clustering: a client takes the model of least loss on its training samples, trains and uploads it.
 

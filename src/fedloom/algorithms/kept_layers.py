@@ -1,6 +1,5 @@
 """SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with each client."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from fedloom.models.structure import head_name, layer_finder
 
 
 @algorithms.register("silobn")
-@dataclass
 class SiloBN(PartlyShared):
     """FedAvg whose batch-norm statistics stay with each client, while scale and shift are averaged.
 
@@ -26,7 +24,6 @@ class SiloBN(PartlyShared):
 
 
 @algorithms.register("fedbn")
-@dataclass
 class FedBN(PartlyShared):
     """FedAvg over everything but the batch-norm layers, whose parameters and statistics stay with each client.
 
@@ -43,7 +40,6 @@ class FedBN(PartlyShared):
 
 
 @algorithms.register("fedper")
-@dataclass
 class FedPer(PartlyShared):
     """FedAvg over the base of the model; the highest blocks stay with each client and train with it.
 
@@ -61,7 +57,6 @@ class FedPer(PartlyShared):
 
 
 @algorithms.register("lg_fedavg")
-@dataclass
 class LgFedAvg(PartlyShared):
     """FedAvg over the highest blocks of the model; each client keeps its own representation below. Both train together.
 
@@ -78,7 +73,6 @@ class LgFedAvg(PartlyShared):
         return block_layers(module, slice(None, -self.global_blocks))
 
 
-@dataclass
 class KeepsHead(PartlyShared):
     """Base of methods that treat the classifier apart from the base under it, and keep it at the clients."""
 
@@ -102,7 +96,6 @@ class KeepsHead(PartlyShared):
 
 
 @algorithms.register("fedrep")
-@dataclass
 class FedRep(KeepsHead):
     """FedRep: each round a client trains its own head, then the shared base for the local epochs.
 

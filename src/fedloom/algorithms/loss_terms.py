@@ -1,7 +1,6 @@
 """Base of wrappers that change the loss of local training, under any method whose clients take gradients."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from fedloom.local.changed_loss import Observed
 from fedloom.local.cohort import Cohort
 
 
-@dataclass
 class LossTerm(Wrapper):
     """A method whose clients train on `change(loss, ...)`; sending and averaging are the wrapped method's.
 

@@ -1,7 +1,6 @@
 """MOON: contrast the features in training with those of the received and of the previous local model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("moon")
-@dataclass
 class Moon(Algorithm):
     """Model-contrastive learning: pull features towards the received model's, away from the client's previous model's.
 

@@ -1,6 +1,5 @@
 """PartialFed: each client learns which layers to load from the download and which to keep."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -18,7 +17,6 @@ TINY, COLDEST = 1e-20, 0.05
 
 
 @algorithms.register("partialfed")
-@dataclass
 class PartialFed(PartlyShared):
     """PartialFed-Adaptive: a learned strategy picks, layer by layer, the downloaded or the client's own weights.
 

@@ -1,6 +1,5 @@
 """Per-FedAvg: learn a model that is good after one step on a client's own data."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from fedloom.local.cohort import Cohort, Context
 
 
 @algorithms.register("per_fedavg")
-@dataclass
 class PerFedAvg(PartlyShared):
     """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their own.
 

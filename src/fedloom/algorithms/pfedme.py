@@ -1,7 +1,6 @@
 """pFedMe: personal models kept near a local model by a Moreau envelope."""
 
 import warnings
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("pfedme")
-@dataclass
 class PFedMe(PartlyShared):
     """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2 for each client.
 

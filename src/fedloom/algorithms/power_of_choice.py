@@ -1,6 +1,5 @@
 """Power-of-choice: train the clients with the highest losses among a few candidates."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("power_of_choice")
-@dataclass
 class PowerOfChoice(Wrapper):
     """A method whose participants are the clients of highest loss among `candidates`, drawn by their numbers of samples.
 

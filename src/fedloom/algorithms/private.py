@@ -3,7 +3,6 @@
 import math
 import secrets
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -37,7 +36,6 @@ from fedloom.round import Round
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
 
-@dataclass
 class Accounted(Wrapper):
     """Base of wrappers whose releases cost privacy.
 
@@ -122,7 +120,6 @@ class Accounted(Wrapper):
 
 
 @algorithms.register("private")
-@dataclass
 class Private(Accounted):
     """Central differential privacy of clients, over any method that averages: clipped updates, a noisy sum, a fixed divisor.
 
@@ -250,7 +247,6 @@ class Private(Accounted):
         return self.method.diagnose() | ({} if self.quantile is None else {"clip": self.bound()})
 
 
-@dataclass
 class AccountedByClient(Accounted):
     """Base of wrappers whose clients add the noise.
 
@@ -282,7 +278,6 @@ class AccountedByClient(Accounted):
 
 
 @algorithms.register("local_private")
-@dataclass
 class LocalPrivate(AccountedByClient):
     """Local differential privacy: every client clips its update and adds noise before the upload, so no server need be trusted.
 

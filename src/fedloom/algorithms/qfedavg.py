@@ -1,7 +1,6 @@
 """q-FedAvg: give more weight to clients whose loss is high."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Replies, algorithms, server_model
@@ -25,7 +24,6 @@ class ReportsLoss(Algorithm):
 
 
 @algorithms.register("qfedavg")
-@dataclass
 class QFedAvg(ReportsLoss):
     """q-FedAvg: w <- w_t - sum_i F_i^q g_i / sum_i h_i, with g_i = (w_t - w_i) / eta.
 

@@ -1,7 +1,7 @@
 """Robust aggregation: estimates of the clients' mean that a minority of malicious clients cannot move at will."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -16,7 +16,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("robust")
-@dataclass
 class Robust(Wrapper):
     """Robust aggregation around any method that averages: an estimate of the mean replaces what clients sent.
 

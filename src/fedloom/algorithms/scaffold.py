@@ -1,7 +1,6 @@
 """SCAFFOLD: correct each client's drift by control variates."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,6 @@ from fedloom.round import Round
 
 
 @algorithms.register("scaffold")
-@dataclass
 class Scaffold(Algorithm):
     """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of the server, both `[T]`.
 

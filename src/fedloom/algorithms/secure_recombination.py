@@ -1,7 +1,7 @@
 """Secure model recombination around FedMR and similar methods, in a simulation of the exchange among peers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,6 @@ from fedloom.secure.layers import layer_sizes
 
 
 @algorithms.register("secure")
-@dataclass
 class Secure(Wrapper):
     """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
 

@@ -1,7 +1,6 @@
 """FedAvgM, FedAdam and FedYogi: the server takes a step of an optimizer along the mean update."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from fedloom.config.fields import BelowOne, Positive, Probability
 from fedloom.round import Round
 
 
-@dataclass
 class ServerOptimizer(FedAvg, ABC):
     """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged."""
 
@@ -28,7 +26,6 @@ class ServerOptimizer(FedAvg, ABC):
 
 
 @algorithms.register("fedavgm")
-@dataclass
 class FedAvgM(ServerOptimizer):
     """FedAvg with momentum on the server: v <- momentum v + D_t, w <- w_t + learning_rate v.
 
@@ -53,7 +50,6 @@ class FedAvgM(ServerOptimizer):
 
 
 @algorithms.register("fedadam")
-@dataclass
 class FedAdam(ServerOptimizer):
     """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t + eta m / (sqrt(v) + tau).
 
@@ -91,7 +87,6 @@ class FedAdam(ServerOptimizer):
 
 
 @algorithms.register("fedyogi")
-@dataclass
 class FedYogi(FedAdam):
     """FedAvg with Yogi on the server: FedAdam, with v <- v - (1 - b2) D^2 sign(v - D^2).
 

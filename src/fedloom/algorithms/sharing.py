@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
 
 import torch
@@ -54,7 +54,6 @@ def require_everybody(method: Algorithm, plan: Plan) -> None:
         )
 
 
-@dataclass
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
 

@@ -1,7 +1,7 @@
 """Stages: one method after another on the same model."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
 
 import torch
@@ -39,7 +39,6 @@ Stage = tuple[Algorithm, int | Literal["auto"] | None]
 
 
 @algorithms.register("stages")
-@dataclass
 class Stages(Wrapper):
     """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ NEVER = -1
 
 
 @algorithms.register("umf")
-@dataclass
 class Umf(Wrapper):
     """FedUmf (unauthorised model fusion) over any method: idle clients train too, and fuse their last update when selected.
 
