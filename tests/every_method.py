@@ -18,6 +18,7 @@ WRAPPERS = {
     "fedbuff": "fedbuff(fedavg, k=2)",
     "fedasync": "fedasync(fedavg)",
     "fedmr_async": "fedmr_async(k=2)",  # no wrapper, but tests have fewer than 10 clients in a round
+    "fedgen": "fedgen(generator_steps=5, generator_batch=16, hidden=16, noise=8)",  # no wrapper, but the default takes long
     "fedntd": "fedntd(fedmr)",
     "fedlc": "fedlc(fedavg)",
     "feddecorr": "feddecorr(scaffold)",

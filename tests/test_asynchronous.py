@@ -138,7 +138,7 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
     ("method", "said"),
     [
         ("fedbuff(fedavg)", "k must be at most the 4 clients that train at a time, not 10"),
-        ("fedbuff(scaffold, k=2)", "beside the model"),
+        ("fedbuff(scaffold, k=2)", "does more than average whole models"),
         ("fedbuff(fedmr, k=2)", "does more than average whole models"),
         ("private(fedbuff(fedavg, k=2), noise=1.0)", "says itself who trains when"),
         ("stages(fedbuff(fedavg, k=2):2, fedavg)", "says itself who trains when"),

@@ -186,7 +186,7 @@ def test_the_command_on_a_configuration(capsys: pytest.CaptureFixture[str]) -> N
     assert re.findall(r"^(\S.*):", text, re.M) == ["fedavg", "my_own:HalfStep(step=0.9)"]
     code, text = said_by(capsys, "check", "job.toml", "algorithms=[my_own:Odd]")
     assert code == 1
-    assert "my_own.py:22 in receive: ValueError: no, not today" in text
+    assert "my_own.py:19 in receive: ValueError: no, not today" in text
 
 
 @pytest.mark.usefixtures("folder")
@@ -194,7 +194,7 @@ def test_an_error_in_a_users_code_shows_its_line(capsys: pytest.CaptureFixture[s
     code, text = said_by(capsys, "run", "job.toml", "algorithms=[my_own:Odd]", "--quiet")
     assert code == 1
     assert text == (
-        "fedloom: ValueError: no, not today (at my_own.py:22 in receive) (FEDLOOM_TRACEBACK=1 prints the traceback)\n"
+        "fedloom: ValueError: no, not today (at my_own.py:19 in receive) (FEDLOOM_TRACEBACK=1 prints the traceback)\n"
     )
     Path("my_broken.py").write_text("import torch\n\nmodel = torch.nothing\n")
     code, text = said_by(capsys, "run", "job.toml", "algorithm=fedavg", "model=my_broken:model", "--quiet")

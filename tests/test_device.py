@@ -245,7 +245,7 @@ def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable
 
 
 READS = {
-    "fedgen": "clients count their labels, before the first step",
+    WRAPPERS["fedgen"]: "clients count their labels, before the first step",
     "umf(feddc)": "clients that do not upload look whether their update is finite, after the last step",
 }
 """Methods that read what lies on the device, outside of all steps."""
@@ -283,7 +283,7 @@ SERVER_READS = {
     WRAPPERS["cfl"]: "updates of clients are clustered on the CPU",
     "clustered(fedmr)": "distances between clients are clustered on the CPU",
     "fedfomo": "what clients think of each other's models is kept on the CPU",
-    "fedgen": "labels that some client holds are looked up before the generator trains",
+    WRAPPERS["fedgen"]: "labels that some client holds are looked up before the generator trains",
 }
 """Methods whose server half reads what lies on the device."""
 

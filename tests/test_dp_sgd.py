@@ -199,7 +199,7 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
         ("dp_sgd(ala(fedavg), noise=1)", "clients of ala do more with their samples"),
         ("dp_sgd(fedasam, noise=1)", "clients of fedasam do more"),
         ("dp_sgd(per_fedavg, noise=1)", "clients of per_fedavg do more"),
-        ("dp_sgd(scaffold, noise=1)", "upload 'variate' beside the model"),
+        ("dp_sgd(scaffold, noise=1)", "upload 'variate' too"),
         ("ala(dp_sgd(fedavg, noise=1))", "put dp_sgd around ala"),
         ("stages(dp_sgd(fedavg, noise=1):3, fedavg)", "put dp_sgd around stages"),
         ("dp_sgd(quantised(fedavg), noise=1)", "put quantised around dp_sgd"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
-from every_method import EVERY_METHOD
+from every_method import EVERY_METHOD, WRAPPERS
 from fedloom.algorithm import Algorithm, Message, Replies
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
@@ -251,7 +251,8 @@ GLOBAL = {
     "qfedavg(q=0.1)",
     "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
-    "feddyn", "fedexp", "fedgen", "fedmr", "fedmr(local=moon)", "fedmut", "fednova", "fedprox", "fedsam", "fedyogi", "indep",
+    "feddyn", "fedexp", WRAPPERS["fedgen"], "fedmr", "fedmr(local=moon)", "fedmut",
+    "fednova", "fedprox", "fedsam", "fedyogi", "indep",
     "lowrank(fedavg, rank=1)", "moon",
     "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",
     "secure(fedmr)", "silobn(buffers=average)",

@@ -163,7 +163,7 @@ def test_a_classifier_that_is_no_linear_layer_onto_the_classes_is_refused() -> N
     with pytest.raises(InvalidValue, match="needs a linear classifier, but 1 is a Conv1d"):
         LinearHead.of(SimpleNamespace(module=convolution, layout=Layout(convolution), classes=4), "fedgen", bias=False)
     narrow = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(InvalidValue, match="onto 4 classes, but 0 has 2 outputs"):
+    with pytest.raises(InvalidValue, match="onto 4 classes, but 0 has 2"):
         LinearHead.of(SimpleNamespace(module=narrow, layout=Layout(narrow), classes=4), "fedgen", bias=False)
     free = nn.Sequential(nn.Linear(3, 4, bias=False))
     head = LinearHead.of(SimpleNamespace(module=free, layout=Layout(free), classes=4), "fedgen", bias=False)

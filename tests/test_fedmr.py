@@ -344,8 +344,8 @@ def test_a_local_objective_may_remember() -> None:
 @pytest.mark.parametrize(
     ("local", "reason"),
     [
-        ("scaffold", "exchanges 'variate' beside the model"),
-        ("feddc", "beside the model"),
+        ("scaffold", "exchanges more or less than a whole model"),
+        ("feddc", "exchanges more or less than a whole model"),
         ("fedexp", "on the server alone"),
         ("fedavgm", "on the server alone"),
         ("fedmr", "on the server alone"),

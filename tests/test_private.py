@@ -332,7 +332,7 @@ def test_what_would_promise_too_much_is_refused(expression: str, message: str) -
 
 def test_what_a_plan_shows_to_promise_too_much_is_refused() -> None:
     for wrapper in ("private", "local_private"):
-        with pytest.raises(InvalidValue, match="upload 'variate' beside the model"):
+        with pytest.raises(InvalidValue, match="upload 'variate' too"):
             federation(f"{wrapper}(scaffold, noise=1)")
         small = small_task()
         with pytest.raises(InvalidValue, match="counts its batches"):

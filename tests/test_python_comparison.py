@@ -180,7 +180,7 @@ def test_without_a_directory_nothing_is_left() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"methods": {"mine": Slower}}, "Slower is a class: give an object of it, such as Slower\\(\\)"),
+        ({"methods": {"mine": Slower}}, "no method but a class: give an object"),
         ({"methods": {"mine": "fedavgg"}}, "did you mean 'fedavg'"),
         ({"task": "digits"}, "task must be a Task or a function seed -> Task, not 'digits': see fl.make_task"),
         ({"task": lambda seed: seed}, "task must be a Task or a function seed -> Task, not 0"),

@@ -63,8 +63,8 @@ def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("stages()", "at least one method"),
-        ("stages(fedavg, fedmr)", "of all but the last their last rounds"),
+        ("stages()", "stages needs methods"),
+        ("stages(fedavg, fedmr)", "all but the last with last rounds"),
         ("stages(fedavg:0, fedmr)", "must grow from 1 on"),
         ("stages(fedavg:5, fedmr:5, fedavg)", "must grow from 1 on"),
         ("stages(fedavg:atuo, fedmr)", "did you mean 'auto'"),

@@ -357,7 +357,11 @@ class Addressed(FedAvg):
 
 @pytest.mark.parametrize(
     ("inner", "reason"),
-    [(Parted(), "do not exchange whole models"), (Many(), "are not sent one model"), (Addressed(), "its own 'note'")],
+    [
+        (Parted(), "do not exchange one whole"),
+        (Many(), "do not exchange one whole"),
+        (Addressed(), "'note' of their own"),
+    ],
 )
 def test_methods_that_do_not_start_from_one_model_are_refused(inner: Algorithm, reason: str) -> None:
     with pytest.raises(InvalidValue, match=reason) as caught:

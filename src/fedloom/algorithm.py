@@ -1,8 +1,9 @@
 """The one interface that a method implements: a server half that owns its state, and a client half that never sees it."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, is_dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 import torch
@@ -69,26 +70,15 @@ class Plan:
     training: Training = field(default_factory=Training)
     awaited: int | None = None
 
-    @cached_property
-    def distinct_sizes(self) -> tuple[Tensor, Tensor]:
-        """Each number of training samples that some client has, `[s]`, and which of these every client has, `[N]`."""
-        sizes, of = self.sizes(torch.arange(self.clients)).unique(return_inverse=True)
-        return sizes, of
-
     def empty_rows(self, count: int) -> Tensor:
         """Uninitialised models `[count, P]`, in a file where so many are larger than the run's `pool_budget`."""
         return self.pools.empty((count, *self.initial.shape), self.initial.dtype, self.initial.device)
 
-    def starting_from(self, model: Tensor) -> "Plan":
-        """The same plan with another initial model."""
-        return replace(self, initial=model.clone())
-
     def opening(self) -> Round:
         """Round 1 as if clients 0 to K - 1 were selected: for asking a method what it would send or whom it would choose
         (the learning rate is not known here)."""
-        rate, selected = float("nan"), tuple(range(self.participants))
-        opening = Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate, poisson=self.poisson)
-        return replace(opening, selected=selected)
+        facts = (1, self.rounds, self.seed, self.clients, self.participants, math.nan, math.nan)
+        return Round(*facts, selected=tuple(range(self.participants)), poisson=self.poisson)
 
 
 class AnyClient(NamedTuple):
@@ -345,6 +335,9 @@ class Algorithm:
     plan: Plan
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
+    needs: ClassVar[
+        tuple[Callable[[str, Plan], None], ...]
+    ] = ()  # checks that raise `InvalidValue`, with the method's name
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
 
     def __init_subclass__(cls) -> None:
@@ -380,9 +373,10 @@ class Algorithm:
     # --- the server half ---
 
     def setup(self, plan: Plan) -> None:
-        """Keep the plan and make the initial state."""
-        self.plan = plan
-        self.state = {"model": plan.initial.clone()}
+        """Check and keep the plan, and make the initial state."""
+        for require in self.needs:
+            require(name_of(self), plan)
+        self.plan, self.state = plan, {"model": plan.initial.clone()}
 
     def select(self, round: Round) -> Selection:
         """Return the clients that take part: `participants` of them, drawn uniformly without replacement. A function of the round
@@ -398,10 +392,9 @@ class Algorithm:
         message = dict(self.send(round))
         for name in (*message, *self.expects(round)):
             if name.startswith("@"):
-                raise InvalidValue(
-                    f"{type(self).__name__} names a tensor {name!r}: names that begin with @ are fedloom's own"
-                    + in_brackets(code_location(type(self).send if name in message else type(self).expects))
-                )
+                location = in_brackets(code_location(type(self).send if name in message else type(self).expects))
+                reason = f"names that begin with @ are fedloom's own{location}"
+                raise InvalidValue(f"{type(self).__name__} names a tensor {name!r}: {reason}")
         return Exchange(round, selection, message)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
@@ -493,9 +486,7 @@ class Algorithm:
     def personal(self) -> bool:
         """Return True if a client may deploy another model than the global one. Where none does, all their test samples are
         scored in one pass."""
-        kinds = [kind for kind in type(self).__mro__ if kind not in (Algorithm, Wrapper)]
-        changed = any({"personalise", "deploy"} & vars(kind).keys() for kind in kinds)
-        return changed or any(method.personal for method in self.inner())
+        return personalises(type(self)) or any(method.personal for method in self.inner())
 
     def travels(self, cohort: Cohort | AnyClient) -> Unit:
         """The slices of a row that travel as "model"; by default all of it. A wrapper's are those of its inner method."""
@@ -515,12 +506,7 @@ class Algorithm:
 
     def inner(self) -> "list[Algorithm]":
         """The methods that this one wraps."""
-        methods: list[Algorithm] = []
-        for name in self.wraps:
-            value = getattr(self, name)
-            values = value if isinstance(value, list) else [] if value is None else [value]
-            methods += [item[0] if isinstance(item, tuple) else item for item in values]
-        return methods
+        return [method for name in self.wraps if (method := getattr(self, name)) is not None]
 
     def nested(self) -> "Iterator[Algorithm]":
         """This method and all that it wraps, however deep."""
@@ -610,7 +596,7 @@ class Wrapper(Algorithm):
     wraps: ClassVar[tuple[str, ...]] = ("method",)
 
     def setup(self, plan: Plan) -> None:
-        self.plan = plan
+        super().setup(plan)
         self.state = {}
         self.method.setup(plan)
 
@@ -673,6 +659,13 @@ class Wrapper(Algorithm):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return self.method.train(cohort, inbox)
+
+
+def personalises(kind: type[Algorithm]) -> bool:
+    """Return True if a class of methods has clients deploy other models than the global one."""
+    return any(
+        {"personalise", "deploy"} & vars(base).keys() for base in kind.__mro__ if base not in (Algorithm, Wrapper)
+    )
 
 
 def uniform(round: Round) -> tuple[int, ...]:

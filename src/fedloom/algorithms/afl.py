@@ -1,5 +1,3 @@
-"""AFL: agnostic federated learning, for the worst mixture of clients."""
-
 import torch
 from torch import Tensor
 
@@ -28,9 +26,10 @@ class AFL(ReportsLoss):
     rate: NonNegative = 0.01
     mean_of_iterates: bool = True
 
+    needs = (require_everybody,)
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody(self, plan)
         shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64, device=plan.initial.device)
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 

@@ -22,19 +22,12 @@ from fedloom.models.structure import block_parameters, head_name
 
 
 class Blend(NamedTuple):
-    """The result of local initialisation for k clients.
+    """The result of local initialisation for k clients."""
 
-    Attributes:
-        start: Start of the inner method, in the slices that travel, `[k, m]`.
-        weights: Blending weights `[k, n]`.
-        learned: True for clients whose weights are learned, `[k]`.
-        losses: Loss of each epoch of learning, `[k]`; NaN for clients that had stopped.
-    """
-
-    start: Tensor
-    weights: Tensor
-    learned: Tensor
-    losses: list[Tensor]
+    start: Tensor  # of the inner method, in the slices that travel, [k, m]
+    weights: Tensor  # of the blend, [k, n]
+    learned: Tensor  # True for clients whose weights are learned, [k]
+    losses: list[Tensor]  # of each epoch of learning, [k]; NaN for clients that had stopped
 
 
 @algorithms.register("ala")
@@ -93,7 +86,7 @@ class Ala(Wrapper):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         top = self.top(cohort)
         blend = self.blend(cohort, inbox["model"], top)
-        reply = self.method.train(cohort, self._handed(inbox, blend))
+        reply = self.method.train(cohort, {**inbox, "model": blend.start, SERVER_MODEL: server_model(inbox)})
         memory, uploads = cohort.memory, cohort.uploads
         trained_before = memory.knows(_name("model", top))  # other clients had nothing to blend or to learn
         memory.write(_name("model", top), take(self.method.complete(cohort, reply["model"]), top), uploads)
@@ -105,12 +98,9 @@ class Ala(Wrapper):
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         if self.method.scores_start:
-            inbox = self._handed(inbox, self.blend(cohort, inbox["model"], self.top(cohort)))
+            start = self.blend(cohort, inbox["model"], self.top(cohort)).start
+            inbox = {**inbox, "model": start, SERVER_MODEL: server_model(inbox)}
         return self.method.personalise(cohort, inbox)
-
-    @staticmethod
-    def _handed(inbox: Message, blend: Blend) -> Message:
-        return {**inbox, "model": blend.start, SERVER_MODEL: server_model(inbox)}
 
     def top(self, cohort: Cohort) -> Unit:
         """Return the slices that are blended: the parameters of the p highest blocks that travel. Raise where fewer do."""
@@ -120,9 +110,7 @@ class Ala(Wrapper):
         groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
         groups = [names for names in groups if names]
         if self.p > len(groups):
-            raise InvalidValue(
-                f"ala: p must be at most {len(groups)}, the blocks of this model that travel, not {self.p}"
-            )
+            raise InvalidValue(f"ala: p must be at most {len(groups)}, the blocks that travel, not {self.p}")
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 

@@ -1,11 +1,9 @@
-"""APFL: each client deploys a mixture of a local model and the global one."""
-
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Probability
@@ -32,11 +30,8 @@ class APFL(PartlyShared):
     alpha: Probability = 0.5
     adaptive: bool = False
 
+    needs = (require_constant_rate,)
     fits_once: ClassVar[bool] = False
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_constant_rate("apfl", plan.training)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         rate, count = cohort.round.learning_rate, cohort.layout.trainable

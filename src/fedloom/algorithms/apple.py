@@ -1,12 +1,10 @@
-"""APPLE: each client learns its own mixture of all clients' core models."""
-
 import math
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
@@ -43,16 +41,13 @@ class Apple(EveryModel):
     initial: Literal["shares", "uniform"] = "shares"
     variant: Literal["paper", "pfllib"] = "paper"
 
+    needs = (*EveryModel.needs, require_constant_rate)
     own_model: ClassVar[str] = "apple_model"
     needs_total_rounds: ClassVar[bool] = True
     single_download: ClassVar[bool] = False
     fits_once: ClassVar[bool] = False
 
     # --- the server half ---
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_constant_rate("apple", plan.training)
 
     def send(self, round: Round) -> Message:
         sizes = self._sizes().to(self.state["models"])
@@ -90,8 +85,8 @@ class Apple(EveryModel):
             mix(state)
             return loss
 
-        first = shares if self.initial == "shares" else torch.full_like(shares, 1 / len(cores))
-        relation = cohort.memory.get("apple_relation", first).clone()
+        initial = shares if self.initial == "shares" else torch.full_like(shares, 1 / len(cores))
+        relation = cohort.memory.get("apple_relation", initial).clone()
         state = {"core": trainable[owner], "relation": relation, "shares": shares, "index": owner.unsqueeze(1)}
         state["model"] = self.complete(cohort, relation @ cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)

@@ -14,7 +14,6 @@ from fedloom.algorithm import (
     Selection,
     Wrapper,
     algorithms,
-    require_one_model,
     uniform,
 )
 from fedloom.algorithms.compression import Compressed
@@ -53,17 +52,18 @@ class Asynchronous(Algorithm):
         ):
             raise InvalidValue(f"{self} says itself who trains when: nothing that changes rounds goes around it")
 
-    def waiting(self, plan: Plan, k: int) -> dict[str, Tensor]:
+    @property
+    def step_replies(self) -> int:
+        return int(getattr(self, "k", 1))
+
+    def waiting(self, plan: Plan) -> dict[str, Tensor]:
         """Return the slots before round 1: clients (-1: none), the version that each trains from, and when it answers."""
-        if k > plan.participants:
-            raise InvalidValue(f"k must be at most the {plan.participants} clients that train at a time, not {k}")
-        nobody = torch.full((plan.participants,), -1)
-        return {
-            "client": nobody,
-            "since": torch.zeros_like(nobody),
-            "until": torch.zeros(plan.participants, dtype=torch.float64),
-            "now": torch.zeros(1, dtype=torch.float64),
-        }
+        if self.step_replies > plan.participants:
+            raise InvalidValue(
+                f"k must be at most the {plan.participants} clients that train at a time, not {self.step_replies}"
+            )
+        nobody, until = torch.full((plan.participants,), -1), torch.zeros(plan.participants, dtype=torch.float64)
+        return {"client": nobody, "since": torch.zeros_like(nobody), "until": until, "now": until.new_zeros(1)}
 
     def free(self) -> Tensor:
         """Return the slots without a client."""
@@ -105,11 +105,13 @@ class Asynchronous(Algorithm):
         self.store(slots, client=replies.clients, since=torch.full_like(slots, version), until=until)
         return slots
 
-    def arrived(self, round: Round, k: int) -> Tensor:
+    def arrived(self, round: Round) -> Tensor:
         """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
         client, until = self.state["client"], self.state["until"]
         busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
-        taken, end = round.on_time(until[busy].tolist(), client[busy].tolist(), k, float(self.state["now"]))
+        taken, end = round.on_time(
+            until[busy].tolist(), client[busy].tolist(), self.step_replies, float(self.state["now"])
+        )
         slots = busy[taken]
         self.state["now"] = torch.tensor([end], dtype=torch.float64)
         self.state["client"] = self.state["client"].index_fill(0, slots, -1)
@@ -125,31 +127,20 @@ class Buffered(Asynchronous, Wrapper):
     Stale replies are discounted by s(tau) = (1 + tau)^-`staleness`, with tau the versions by which the server's model is ahead.
     """
 
-    @property
-    def k(self) -> int:
-        """Return the number of replies in a step."""
-        return 1
-
-    @property
-    def step_replies(self) -> int:
-        return self.k
-
     def setup(self, plan: Plan) -> None:
-        Wrapper.setup(self, plan)
+        super().setup(plan)
         opening = plan.opening()
         for inner in reversed([*self.method.nested()]):
-            require_one_model(str(self), inner, opening)
-            extra = sorted((inner.expects(opening).keys() | inner.send(opening).keys()) - {"model"})
+            sent, expected = inner.send(opening).keys(), dict(inner.expects(opening))
+            whole = sent == {"model"} and expected == {"model": (plan.layout.size,)}
             selects = type(inner).select not in (Algorithm.select, Wrapper.select)
-            reason = "sends each client a model of its own" if inner.one_model_each else ""
-            if extra or selects or not inner.averages or inner.expects(opening)["model"] != (plan.layout.size,):
-                reason = f"exchanges {extra[0]!r} beside the model" if extra else "does more than average whole models"
-            if reason:
-                raise InvalidValue(f"{self}: {inner} {reason}, which stale replies do not fit")
+            if not whole or selects or inner.one_model_each or not inner.averages:
+                reason = "does more than average whole models, which stale replies do not fit"
+                raise InvalidValue(f"{self}: {inner} {reason}")
         rows = plan.initial.new_zeros(plan.participants, plan.layout.size)
         weights, version = torch.zeros(plan.participants, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         stored = {"replies": rows, "sent": rows.clone(), "weights": weights, "version": version}
-        self.state = self.waiting(plan, self.k) | stored
+        self.state = self.waiting(plan) | stored
 
     def outgoing(self, round: Round, message: Message) -> Message:
         if not self.plan.remote:
@@ -164,7 +155,7 @@ class Buffered(Asynchronous, Wrapper):
 
     def finish(self, round: Round, exchange: Exchange) -> None:
         self.enter(int(self.state["version"]), exchange)
-        clients, slots = self.state["client"], self.arrived(round, self.k)
+        clients, slots = self.state["client"], self.arrived(round)
         if len(slots):
             index, clients = slots.to(self.state["sent"].device), clients[slots]
             model, rows = exchange.within().sent["model"], self.state["replies"][index]
@@ -252,13 +243,9 @@ class FedMRAsync(Asynchronous, FedMR):
     k: Count = 10
     blend: Schedule = 0.0  # without `auto`, which looks at all models of a round together
 
-    @property
-    def step_replies(self) -> int:
-        return self.k
-
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        self.state |= self.waiting(plan, self.k)
+        self.state |= self.waiting(plan)
         self.state["replies"] = self.state["pool"].clone()
 
     def send(self, round: Round) -> Message:
@@ -270,7 +257,7 @@ class FedMRAsync(Asynchronous, FedMR):
 
     def finish(self, round: Round, exchange: Exchange) -> None:
         self.enter(round.number, exchange)
-        slots = self.arrived(round, self.k)
+        slots = self.arrived(round)
         if len(slots):
             rows = self.state["replies"][slots.to(self.state["pool"].device)]
             rows = recombine_(rows, self.layout.units(self.unit, self.fraction), round.stream("recombine"))

@@ -21,14 +21,9 @@ def build(expression: str | Call | Algorithm) -> Algorithm:
     """
     if isinstance(expression, Algorithm):
         return expression
-    if isinstance(expression, type):
-        name = expression.__name__
-        raise InvalidValue(f"{name} is a class: give an object of it, such as {name}()")
     if not isinstance(expression, str | Call):
-        kind = type(expression).__name__
-        raise InvalidValue(
-            f"no method but a {kind}: give an object such as FedMR(), or text such as 'fedmr(unit=segment)'"
-        )
+        kind = "class" if isinstance(expression, type) else type(expression).__name__
+        raise InvalidValue(f"no method but a {kind}: give an object such as FedMR(), or text such as 'fedmr'")
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
         raise InvalidValue(f"{quoted(call, str)}: a last round (:{quoted(call.until, str)}) belongs inside stages(...)")

@@ -1,5 +1,3 @@
-"""CFL: split the clients in two wherever their updates contradict each other."""
-
 from typing import ClassVar
 
 import torch
@@ -32,12 +30,12 @@ class CFL(Algorithm):
     client_norm: NonNegative = 1.6
     first_round: NonNegativeInt = 20
 
+    needs = (require_everybody,)
     one_model_each: ClassVar[bool] = True
     averages: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody(self, plan)
         self.state = {
             "models": plan.initial.unsqueeze(0).clone(),  # [C, P]
             "cluster": torch.zeros(plan.clients, dtype=torch.int64),
@@ -59,18 +57,15 @@ class CFL(Algorithm):
             members = order[cluster[replies.clients][order] == number]
             if not len(members):
                 continue
-            clusters = [members]
-            if round.number > self.first_round and self._stands_still(moved[members]):
+            clusters, mean, longest = [members], moved[members].mean(0).norm(), moved[members].norm(dim=1).max()
+            stands_still = len(members) > 2 and mean < self.mean_norm and longest > self.client_norm
+            if round.number > self.first_round and stands_still:
                 clusters = [members[half] for half in bipartition(moved[members])]
                 cluster[replies.clients[clusters[1]]] = len(models)
                 models.append(models[number])
             for row, slots in zip((number, len(models) - 1), clusters, strict=False):
                 models[row] = models[row] + updates[slots].mean(0)
         self.state |= {"models": torch.stack(models), "cluster": cluster}
-
-    def _stands_still(self, moved: Tensor) -> bool:
-        mean, largest = float(moved.mean(0).norm()), float(moved.norm(dim=1).max())
-        return len(moved) > 2 and mean < self.mean_norm and largest > self.client_norm
 
     def model(self) -> Tensor:
         shares = self.state["cluster"].bincount(minlength=len(self.state["models"])).to(self.state["models"])

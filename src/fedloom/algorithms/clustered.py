@@ -154,25 +154,21 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
     """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit, and clients
     that alone exceed a cluster. The rows of `distance [N, N]` are the observations, as in FedMR's code."""
-    from scipy.cluster.hierarchy import ward  # a fifth of what PyTorch takes to import, and no other method needs it
+    from scipy.cluster.hierarchy import to_tree, ward  # a fifth of what PyTorch takes to import, and only this needs it
     from scipy.spatial.distance import pdist
 
     if len(sizes) == 1:
         return [[0]]
-    capacity = sum(sizes)
-    members = [[client] for client in range(len(sizes))]
-    maximal: list[int] = []  # subtrees that fit, in no larger one that does
-    fits = [size * count <= capacity for size in sizes]
-    for a, b in ward(pdist(distance))[:, :2].astype(int):
-        merged = members[a] + members[b]
-        fits.append(fits[a] and fits[b] and sum(sizes[client] for client in merged) * count <= capacity)
-        if not fits[-1]:
-            # A client too heavy to fit stays a group of its own.
-            maximal += [tree for tree in (a, b) if fits[tree] or tree < len(sizes)]
-        members.append(merged)
-    if fits[-1]:
-        maximal.append(len(members) - 1)
-    return [sorted(members[tree]) for tree in maximal]
+    groups: list[list[int]] = []
+    trees = [to_tree(ward(pdist(distance)))]
+    while trees:
+        tree = trees.pop()
+        members = sorted(tree.pre_order())
+        if tree.is_leaf() or sum(sizes[client] for client in members) * count <= sum(sizes):
+            groups.append(members)
+        else:
+            trees += [tree.left, tree.right]
+    return groups
 
 
 def clusters_of_groups(groups: list[list[int]], order: list[int], sizes: list[int], count: int) -> list[Distribution]:

@@ -45,7 +45,6 @@ class Compressed(Wrapper):
     averages: ClassVar[bool] = False  # a wrapper that reads the replies must be inside
     numbers: ClassVar[str] = ""  # the tensor of floats in the code, which `quantised` may code again
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {}  # of tensors in the code that differ from the model's dtype
-    feedback = False  # clients store the coding error, and add it to the next update
 
     @abstractmethod
     def code_shapes(self, size: int) -> dict[str, Shape]:
@@ -63,9 +62,7 @@ class Compressed(Wrapper):
         super().__post_init__()
         for inner in self.method.nested():
             if isinstance(inner, Secure):
-                raise InvalidValue(
-                    f"{name_of(self)}: clients of {inner} upload layers of each other, which are no update"
-                )
+                raise InvalidValue(f"{name_of(self)}: clients of {inner} upload layers of each other, no updates")
             if isinstance(inner, Compressed) and (type(inner) is type(self) or not isinstance(self, Quantised)):
                 raise InvalidValue(f"{name_of(self)}: {inner} is coded already; only quantised goes around it")
 
@@ -139,17 +136,17 @@ class Compressed(Wrapper):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        reply = self.method.train(cohort, inbox)
+        reply, feedback = self.method.train(cohort, inbox), getattr(self, "feedback", False)
         shapes = {name: tuple(rows.shape[1:]) for name, rows in reply.items()}
         for name, size in self.coded(shapes, cohort.round).items():
             rows = reply.pop(name)
             if name == "model":
                 rows = rows - inbox["model"]
             coded, error_name = rows[:, :size], f"{name_of(self)}_error_{name}_{size}"
-            if self.feedback:
+            if feedback:
                 coded = coded + cohort.memory.get(error_name, torch.zeros_like(coded[:1]))
             code = self.encode(coded, partial(cohort.stream, f"{name_of(self)}/{name}"))
-            if self.feedback:
+            if feedback:
                 cohort.memory.write(error_name, coded - self.decode(code, size), cohort.uploads)
             reply |= packed(name, rows, size, code)
         return reply

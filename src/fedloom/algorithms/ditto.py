@@ -1,5 +1,3 @@
-"""Ditto: a personal model for each client, kept near the global one."""
-
 from typing import ClassVar
 
 from torch import Tensor

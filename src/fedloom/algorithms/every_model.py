@@ -1,6 +1,4 @@
-"""Base of methods whose server keeps every client's last model."""
-
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,11 +10,11 @@ from fedloom.round import Round
 class EveryModel(PartlyShared):
     """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
 
+    needs: ClassVar[Any] = (require_everybody,)
     averages: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_everybody(self, plan)
         initial = take(plan.initial.unsqueeze(0), self._unit)
         # A view that takes no memory until the first models arrive.
         self.state = {"initial": plan.initial.clone(), "models": initial.expand(plan.clients, -1)}

@@ -2,7 +2,7 @@
 
 import inspect
 
-from fedloom.algorithm import Algorithm, Wrapper
+from fedloom.algorithm import Algorithm, personalises
 from fedloom.algorithms.fedmr import Indep
 from fedloom.algorithms.fedmut import FedMut
 from fedloom.config.registry import Entry
@@ -21,7 +21,6 @@ def family_of(entry: Entry[type[Algorithm]]) -> str:
     make, parameters = entry.make, entry.parameters
     if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in make.wraps):
         return "composing"
-    kinds = [kind for kind in make.__mro__ if kind not in (Algorithm, Wrapper)]
-    if any({"personalise", "deploy"} & vars(kind).keys() for kind in kinds):
+    if personalises(make):
         return "personal"
     return "recombination" if issubclass(make, Indep | FedMut) else "global"

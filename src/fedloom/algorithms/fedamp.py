@@ -1,5 +1,3 @@
-"""FedAMP: the server sends each client a mean of the models similar to its own."""
-
 from typing import ClassVar, Literal
 
 import torch

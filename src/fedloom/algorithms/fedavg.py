@@ -1,5 +1,3 @@
-"""FedAvg: average the clients' models."""
-
 from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, algorithms
 from fedloom.round import Round
 

@@ -1,5 +1,3 @@
-"""FedBABU: a base that is averaged under a head that nobody trains, until clients tune it for use."""
-
 from typing import ClassVar, Literal
 
 from torch import Tensor

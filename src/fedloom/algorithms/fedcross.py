@@ -1,5 +1,3 @@
-"""FedCross: each travelling model is pulled a little towards one other."""
-
 from typing import Literal
 
 import torch

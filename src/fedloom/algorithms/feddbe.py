@@ -1,5 +1,3 @@
-"""FedDBE: a private shift of each client's features, and a pull of their mean to a consensus."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -37,11 +35,11 @@ class FedDBE(PartlyShared):
     pull: NonNegative = 50.0
     beta: Share = 1.0
 
+    needs = (require_constant_rate,)
     fits_once: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_constant_rate("feddbe", plan.training)
         self._width = LinearHead.of(plan, "feddbe").features
         self.state["consensus"] = plan.initial.new_empty(0)
 

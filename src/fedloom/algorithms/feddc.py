@@ -1,5 +1,3 @@
-"""FedDC: decouple each client's drift from the model and correct it."""
-
 from collections.abc import Mapping
 from typing import Literal
 
@@ -32,9 +30,10 @@ class FedDC(Drifting):
     divisor: Literal["current", "base"] = "current"
     nominal_steps: bool = False
 
+    needs = (require_sgd,)
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_sgd("feddc", plan.training)
         self.state["update"] = torch.zeros_like(self.state["drift"])
 
     def send(self, round: Round) -> Message:

@@ -1,5 +1,3 @@
-"""FedDecorr: keep the dimensions of the features uncorrelated, so that they do not collapse."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,5 +1,3 @@
-"""FedDyn: a regulariser with a memory, which aligns the clients' optima with the server's."""
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ class Drifting(Algorithm):
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         trainable = slice(self.layout.trainable)
-        totals = {name: rows for name, rows in replies.tensors.items() if name != "model"}
+        totals = {name: replies[name] for name in replies.matrices if name != "model"}
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total={**totals, "moved": moved})
 

@@ -1,5 +1,3 @@
-"""FedExP: extrapolate the mean update as far as the clients' disagreement allows."""
-
 from typing import ClassVar
 
 import torch

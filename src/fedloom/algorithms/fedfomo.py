@@ -1,5 +1,3 @@
-"""FedFomo: each client downloads other clients' models and mixes those that do better on its own data."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,5 +1,3 @@
-"""FedGen: a generator of features, trained on the server, teaches clients what other clients' classifiers have learned."""
-
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
@@ -128,9 +126,8 @@ class FedGen(Algorithm):
         )
         stream = round.stream("generator")
         for _ in range(self.generator_steps):
-            labels = qualified[
-                torch.randint(len(qualified), (self.generator_batch,), generator=stream).to(models.device)
-            ]
+            drawn = torch.randint(len(qualified), (self.generator_batch,), generator=stream)
+            labels = qualified[drawn.to(models.device)]
             noise = torch.rand(self.generator_batch, self.noise, generator=stream).to(models)
             features = module(labels, noise)
             logits = torch.einsum("bd,rcd->rbc", features, heads) + offsets

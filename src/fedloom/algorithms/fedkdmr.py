@@ -1,10 +1,8 @@
-"""FedKDMR: recombination whose clients also distil from the mean of the pool."""
-
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.loss_terms import divergence, require_classes, teacher_outputs
 from fedloom.config.fields import NonNegativeInt, Positive, Probability
@@ -36,9 +34,7 @@ class FedKDMR(FedMR):
     ramp: NonNegativeInt = 50
     power: Positive = 1.0
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_classes("fedkdmr", plan)
+    needs = (require_classes,)
 
     def weight(self, number: int) -> float:
         """Return a_t of round `number`."""

@@ -1,12 +1,10 @@
-"""FedLC: calibrate the logits of local training by the client's counts of labels."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.loss_terms import LossTerm, require_classes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch
@@ -29,11 +27,8 @@ class FedLC(LossTerm):
 
     tau: NonNegative = 1.0
 
+    needs = (require_classes,)
     fits_once: ClassVar[bool] = False
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_classes("fedlc", plan)
 
     def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
         counts = cohort.label_counts.to(cohort.initial)

@@ -1,7 +1,7 @@
 """FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -41,13 +41,10 @@ class Indep(Algorithm):
     averages: ClassVar[bool] = False
     fixed_participants: ClassVar[bool] = True
     one_model_each: ClassVar[bool] = True
-
-    @property
-    def anonymous_replies(self) -> bool:
-        return True
+    anonymous_replies: ClassVar[Any] = True
 
     def setup(self, plan: Plan) -> None:
-        self.plan = plan
+        super().setup(plan)
         self.state = {"pool": plan.initial.expand(plan.participants, -1)}
         if self.local is not None:
             self.local.setup(plan)
@@ -166,6 +163,4 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
         raise InvalidValue(f"local={local} exchanges more or less than a whole model, which recombination carries")
     trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
-        raise InvalidValue(
-            f"local={local} differs from fedavg on the server alone, where recombination takes its place"
-        )
+        raise InvalidValue(f"local={local} differs from fedavg on the server alone, where recombination takes over")

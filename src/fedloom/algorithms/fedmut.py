@@ -1,5 +1,3 @@
-"""FedMut: send every client a different mutation of the global model."""
-
 from typing import ClassVar
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms

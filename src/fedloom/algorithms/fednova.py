@@ -1,8 +1,6 @@
-"""FedNova: average the clients' mean steps, so that clients with more steps do not bias the objective."""
-
 from collections.abc import Mapping
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Replies, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
@@ -19,9 +17,7 @@ class FedNova(Algorithm):
     Use it when clients take very different numbers of local steps, through unequal data or devices.
     """
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_sgd("fednova", plan.training)
+    needs = (require_sgd,)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "local_weight": (1,)}
@@ -30,7 +26,8 @@ class FedNova(Algorithm):
         trainable, local = slice(self.layout.trainable), replies["local_weight"]
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         # A client without steps has local weight 0 and has not moved: any divisor gives 0.
-        return replies.aggregate(mean={**replies.tensors, "step": moved / local.where(local > 0, 1)})
+        step = moved / local.where(local > 0, 1)
+        return replies.aggregate(mean={"model": replies["model"], "local_weight": local, "step": step})
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
         trainable, mean = slice(self.layout.trainable), aggregate.mean

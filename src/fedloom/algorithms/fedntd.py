@@ -1,5 +1,3 @@
-"""FedNTD: distil what the server's model says of the classes that are not true."""
-
 from collections.abc import Mapping
 
 import torch
@@ -31,9 +29,10 @@ class FedNTD(LossTerm):
     beta: NonNegative = 1.0
     temperature: Positive = 1.0
 
+    needs = (require_classes,)
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_classes("fedntd", plan)
         if not self.single_download or "model" not in self.send(plan.opening()):
             raise InvalidValue(f"fedntd: clients of {self.method} are not sent one model, which is the teacher")
 

@@ -1,5 +1,3 @@
-"""FedPHP: a personal model inherited from round to round teaches the downloaded one."""
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -70,9 +68,9 @@ class FedPHP(PartlyShared):
 
 def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
     """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under Gaussian kernels of `BANDWIDTHS`."""
-    return (_kernel(x, x) + _kernel(y, y) - 2 * _kernel(x, y)).mean()
 
+    def kernel(x: Tensor, y: Tensor) -> Tensor:
+        squared = (x.unsqueeze(1) - y.unsqueeze(0)).square().sum(2)
+        return sum((torch.exp(-squared / (2 * bandwidth)) for bandwidth in BANDWIDTHS), torch.zeros_like(squared))
 
-def _kernel(x: Tensor, y: Tensor) -> Tensor:
-    squared = (x.unsqueeze(1) - y.unsqueeze(0)).square().sum(2)
-    return sum((torch.exp(-squared / (2 * bandwidth)) for bandwidth in BANDWIDTHS), torch.zeros_like(squared))
+    return (kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)).mean()

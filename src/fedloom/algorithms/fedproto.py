@@ -1,5 +1,3 @@
-"""FedProto: clients exchange the mean features of their classes, and no weights."""
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

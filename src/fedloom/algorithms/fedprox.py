@@ -1,5 +1,3 @@
-"""FedProx: keep local training near the server's model."""
-
 import torch
 from torch import Tensor
 

@@ -1,5 +1,3 @@
-"""FedRoD: a global head trained on a balanced loss, and a private head on top of it."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -32,11 +30,11 @@ class FedRoD(PartlyShared):
 
     gamma: NonNegative = 1.0
 
+    needs = (require_constant_rate,)
     fits_once: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_constant_rate("fedrod", plan.training)
         LinearHead.of(plan, "fedrod")
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:

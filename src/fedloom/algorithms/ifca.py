@@ -1,5 +1,3 @@
-"""IFCA: k models, of which each client trains the one that fits its data best."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -84,9 +84,8 @@ class KeepsHead(PartlyShared):
         name, layers = head_name(module), {layer_finder(module)(name) for name, _ in module.named_parameters()}
         head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
         if not name or head == layers:
-            raise InvalidValue(
-                f"{name_of(self)} needs a base under the classifier, and {type(module).__name__} is a single layer"
-            )
+            model = type(module).__name__
+            raise InvalidValue(f"{name_of(self)} needs a base under the classifier, and {model} is a single layer")
         return head
 
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:

@@ -25,15 +25,10 @@ NEVER = -1e9
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Position of a linear classifier in a row.
+    """Position of a linear classifier in a row."""
 
-    Attributes:
-        weight: Slice of the weight `[Y, d]`.
-        bias: Slice of the bias `[Y]`; None for a classifier without.
-    """
-
-    weight: TensorSlice
-    bias: TensorSlice | None
+    weight: TensorSlice  # [Y, d]
+    bias: TensorSlice | None  # [Y]
 
     @classmethod
     def of(cls, where: Plan | Cohort, method: str, *, bias: bool = True) -> "LinearHead":
@@ -51,20 +46,17 @@ class LinearHead:
         if not where.classes:
             raise InvalidValue(f"{method} needs class labels: the targets of this task are none")
         name = head_name(where.module)
-        head = where.module.get_submodule(name)
+        head, shown = where.module.get_submodule(name), name or "the model"
         if not isinstance(head, nn.Linear):
-            raise InvalidValue(
-                f"{method} needs a linear classifier, but {name or 'the model'} is a {type(head).__name__}"
-            )
+            raise InvalidValue(f"{method} needs a linear classifier, but {shown} is a {type(head).__name__}")
         if bias and head.bias is None:
-            raise InvalidValue(f"{method} needs a classifier with a bias, and {name or 'the model'} has none")
+            raise InvalidValue(f"{method} needs a classifier with a bias, and {shown} has none")
         tensors = {tensor.name: tensor for tensor in where.layout.slices if tensor.layer == name}
         weight, offset = (tensors.get(f"{name}.{kind}".lstrip(".")) for kind in ("weight", "bias"))
         if weight is None or (bias and offset is None):
             raise InvalidValue(f"{method} learns from the classifiers of the clients, and {name} is frozen")
-        if weight.shape[0] != where.classes:
-            outputs = f"but {name} has {weight.shape[0]} outputs"
-            raise InvalidValue(f"{method} needs a classifier onto {where.classes} classes, {outputs}")
+        if (outputs := weight.shape[0]) != where.classes:
+            raise InvalidValue(f"{method} needs a classifier onto {where.classes} classes, but {name} has {outputs}")
         return cls(weight, offset)
 
     @property

@@ -1,5 +1,3 @@
-"""MOON: contrast the features in training with those of the received and of the previous local model."""
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,11 +1,9 @@
-"""PartialFed: each client learns which layers to load from the download and which to keep."""
-
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
@@ -41,11 +39,8 @@ class PartialFed(PartlyShared):
     temperature: Positive = 5.0
     cooling: Share = 0.965
 
+    needs = (require_constant_rate,)
     fits_once: ClassVar[bool] = False
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        require_constant_rate("partialfed", plan.training)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable

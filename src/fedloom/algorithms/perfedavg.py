@@ -1,5 +1,3 @@
-"""Per-FedAvg: learn a model that is good after one step on a client's own data."""
-
 from typing import ClassVar, Literal
 
 from torch import Tensor

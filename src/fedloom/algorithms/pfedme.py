@@ -1,5 +1,3 @@
-"""pFedMe: personal models kept near a local model by a Moreau envelope."""
-
 import warnings
 from typing import ClassVar
 
@@ -40,12 +38,12 @@ class PFedMe(PartlyShared):
     beta: Positive = 1.0
     inner_weight_decay: NonNegative = 0.0
 
+    needs = (require_constant_rate,)
     own_model: ClassVar[str] = "pfedme_personal"
     fits_once: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_constant_rate("pfedme", plan.training)
         share = self.regularisation * plan.training.rate(1, 1)
         product = f"pfedme: regularisation times learning rate is {share:g}"
         if share >= 2:

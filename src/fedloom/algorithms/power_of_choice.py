@@ -1,5 +1,3 @@
-"""Power-of-choice: train the clients with the highest losses among a few candidates."""
-
 from typing import ClassVar
 
 import torch
@@ -39,9 +37,8 @@ class PowerOfChoice(Wrapper):
             if isinstance(method, Accounted):
                 raise InvalidValue(f"power_of_choice: losses of clients would pass by the privacy of {method}")
         if self.candidates is not None and self.candidates < plan.participants:
-            raise InvalidValue(
-                f"power_of_choice: {self.candidates} candidates are fewer than {plan.participants} participants"
-            )
+            least = f"{plan.participants}, the participants"
+            raise InvalidValue(f"power_of_choice: candidates must be at least {least}, not {self.candidates}")
         self.state["losses"] = torch.full((plan.clients,), torch.inf, dtype=torch.float64)
 
     def select(self, round: Round) -> Selection:

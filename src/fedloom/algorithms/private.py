@@ -98,9 +98,7 @@ class Accounted(Wrapper):
         self.state["releases"] = torch.zeros(1, dtype=torch.int64)
         name, opening = name_of(self), plan.opening()
         if extra := sorted(self.method.expects(opening).keys() - {"model"}):
-            raise InvalidValue(
-                f"{name}: clients of {self.method} upload {extra[0]!r} beside the model, which would leak"
-            )
+            raise InvalidValue(f"{name}: clients of {self.method} upload {extra[0]!r} too, which would leak")
         require_one_model(name, self.method, opening)
         if plan.layout.integers:
             raise InvalidValue(f"{name}: the model counts its batches (batch norm), which would leak: use group norm")
@@ -159,10 +157,8 @@ class Private(Accounted):
             if isinstance(inner, Secure):
                 raise InvalidValue(f"private: in {inner} an upload holds layers of several clients, unclipped")
             if not inner.averages:
-                raise InvalidValue(
-                    f"private: {inner} passes on what single clients sent, so no noise on a sum hides them: "
-                    f"local_private({self.method}) has each client add its own"
-                )
+                remedy = f"local_private({self.method}) has each client add noise"
+                raise InvalidValue(f"private: {inner} passes on what single clients sent, not a sum: {remedy}")
 
     def require_inside(self, outer: Algorithm) -> None:
         if not isinstance(outer, Compressed | Accounted):
@@ -174,10 +170,8 @@ class Private(Accounted):
         if self.quantile is not None:
             self.state["clip"] = torch.tensor([self.clip], dtype=torch.float64)
         if (inner := source_of(self.method, "one_model_each")) is not None:
-            raise InvalidValue(
-                f"private: {inner} sends every client a model of its own, by its place in the round, so that one "
-                f"client less changes what others are sent: local_private({self.method}) has each client add noise"
-            )
+            remedy = f"local_private({self.method}) has each client add noise"
+            raise InvalidValue(f"private: one client less changes what {inner} sends to others: {remedy}")
         self.select(plan.opening())
 
     def cost(self, extra: int = 0) -> float:
@@ -190,10 +184,8 @@ class Private(Accounted):
     def select(self, round: Round) -> Selection:
         selection = self.method.select(round)
         if not round.poisson and round.participants < round.clients:
-            raise InvalidValue(
-                "private: epsilon is that of clients who take part by chance, each for itself: set participation_mode "
-                f"to poisson, or participation to 1, not {round.participants} of {round.clients} in every round"
-            )
+            remedy = "set participation_mode to poisson, or participation to 1"
+            raise InvalidValue(f"private: {remedy}, not {round.participants} of {round.clients} clients in every round")
         if selection.clients != uniform(round) or selection.weights is not None:
             raise InvalidValue(f"private: {self.method} chooses its clients itself, which epsilon leaves out")
         self.cost(extra=1)  # chooses the noise and needs the library: an error shows before training

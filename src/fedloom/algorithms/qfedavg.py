@@ -1,5 +1,3 @@
-"""q-FedAvg: give more weight to clients whose loss is high."""
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,5 +1,3 @@
-"""Robust aggregation: estimates of the clients' mean that a minority of malicious clients cannot move at will."""
-
 import math
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -60,10 +58,8 @@ class Robust(Wrapper):
         self.state["left_out"] = torch.zeros(1, dtype=torch.int64)
         awaited = plan.participants if plan.awaited is None else plan.awaited
         if awaited < (least := self.least(awaited)):
-            raise InvalidValue(
-                f"robust: rule={self.rule} against {self.expected_malicious(awaited)} malicious clients needs at least "
-                f"{least} replies in a round, not {awaited}: select more, or lower malicious"
-            )
+            threat = f"rule={self.rule} against {self.expected_malicious(awaited)} malicious clients"
+            raise InvalidValue(f"robust: {threat} needs at least {least} replies in a round, not {awaited}")
 
     def expected_malicious(self, count: int) -> int:
         """Return the number of replies out of `count` that are taken to be malicious."""

@@ -1,5 +1,3 @@
-"""SCAFFOLD: correct each client's drift by control variates."""
-
 from collections.abc import Mapping
 from typing import Literal
 
@@ -33,9 +31,10 @@ class Scaffold(Algorithm):
     size_scaled: bool = False
     divisor: Literal["current", "base"] = "current"
 
+    needs = (require_sgd,)
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        require_sgd("scaffold", plan.training)
         self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
         if self.size_scaled:
             self.state["mean_size"] = mean_size(plan)

@@ -1,5 +1,3 @@
-"""Secure model recombination around FedMR and similar methods, in a simulation of the exchange among peers."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -45,13 +45,11 @@ def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
-def require_everybody(method: Algorithm, plan: Plan) -> None:
+def require_everybody(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` unless all clients take part in every round."""
     if plan.participants < plan.clients:
-        raise InvalidValue(
-            f"{name_of(method)} needs all clients in every round: participation must be 1, "
-            f"not {plan.participants} of {plan.clients}"
-        )
+        share = f"{plan.participants} of {plan.clients}"
+        raise InvalidValue(f"{method} needs all clients in every round: participation must be 1, not {share}")
 
 
 class PartlyShared(Algorithm):
@@ -83,14 +81,10 @@ class PartlyShared(Algorithm):
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
         if private and all(tensor.layer not in private for tensor in layout.slices):
-            raise InvalidValue(
-                f"{type(self).__name__.lower()}: what would stay with the clients is frozen in this model"
-            )
+            raise InvalidValue(f"{name_of(self)}: what would stay with the clients is frozen in this model")
         unit = layout.unit(lambda tensor: tensor.layer not in private and tensor.stop <= end)
         if not length(unit):
-            raise InvalidValue(
-                f"{type(self).__name__.lower()}: all of {type(module).__name__} would stay with the clients"
-            )
+            raise InvalidValue(f"{name_of(self)}: all of {type(module).__name__} would stay with the clients")
         return unit
 
     def travels(self, cohort: Cohort | AnyClient) -> Unit:

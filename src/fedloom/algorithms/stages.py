@@ -1,7 +1,5 @@
-"""Stages: one method after another on the same model."""
-
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -63,17 +61,14 @@ class Stages(Wrapper):
         init=False, repr=False, compare=False
     )  # of the round in progress, or else of the next one
 
-    wraps: ClassVar[tuple[str, ...]] = ("stages",)
+    wraps: ClassVar[tuple[str, ...]] = ("stages", "method")
     variadic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ends = [end for _, end in self.stages]
         if not ends or None in ends[:-1]:
-            example = "such as stages(fedavg:100, fedmr)"
-            raise InvalidValue(
-                f"stages needs at least one method, and of all but the last their last rounds, {example}"
-            )
+            raise InvalidValue("stages needs methods, all but the last with last rounds: stages(fedavg:100, fedmr)")
         if ends[-1] == "auto":
             raise InvalidValue("stages: the last method goes on to the end of the run, so it takes no :auto")
         if self.automatic and any(isinstance(p, Stages) and p.automatic for m in self.inner() for p in m.nested()):
@@ -82,6 +77,9 @@ class Stages(Wrapper):
         if rounds != sorted(set(rounds)):
             raise InvalidValue(f"stages: last rounds must grow from 1 on, not {', '.join(map(str, rounds[1:]))}")
         self.method = self.stages[0][0]
+
+    def inner(self) -> list[Algorithm]:
+        return [method for method, _ in self.stages]
 
     @property
     def automatic(self) -> bool:
@@ -184,7 +182,7 @@ class Stages(Wrapper):
         remaining = (k for k in range(stage + over, end) if _contains(self.stages[k][1], round.number + 1))
         if (successor := next(remaining, end)) != stage:
             following = self.stages[successor][0]
-            following.setup(self.plan.starting_from(self.model()))
+            following.setup(replace(self.plan, initial=self.model().clone()))
             for method in following.nested():
                 if isinstance(method, Stages):  # last rounds count from the first round of the run
                     method.state = method._at(method._stage_of(round.number + 1))

@@ -33,21 +33,20 @@ def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Ten
     return (start - end) / (steps.to(start).clamp_min(1) * rate).unsqueeze(1)
 
 
-def require_sgd(method: str, training: Training) -> None:
+def require_sgd(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` unless clients train by SGD at a constant rate, so that displacements give gradients."""
-    require_constant_rate(method, training)
+    require_constant_rate(method, plan)
+    training = plan.training
     if training.optimizer != "sgd":
-        raise InvalidValue(
-            f"{method} reads gradients off the local steps: optimizer must be sgd, not {training.optimizer}"
-        )
+        raise InvalidValue(f"{method} reads gradients off the steps: optimizer must be sgd, not {training.optimizer}")
 
 
-def require_constant_rate(method: str, training: Training) -> None:
+def require_constant_rate(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` if the learning rate changes from one local step to the next."""
-    if training.local_schedule != CONSTANT:
+    if plan.training.local_schedule != CONSTANT:
+        schedule = quoted(plan.training.local_schedule, str)
         raise InvalidValue(
-            f"{method} takes all local steps at the round's learning rate: local_schedule must be {CONSTANT}, "
-            f"not {quoted(training.local_schedule, str)}"
+            f"{method} takes steps of one rate a round: local_schedule must be {CONSTANT}, not {schedule}"
         )
 
 

@@ -1,5 +1,3 @@
-"""FedUmf: clients that were not selected train too, and contribute that work when they are."""
-
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from fedloom.algorithm import (
     SERVER_MODEL,
-    Algorithm,
     Message,
     Plan,
     Selection,
@@ -59,7 +56,13 @@ class Umf(Wrapper):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         for method in reversed([*self.method.nested()]):  # from inside: the message names the method that refuses
-            _require_one_start(method, plan)
+            message, reason = method.send(plan.opening()), ""
+            if not (method.single_download and exchanges_models(method, plan)):
+                reason = "do not exchange one whole model, which a stored update could move"
+            elif addressed := sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1):
+                reason = f"are sent {addressed[0]!r} of their own, which idle clients cannot be"
+            if reason:
+                raise InvalidValue(f"umf: clients of {method} {reason}")
 
     @property
     def needs_total_rounds(self) -> bool:
@@ -125,18 +128,3 @@ class UploadersMemory(Memory):
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
         self.memory.write(name, rows, clients & self.uploads)
-
-
-def _require_one_start(method: Algorithm, plan: Plan) -> None:
-    """Raise `InvalidValue` unless clients of `method` train from one whole model that they are sent."""
-    if not method.single_download:
-        reason = "are not sent one model, which a stored update could move"
-        raise InvalidValue(f"umf: clients of {method} {reason}")
-    if not exchanges_models(method, plan):
-        reason = "do not exchange whole models, to which a stored update could be added"
-        raise InvalidValue(f"umf: clients of {method} {reason}")
-    message = method.send(plan.opening())
-    if individual := sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1):
-        raise InvalidValue(
-            f"umf: {method} sends each client its own {individual[0]!r}, which an idle client cannot be sent"
-        )
