@@ -197,7 +197,7 @@ def _expressions(draw: st.DrawFn) -> str:
 
 _KEYS = st.sampled_from(
     ["algorithm", "algorithms", "rounds", "participation", "seed", "seeds", "name", "model", "engine", "device", "threads",
-     "workers", "pool", "record", "trackers", "targets", "last", "evaluate_every", "personal_every", "directory", "settings",
+     "workers", "record", "trackers", "targets", "last", "evaluate_every", "personal_every", "directory", "settings",
      "settings.rounds", "data", "data.name", "data.clients", "data.partition", "data.label_noise", "data.shift",
      "data.local_test", "training",
      "training.epochs", "training.learning_rate", "training.optimizer", "training.optimizer_options", "training.batch_size"]

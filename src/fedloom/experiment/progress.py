@@ -87,10 +87,7 @@ class Display:
 
     def line(self, text: str) -> None:
         if not self.brief:
-            self.write(text)
-
-    def write(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(text), soft_wrap=True)
 
 
 class Lines(Display):
@@ -132,8 +129,9 @@ class NotebookBars(Display):
             self._handle.update({"text/plain": bars.get()}, raw=True)
             self._drawn = self.clock()
 
-    def write(self, text: str) -> None:
-        print(text)
+    def line(self, text: str) -> None:
+        if not self.brief:
+            print(text)
 
     def clear(self) -> None:
         self._handle.update({"text/plain": ""}, raw=True)

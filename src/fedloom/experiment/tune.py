@@ -41,8 +41,6 @@ from fedloom.state.files import write_text
 SHARE = 0.2
 """Share of each client's training samples that is held out for validation unless `data.validation` says otherwise."""
 
-FOLDER = "tune"
-
 
 @dataclass(eq=False)
 class Trial:
@@ -100,7 +98,7 @@ class Search:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
             )
-        self.folder = base.folder / FOLDER
+        self.folder = base.folder / "tune"
         # Every value of the lists and both ends of the ranges must be allowed.
         ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
         for k in range(max(map(len, ends))):
