@@ -57,8 +57,6 @@ class Secure(Wrapper):
         """Return the slices of a row that move together."""
         return self.layout.units(*_exchanged_unit(self.method))
 
-    # --- the server half ---
-
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self._count(0)

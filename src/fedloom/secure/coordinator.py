@@ -160,18 +160,16 @@ class _Attempt:
         votes = Counter(fault.peer for fault in accusations if fault.kind == "impostor")
         violations = []
         for fault in accusations:
-            witness = fault.witness
-            assert witness is not None  # the reader of its answer has named it
-            received, size = requests[witness].letters, self.terms.parcel_size()
-            senders = {letter.sender for letter in received if len(letter.body) == size}
-            if fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1:
+            assert fault.witness is not None  # the reader of its answer has named it
+            parcels = [e for e in requests[fault.witness].letters if len(e.body) == self.terms.parcel_size()]
+            opened = fault.kind == "spoilt" and fault.peer in {letter.sender for letter in parcels}
+            if opened or (fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1):
                 violations.append(fault)
-            elif fault.kind == "spoilt" and fault.peer in senders:
-                violations.append(fault)
-                if witness in self.believed:
-                    violations.append(ProtocolViolation("unproved", witness, "for the second time"))
-                self.believed.add(witness)
             else:
                 kind = "withdrew" if fault.peer == SERVER else "unproved"
-                violations.append(ProtocolViolation(kind, witness, str(fault)))
+                violations.append(ProtocolViolation(kind, fault.witness, str(fault)))
+            if opened and fault.witness in self.believed:
+                violations.append(ProtocolViolation("unproved", fault.witness, "for the second time"))
+            if opened:
+                self.believed.add(fault.witness)
         return violations

@@ -82,13 +82,10 @@ class Peer:
         """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
         try:
             decoded = wire.Request.decode(request)
-            letters: list[Letter] = []
             if decoded.kind == "abort":
                 self.abort()
-            elif decoded.terms is not None:
-                letters = self._begin(decoded.terms)
-            else:
-                letters = self._go_on(decoded.letters)
+                return wire.Answer().encode()
+            letters = self._begin(decoded.terms) if decoded.terms is not None else self._go_on(decoded.letters)
             return wire.Answer(tuple(letters)).encode()
         except ProtocolViolation as fault:
             self.abort()
@@ -240,8 +237,6 @@ class Peer:
         self.holding.sent = [(recipient, index) for recipient, index in state["sent"]]
         bodies = zip(sorted(self.terms.peers), state["introductions"], strict=False)  # none before they came
         self.session = PeerSession(self.terms, {peer: Introduction.decode(body, peer) for peer, body in bodies})
-
-    # --- letters ---
 
     def _letter(self, peer: int, kind: int, number: int, content: bytes | None = None) -> Letter:
         note = Note(self.session.digest, self.terms.repeat(self.step), kind, self.number, peer, number)

@@ -51,8 +51,6 @@ class FlowerEngine(RemoteClients):
         self._saving = self._committed
         self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
 
-    # --- the work of a round ---
-
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         method = layer_exchange(algorithm, round.number)
         if method is not None:

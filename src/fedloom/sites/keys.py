@@ -1,13 +1,6 @@
 """Keys of a federation over real sites: an authority, the server's certificate, and a key pair for each site.
 
-authority/ca.key             signs certificates; on no machine of the federation, best on none that is online
-server/ca.crt                the authority's certificate, in PEM
-server/server.crt, .key      the server's certificate and private key, in PEM
-server/site-0.pub, ...       the sites' public keys, in OpenSSH's format, to register with the SuperLink
-site-0/ca.crt, site.key, ... a site's own private key, in OpenSSH's format, and what it knows the server by
-site-0/peers.pub             the public keys of all sites, by which they know each other where they exchange layers
-
-Each folder is for one place. All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
+Each folder is for one place (docs/flower.md). All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
 """
 
 import ipaddress

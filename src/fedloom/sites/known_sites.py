@@ -77,11 +77,8 @@ class KnownSites:
         self._online: set[int] = set()
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
-        """Wait until so many sites are there.
-
-        Raises `InvalidValue` when they are not there after `seconds`; or, where `strict`, a node says something that cannot be: a
-        number that is taken or does not exist, another version of fedloom, another model.
-        """
+        """Wait until so many sites are there. Raises `InvalidValue` when they are not after `seconds`, or, where `strict`, a node
+        cannot take part."""
         self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
         if len(present) < count:

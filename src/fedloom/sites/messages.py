@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,15 +81,11 @@ def words_of(message: Message, *records: str) -> Words:
         raise RefusedReply(f"the message follows protocol {protocol!r:.40}, not {PROTOCOL}: versions differ")
     if foreign := sorted(set(entries) - {"protocol", "words"}):
         raise RefusedReply(f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for")
-    text = entries.get("words")
-    if not isinstance(text, str) or len(text) > _LONGEST_WORDS:
-        raise RefusedReply("the message has no words, or far too many")
-    try:
-        words = json.loads(text)
-    except (ValueError, RecursionError):
-        words = None
+    text, words = entries.get("words"), None
+    with suppress(ValueError, RecursionError):
+        words = json.loads(text) if isinstance(text, str) and len(text) <= _LONGEST_WORDS else None
     if not isinstance(words, dict):
-        raise RefusedReply("the message's words are not JSON, or no table")
+        raise RefusedReply("the message's words are not JSON, no table, or far too many")
     if "refused" in words:
         raise Refusal(words)
     return words
@@ -110,11 +107,8 @@ def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = Non
 
 
 def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tensor:
-    """Return the tensor of one array, whose name is for errors. Nothing is allocated for one that is refused.
-
-    Raises `RefusedReply` for a type in which no tensor travels, a type or shape that is not `expected` (None for any), and bytes
-    that are not what type and shape say.
-    """
+    """Return the tensor of one array. Raises `RefusedReply`, before anything is allocated, for a type or shape that is not
+    `expected` (None for any), and bytes that are not what type and shape say."""
     if array.stype != NUMBERS or array.dtype not in _TYPES:
         raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
     declared = tuple(array.shape)

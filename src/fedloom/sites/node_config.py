@@ -1,9 +1,4 @@
-"""Configuration of a site's SuperNode (`--node-config`).
-
-The list of public keys has a line for each site, as `fedloom flower keys` writes them to `site-<i>/peers.pub`:
-
-    ecdsa-sha2-nistp384 AAAA... site-0
-"""
+"""Configuration of a site's SuperNode (`--node-config`), and the keys that it names."""
 
 import os
 import re
@@ -35,7 +30,7 @@ _Table = TypedDict("_Table", {
     "choices": Literal["secret", "rehearsed"],
 })  # fmt: skip
 
-_LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
+_LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")  # of a list of public keys: ecdsa-sha2-nistp384 AAAA... site-0
 
 _FEDERATION = re.compile(r"[0-9a-f]{16}")
 

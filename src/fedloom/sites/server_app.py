@@ -87,12 +87,7 @@ class Opening:
     own: bool
     samples: list[int | None]
     tests: list[int | None]
-    preprocessing: Words | None = None
-
-    @property
-    def agreed(self) -> Preprocessing | None:
-        """The preprocessing of tables."""
-        return Preprocessing.from_json(json.dumps(self.preprocessing), str(SITES)) if self.preprocessing else None
+    columns: str | None = None
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
@@ -131,7 +126,9 @@ class Gathering:
         configuration, count = self.settings.configuration, self.settings.clients
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
-        agreed = self._agreed_columns() if opening is None else opening.agreed
+        agreed = self._agreed_columns() if opening is None else None
+        if opening is not None and opening.columns is not None:
+            agreed = Preprocessing.from_json(opening.columns, str(path))
         dataset = make_dataset(configuration.data.name) if agreed is None else server_table(agreed, configuration)
         blank = self._task_of(dataset, [1] * count, None, seed)
         briefing = {"data": DataAgreement.of(dataset).words()}
@@ -149,7 +146,7 @@ class Gathering:
                 own,
                 _credited({number: site.samples for number, site in known.items()}, count, share),
                 _credited({number: site.tests for number, site in known.items()}, count, share),
-                None if agreed is None else json.loads(agreed.to_json()),
+                None if agreed is None else agreed.to_json(),
             )
             write_text(path, json.dumps(asdict(opening)) + "\n")
         self.opening = opening
@@ -170,10 +167,7 @@ class Gathering:
         return task
 
     def _agreed_columns(self) -> Preprocessing | None:
-        """Return the preprocessing of the sites' own tables, from statistics of their columns; None for other data.
-
-        Raises `InvalidValue` naming the columns in which sites differ.
-        """
+        """Return the preprocessing of the sites' own tables, from statistics of their columns; None for other data."""
         configuration, count = self.settings.configuration, self.settings.clients
         roles = table_roles(configuration)
         if roles is None or not of_columns(configuration):

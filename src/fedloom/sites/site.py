@@ -75,8 +75,6 @@ class Site:
             raise InvalidValue(f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)")
         return cls(settings, config)
 
-    # --- what it is asked ---
-
     def hello(self, words: Words) -> RecordDict:
         """Introduce this site and say how many samples it has: of a table, once the federation has agreed on columns."""
         introduction = {"site": self.number, "own": self.config.data is not None, "fedloom": fedloom.__version__}
@@ -106,10 +104,7 @@ class Site:
         return pack({"answer": answer(columns, words, self.config.smallest)})
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Train as the client that the words say, from the memory that they say.
-
-        Raises `Refusal` where this client cannot, `FedloomError` where the message is not one that it would follow.
-        """
+        """Train as the client that the words say, from the memory that they say. Raises `Refusal` where it cannot."""
         round, client = self._addressed(words)
         engine, memory, version = self._remembering(words, round, client, inbox)
         memory_before = engine.store.read(client)
@@ -146,10 +141,7 @@ class Site:
         return pack({"site": self.number, "round": round.number, "memory": remembered, "figures": figures}, tensors)
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
-        """Answer a step of an exchange of layers with other sites, or hand over what this site holds after it.
-
-        Raises `RefusedReply` where there is no such exchange, `FedloomError` for what the site would not do.
-        """
+        """Answer a step of an exchange of layers with other sites, or hand over what this site holds after it."""
         round, client = self._addressed(words)
         run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
         if words.get("upload") is True:
@@ -180,8 +172,6 @@ class Site:
             (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
         totals = {name: total[0].tolist() for name, total in tally.totals.items()}
         return pack({"samples": int(tally.samples), "totals": totals})
-
-    # --- what it needs for that ---
 
     def _require_identity(self) -> Identity:
         """Raise `InvalidValue` where this site cannot say who it is to the others."""
@@ -308,14 +298,13 @@ def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
     for name, rows in inbox.items():
         if rows.dim() == 0 or len(rows) != 1:
             raise RefusedReply(f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row")
-    model = inbox.get("model")
+    model, layout = inbox.get("model"), task.layout
     if model is not None:
-        if model.dtype != task.layout.dtype or model.dim() != 2 or model.shape[1] > task.layout.size:
-            raise RefusedReply(
-                f"the server sent a model of {model.dtype} {list(model.shape)}, which is not one of this task"
-            )
+        if model.dtype != layout.dtype or model.dim() != 2 or model.shape[1] > layout.size:
+            shape = f"{model.dtype} {list(model.shape)}"
+            raise RefusedReply(f"the server sent a model of {shape}, which is not one of this task")
         if not bool(torch.isfinite(model).all()):
             raise RefusedReply("the server sent a model that is not finite")
     integers = inbox.get(INTEGERS)
-    if integers is not None and (integers.dtype, tuple(integers.shape)) != (torch.int64, (1, task.layout.integers)):
+    if integers is not None and (integers.dtype, tuple(integers.shape)) != (torch.int64, (1, layout.integers)):
         raise RefusedReply("the server sent integer buffers of another model")

@@ -66,11 +66,8 @@ class DataAgreement:
         return {**vars(self), "preprocessing": json.loads(self.preprocessing.to_json())}
 
     def dataset(self, source: str, configuration: Configuration) -> Dataset:
-        """Return a site's own samples, to train on and perhaps to test on.
-
-        Raises `DataError` for samples that are missing or do not fit together, `InvalidValue` for those that do not fit the
-        agreement; both name the source and, of a table, the column.
-        """
+        """Return a site's own samples. Raises `DataError`, or `InvalidValue` for those that do not fit the agreement, which name
+        the source and, of a table, the column."""
         inputs, outputs, learned = self.preprocessing.inputs, self.preprocessing.outputs, configuration.objective
         try:  # the objective by its name alone: a server may not have sites import modules
             objective = objectives.build(self.objective) if learned is None else build_objective(learned)
@@ -169,10 +166,7 @@ def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any)
 
 
 def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
-    """Return the preprocessing of tables with these statistics, whose last column is the target.
-
-    Raises `InvalidValue` for a column that no site has enough rows of.
-    """
+    """Return the preprocessing of tables with these statistics, whose last column is the target."""
     columns = []
     for name, column in statistics.columns.items():
         if not column.count or (column.kind == "categories" and not column.categories):

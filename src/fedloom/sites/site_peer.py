@@ -1,10 +1,4 @@
-"""Site in secure exchanges, whose state lies in files between messages that only the site can read.
-
-site-<number>.peer      the peer in the middle of an exchange: the keys that it made for it, the model it offered, the layers it
-                        holds. It is gone when the site has trained on the exchanged model, or has uploaded
-site-<number>.trained   the layers of the site's own trained model, to be exchanged; the next round writes over it
-site-<number>.uploaded  digests of the trained models that it has uploaded, each of which it uploads once
-"""
+"""Site in secure exchanges, whose state lies in files between messages that only the site can read (docs/secure.md)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -93,10 +93,7 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
 
 
 def _superexec() -> int | None:
-    """Return the process that started this one for a single message, as Flower's arguments say.
-
-    None in a simulation, in a container of its own, and where Flower installs an app's dependencies for one message.
-    """
+    """Return the process that started this one for a single message, None where there is none or Flower installs for each."""
     program, *arguments = sys.argv
     if os.name != "posix" or Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
         return None
