@@ -87,7 +87,7 @@ class Opening:
     own: bool
     samples: list[int | None]
     tests: list[int | None]
-    columns: str | None = None
+    preprocessing: str | None = None
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
@@ -127,8 +127,8 @@ class Gathering:
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
         agreed = self._agreed_columns() if opening is None else None
-        if opening is not None and opening.columns is not None:
-            agreed = Preprocessing.from_json(opening.columns, str(path))
+        if opening is not None and opening.preprocessing is not None:
+            agreed = Preprocessing.from_json(opening.preprocessing, str(path))
         dataset = make_dataset(configuration.data.name) if agreed is None else server_table(agreed, configuration)
         blank = self._task_of(dataset, [1] * count, None, seed)
         briefing = {"data": DataAgreement.of(dataset).words()}

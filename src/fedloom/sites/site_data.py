@@ -140,9 +140,6 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
     return train, test
 
 
-# --- tables ---
-
-
 def table_roles(configuration: Configuration) -> Columns | None:
     """Return the roles of columns in a configuration whose data set is a table; None for another data set."""
     entry, options = datasets.read(configuration.data.name)
