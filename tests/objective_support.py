@@ -14,8 +14,7 @@ from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
-from fedloom.objectives.segmentation import Segmentation
-from fedloom.objectives.sequence import NextToken
+from fedloom.objectives.sequence import NextToken, Segmentation
 
 SAMPLES = 48
 

@@ -106,7 +106,7 @@ _GOOD: dict[str, Any] = {"inputs": np.zeros((4, 2)), "labels": np.array([0, 1, 0
         ({"inputs": np.zeros((4, 2), complex)}, {}, "inputs are complex128: give whole numbers"),
         ({"inputs": pixels(4, 2)}, {}, "pictures of 3 or 4 dimensions"),
         ({"groups": np.zeros(3, int)}, {}, "3 client ids but 4 labels"),
-        ({"labels": np.array([[0], [1], [0], [{}]], dtype=object)}, {}, "damaged or not an npz"),
+        ({"labels": np.array([[0], [1], [0], [{}]], dtype=object)}, {}, "damaged, or neither an npz"),
         ({}, {"layout": "channels_lst"}, "did you mean 'channels_last'?"),
     ],
 )
@@ -137,10 +137,10 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         make("arrays", path=str(tmp_path / "new.npz"))
     with ZipFile(tmp_path / "text.npz", "w") as archive:
         archive.writestr("inputs.npy", "no array")
-    with pytest.raises(DataError, match=r"text.npz: damaged or not an npz"):
+    with pytest.raises(DataError, match=r"text.npz: damaged, or neither an npz"):
         make("arrays", path=str(tmp_path / "text.npz"))
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(DataError, match=r"one.npy: a single array"):
+    with pytest.raises(DataError, match=r"one.npy: damaged, or neither an npz file"):
         make("arrays", path=str(tmp_path / "one.npy"))
 
 

@@ -38,8 +38,7 @@ from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
-from fedloom.objectives.segmentation import Segmentation
-from fedloom.objectives.sequence import NextToken
+from fedloom.objectives.sequence import NextToken, Segmentation
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation

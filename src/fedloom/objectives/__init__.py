@@ -1,4 +1,4 @@
-"""Objectives: what the models of a task learn, one kind a file; `objectives` lists them by name."""
+"""Objectives: what the models of a task learn; `objectives` lists them by name."""
 
 import math
 from abc import ABC, abstractmethod

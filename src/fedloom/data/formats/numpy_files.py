@@ -15,7 +15,7 @@ from fedloom.errors import DataError, quoted
 def read_arrays(path: Path) -> dict[str, Any]:
     """Read the arrays of an npz file, or of the npy files in a folder, by name, but no Python objects."""
     arrays: dict[str, Any] = {}
-    with reading(path, "damaged or not an npz or npy file"):
+    with reading(path, "damaged, or neither an npz file nor a folder of npy files"):
         if path.is_dir():
             files = sorted(path.glob("*.npy"))
             require_room(sum(file.stat().st_size for file in files), path)
@@ -23,15 +23,12 @@ def read_arrays(path: Path) -> dict[str, Any]:
                 with reading(member, "damaged npy file"), member.open("rb") as file:
                     arrays[member.stem] = _array(file, member.stat().st_size, f"{path}: {quoted(member.stem)}")
             return arrays
-        with path.open("rb") as file:
-            if file.peek(6)[:6] == npy.MAGIC_PREFIX:
-                raise DataError(f"{path}: a single array; wanted an npz file or a folder of npy files")
-            with ZipFile(file) as archive:
-                require_room(sum(entry.file_size for entry in archive.infolist()), path)
-                for entry in archive.infolist():
-                    name = entry.filename.removesuffix(".npy")
-                    with archive.open(entry) as unpacked:
-                        arrays[name] = _array(unpacked, entry.file_size, f"{path}: {quoted(name)}")
+        with path.open("rb") as file, ZipFile(file) as archive:
+            require_room(sum(entry.file_size for entry in archive.infolist()), path)
+            for entry in archive.infolist():
+                name = entry.filename.removesuffix(".npy")
+                with archive.open(entry) as unpacked:
+                    arrays[name] = _array(unpacked, entry.file_size, f"{path}: {quoted(name)}")
     return arrays
 
 

@@ -43,12 +43,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _idx_set(
-    name: str,
-    folders: tuple[str, ...],
-    files: Sequence[str],
-    classes: int,
-    scale: Scale | None = None,
-    repository: str = "",
+    name: str, folders: tuple[str, ...], files: Sequence[str], classes: int, scale: Scale | None = None, hub: str = ""
 ) -> PictureSet:
     """Return the set of the idx files `files`: images and labels to train, then to test."""
 
@@ -59,7 +54,7 @@ def _idx_set(
         return train, test
 
     listed = ", ".join(f"{file}[.gz]" for file in files)
-    return PictureSet(name, folders, listed, read, classes, scale, repository, channels=1)
+    return PictureSet(name, folders, listed, read, classes, scale, hub, channels=1)
 
 
 def _idx_samples(images_path: Path, labels_path: Path, name: str, classes: int) -> Samples:

@@ -204,16 +204,11 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
 
 
 def _dataset(
-    name: str,
-    splits: Sequence[Samples],
-    classes: int | None,
-    normalise: Normalise,
-    held_out: float,
-    seed: int,
+    name: str, splits: Sequence[Samples], classes: int | None, normalise: Normalise, share: float, seed: int,
     source: str,
-) -> Dataset:
-    """Return the data set of training and test samples; without the latter, the share `held_out` of each class is taken."""
-    train, test = splits if len(splits) > 1 else hold_out(splits[0], held_out, seed)
+) -> Dataset:  # fmt: skip
+    """Return the data set of training and test samples; without the latter, a `share` of each class is held out."""
+    train, test = splits if len(splits) > 1 else hold_out(splits[0], share, seed)
     highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
     with reading(source, "no samples"):
         dataset = image_dataset(name, (train, test), classes or highest + 1, normalise)
