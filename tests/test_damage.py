@@ -32,7 +32,6 @@ from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.serving.artifact import load_model, save_model
-from fedloom.sites.site import MEMORY_LABELS
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore
 from fedloom.state.tensors import read_tensors, write_tensors
@@ -89,7 +88,7 @@ def client(folder: Path) -> tuple[Path, Callable[[], Any]]:
 
 
 def site(folder: Path) -> tuple[Path, Callable[[], Any]]:
-    memory = ClientFiles(folder, MEMORY_LABELS)
+    memory = ClientFiles(folder)
     memory.write(3, 4, TENSORS)
     return memory.path(3, 4), lambda: plain(memory.read(3, 4))
 
@@ -182,9 +181,9 @@ def test_a_file_under_the_name_of_another_is_refused(kind: str, tmp_path: Path) 
         with pytest.raises(DamagedCheckpoint, match="is of client 3, not 4"):
             store.restore({"versions": torch.tensor([[4, 1]])})
     else:
-        path.rename(tmp_path / "site-000003.v5.safetensors")
-        with pytest.raises(DamagedCheckpoint, match="is of round 4, not 5"):
-            ClientFiles(tmp_path, MEMORY_LABELS).read(3, 5)
+        path.rename(tmp_path / "client-000003.v5.safetensors")
+        with pytest.raises(DamagedCheckpoint, match="is of version 4, not 5"):
+            ClientFiles(tmp_path).read(3, 5)
 
 
 # --- finished runs ---

@@ -402,4 +402,4 @@ def test_memory_lies_under_flowers_home(tmp_path: Path, monkeypatch: pytest.Monk
         del node.config["memory"]
     server_app.serve(grid, config, PAUSE)
     opening = json.loads((tmp_path / "run" / "sites.json").read_text())
-    assert list((tmp_path / "fedloom" / opening["federation"]).glob("site-*.v1.safetensors"))
+    assert list((tmp_path / "fedloom" / opening["federation"]).glob("client-*.v1.safetensors"))

@@ -113,13 +113,12 @@ class Federation:
         _require_fit(algorithm, poisson, participants > self._awaited)
         self._first = Round(1, schedule.rounds, schedule.seed, trainers, participants, rate, rate, poisson=poisson)
         self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
-        algorithm.setup(
-            Plan(
-                task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed, task.dataset.classes,
-                self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson, self._pools,
-                task.training, min(self._awaited, participants),
-            )
+        plan = Plan(
+            task.layout, task.initial, trainers, participants, schedule.rounds, schedule.seed, task.dataset.classes,
+            self.task.sizes, task.model, isinstance(engine, RemoteClients), poisson, self._pools,
+            task.training, min(self._awaited, participants),
         )  # fmt: skip
+        algorithm.setup(plan)
         _checked_model(algorithm, "setup", task.initial)
         self._untrained = _untrained(algorithm)
         engine.begin(self.task, None if directory is None else directory / "clients")
@@ -296,11 +295,8 @@ class Federation:
 
     def _accounted(self) -> dict[str, Accounted]:
         """Return the methods whose rounds cost privacy, by their names in the ledger. They are active in every round."""
-        return {
-            f"{k}.{name_of(method)}": method
-            for k, method in enumerate(self.algorithm.nested())
-            if isinstance(method, Accounted)
-        }
+        methods = enumerate(self.algorithm.nested())
+        return {f"{k}.{name_of(method)}": method for k, method in methods if isinstance(method, Accounted)}
 
     def _note_releases(self, round: Round, selection: Selection) -> None:
         """Write in the ledger what the round is about to release, before anything is sent."""
@@ -353,15 +349,9 @@ class Federation:
         """Return the answers, folded as they come unless the method, an observer or limits on remote clients need all."""
         round, remote = exchange.round, isinstance(self.engine, RemoteClients)
         fold = self.algorithm.folds and not self.observers and not remote
-        answers = RoundReplies(
-            client_tasks,
-            len(exchange.selection.clients),
-            block_slots(self.task.layout.row_bytes),
-            self._weights,
-            partial(self.algorithm.fold, round) if fold else None,
-            self._pools,
-            exchange,
-        )
+        folding = partial(self.algorithm.fold, round) if fold else None
+        slots, size = len(exchange.selection.clients), block_slots(self.task.layout.row_bytes)
+        answers = RoundReplies(client_tasks, slots, size, self._weights, folding, self._pools, exchange)
         if fold and isinstance(self.engine, FoldingEngine):
             answers.collect(self.engine.train_folding(self.algorithm, exchange, client_tasks))
         else:

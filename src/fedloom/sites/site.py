@@ -40,10 +40,6 @@ from fedloom.sites.site_peer import SitePeer
 from fedloom.state.client_files import ClientFiles
 from fedloom.task import Task, make_task, mislabelled
 
-MEMORY_LABELS = ("site", "round")
-"""A site's memory has a file for each round that wrote something. The server says from which round's to go on, and which it may
-still ask for: a site that trains twice in a round, since the first reply was late or the server was killed, answers the same."""
-
 _EVERYTHING = 1 << 62  # bytes of memory kept in memory
 
 _logger = logging.getLogger("flwr.fedloom")
@@ -194,10 +190,13 @@ class Site:
     def _remembering(
         self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
     ) -> tuple[RowsEngine, ClientFiles, int]:
-        """Return an engine in which this client remembers what it did after the round that the words say."""
+        """Return an engine in which this client remembers what it did after the round that the words say.
+
+        Its memory has a file for each round that wrote something, so that a site that trains twice in a round answers the same.
+        """
         task = self._task(words, client)
         _require_sound(task, inbox)
-        memory = ClientFiles(self.config.folder(words.get("federation")), MEMORY_LABELS)
+        memory = ClientFiles(self.config.folder(words.get("federation")))
         version = whole_number(words, "memory", 0, round.number)
         try:
             remembered = memory.read(self.number, version) if version else {}

@@ -13,33 +13,29 @@ Tensors = dict[str, Tensor]
 
 
 class ClientFiles:
-    """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never changed.
+    """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never changed."""
 
-    Args:
-        folder: Folder of the files, which may not exist yet.
-        labels: Names of the two numbers in a file's metadata; the first also begins the file's name.
-    """
-
-    def __init__(self, folder: Path, labels: tuple[str, str] = ("client", "version")) -> None:
-        self.folder, self.labels = folder, labels
-        self._pattern = re.compile(rf"{labels[0]}-(\d+)\.v(\d+)\.safetensors")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder  # which may not exist yet
 
     def path(self, client: int, version: int) -> Path:
-        return self.folder / f"{self.labels[0]}-{client:06d}.v{version}.safetensors"
+        return self.folder / f"client-{client:06d}.v{version}.safetensors"
 
     def scan(self) -> set[tuple[int, int]]:
         """Return client and version of every file."""
-        names = (self._pattern.fullmatch(path.name) for path in self.folder.glob(f"{self.labels[0]}-*"))
+        pattern = re.compile(r"client-(\d+)\.v(\d+)\.safetensors")
+        names = (pattern.fullmatch(path.name) for path in self.folder.glob("client-*"))
         return {(int(match[1]), int(match[2])) for match in names if match}
 
     def read(self, client: int, version: int) -> Tensors:
         """Return what the client remembered. Raises `DamagedCheckpoint` when the file is missing or not as it was written."""
-        return read_tensors(self.path(client, version), **self._about(client, version))[0]
+        return read_tensors(self.path(client, version), client=str(client), version=str(version))[0]
 
     def write(self, client: int, version: int, tensors: Tensors, durable: bool = True) -> None:
         """Write all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
         make_folder(self.folder)
-        write_tensors(self.path(client, version), tensors, self._about(client, version), durable)
+        about = {"client": str(client), "version": str(version)}
+        write_tensors(self.path(client, version), tensors, about, durable)
 
     def remove(self, client: int, version: int) -> None:
         remove(self.path(client, version))
@@ -49,6 +45,3 @@ class ClientFiles:
         for number, older in self.scan():
             if number == client and older < version and older not in needed:
                 self.remove(number, older)
-
-    def _about(self, client: int, version: int) -> dict[str, str]:
-        return dict(zip(self.labels, (str(client), str(version)), strict=True))
