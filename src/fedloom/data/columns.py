@@ -97,8 +97,8 @@ class TableInputs:
                 present = np.unique(index[rows]).tolist()
                 columns.append(TableColumn(name, tuple(sorted(texts[k] for k in present))))
             else:
-                first = _numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}")
-                columns.append(TableColumn(name, width=first.shape[1]))
+                numbers = _numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}")
+                columns.append(TableColumn(name, width=numbers.shape[1]))
         return cls(tuple(columns), roles.missing, roles.standardise)
 
     @property

@@ -70,8 +70,8 @@ def materialised(data: Any) -> Samples:
     console = Console(stderr=True)
     inputs: Any = np.empty((0 if size > most else count, *sample[0].shape), sample[0].dtype)
     if size > most:
-        more = f"{takes}, more than the {most / 2**20:,.0f} MiB that data may take ({VARIABLE})"
-        console.print(f"{more}: inputs are read where clients train", soft_wrap=True)
+        excess = f"{takes}, more than the {most / 2**20:,.0f} MiB that data may take ({VARIABLE})"
+        console.print(f"{excess}: inputs are read where clients train", soft_wrap=True)
         inputs = LazyInputs(partial(_inputs, data, name), torch.arange(count), as_inputs(inputs))
         for field in ("targets", "labels"):
             labels: Any = getattr(data, field, None)

@@ -58,14 +58,14 @@ def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence
         fields: dict[str, Any] = read_tensors(path, of=of)[0]
         train, test = (Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
         return train, test
-    made = make()
-    fields = {f"{split}.{name}": getattr(made[k], name) for k, split in enumerate(_SPLITS) for name in _FIELDS}
+    samples = make()
+    fields = {f"{split}.{name}": getattr(samples[k], name) for k, split in enumerate(_SPLITS) for name in _FIELDS}
     with suppress(OSError, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
         tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
         write_tensors(path, tensors, {"of": of}, durable=False)
-    return made
+    return samples
 
 
 def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:

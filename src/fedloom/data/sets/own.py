@@ -175,8 +175,8 @@ def function_data(source: str, layout: Layout = "channels_first") -> Dataset | S
         return same_names(*splits)
     if not all(isinstance(split, tuple) and len(split) in (2, 3) for split in splits):
         kind = f"{len(data)} values" if isinstance(data, tuple) else f"a {type(data).__name__}"
-        wanted = "(inputs, labels[, client ids]), or two of these, or a Dataset"
-        raise DataError(f"{source}: returned {kind}; wanted {wanted}")
+        forms = "(inputs, labels[, client ids]), or two of these, or a Dataset"
+        raise DataError(f"{source}: returned {kind}; wanted {forms}")
     return own_samples([(*split, None)[:3] for split in splits], layout, source)
 
 
