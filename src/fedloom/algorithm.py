@@ -36,9 +36,7 @@ the library's own, which no method's tensors may have."""
 def server_model(inbox: Message) -> Tensor:
     """The model that the server sent, `[k, ...]`: the centre of a proximal term, the origin of a displacement.
 
-    Local work starts from `inbox["model"]`. The two are the same unless a wrapper has changed the start (`ala` blends the
-    download with the client's old model, `umf` adds a stored update) and handed the download on under this name. A method
-    that compares its weights with "the global model" asks for it here, and so stays right under every wrapper.
+    Local work starts from `inbox["model"]`, which is the same unless a wrapper has changed the start, as `ala` and `umf` do.
     """
     return inbox.get(SERVER_MODEL, inbox["model"])
 

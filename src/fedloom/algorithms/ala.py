@@ -107,8 +107,7 @@ class Ala(Wrapper):
         layout, travels = cohort.layout, self.method.travels(cohort)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
         inside = {t.name for t in parameters if any(u.start <= t.start and t.stop <= u.stop for u in travels)}
-        groups = [inside.intersection(names) for names in block_parameters(cohort.module)]
-        groups = [names for names in groups if names]
+        groups = [block for names in block_parameters(cohort.module) if (block := inside.intersection(names))]
         if self.p > len(groups):
             raise InvalidValue(f"ala: p must be at most {len(groups)}, the blocks that travel, not {self.p}")
         chosen = set().union(*groups[-self.p :])

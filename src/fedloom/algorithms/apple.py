@@ -50,14 +50,12 @@ class Apple(EveryModel):
     # --- the server half ---
 
     def send(self, round: Round) -> Message:
-        sizes = self._sizes().to(self.state["models"])
+        sizes = self.plan.sizes(torch.arange(self.plan.clients)).to(self.state["models"])
         return {"cores": self.state["models"].unsqueeze(0), "shares": (sizes / sizes.sum()).unsqueeze(0)}
 
     def model(self) -> Tensor:
-        return self.whole(self.state["initial"], weighted_mean(self.state["models"], self._sizes()))
-
-    def _sizes(self) -> Tensor:
-        return self.plan.sizes(torch.arange(self.plan.clients))
+        sizes = self.plan.sizes(torch.arange(self.plan.clients))
+        return self.whole(self.state["initial"], weighted_mean(self.state["models"], sizes))
 
     # --- the client half ---
 

@@ -24,9 +24,6 @@ from fedloom.errors import InvalidValue
 from fedloom.flat.population import recombine_, weighted_mean
 from fedloom.round import Round
 
-CHANGE_ROUNDS = ("select", "send", "outgoing", "incoming", "exchange", "receive")
-"""Methods of a wrapper that change who trains, what is sent or what comes back."""
-
 
 class Asynchronous(Algorithm):
     """Base of methods whose round is one step of the server: it ends when k of the C clients that train have answered.
@@ -46,9 +43,10 @@ class Asynchronous(Algorithm):
 
     def require_inside(self, outer: Algorithm) -> None:
         """Refuse all outer methods but those that change the client half alone, or code the traffic."""
+        changing = ("select", "send", "outgoing", "incoming", "exchange", "receive")
         if not isinstance(outer, Compressed | AccountedByClient) and (
             not isinstance(outer, Wrapper)
-            or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in CHANGE_ROUNDS)
+            or any(getattr(type(outer), name) is not getattr(Wrapper, name) for name in changing)
         ):
             raise InvalidValue(f"{self} says itself who trains when: nothing that changes rounds goes around it")
 

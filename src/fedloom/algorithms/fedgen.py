@@ -22,10 +22,7 @@ Width = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class Generator(nn.Module):
-    """Features `[b, features]` from labels `[b]` and noise `[b, noise]`.
-
-    The noise beside the label's one-hot code passes through one hidden layer with batch norm and ReLU.
-    """
+    """Features `[b, features]` from the one-hot codes of labels `[b]` beside noise `[b, noise]`, by one hidden layer."""
 
     def __init__(self, classes: int, noise: int, hidden: int, features: int) -> None:
         super().__init__()

@@ -14,11 +14,7 @@ from fedloom.local.cohort import Cohort
 
 
 class LossTerm(Wrapper):
-    """A method whose clients train on `change(loss, ...)`; sending and averaging are the wrapped method's.
-
-    Args:
-        method: Method whose clients train.
-    """
+    """A method whose clients train on `change(loss, ...)`; sending and averaging are the wrapped method's."""
 
     def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         """Return the loss to train on, from a client's loss on a batch and its `net.features` and `net.outputs`."""

@@ -60,7 +60,11 @@ class Scaffold(Algorithm):
         variate = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
         size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(variate[:, :1])
         server_variate = inbox["variate"] / size
-        trained = cohort.fit(start, correction=_offset, context={"offset": server_variate - variate})
+
+        def offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+            return gradient.add_(context["offset"])
+
+        trained = cohort.fit(start, correction=offset, context={"offset": server_variate - variate})
         count, round = cohort.layout.trainable, cohort.round
         rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
         rate = rate * momentum_gain(cohort.training)
@@ -69,7 +73,3 @@ class Scaffold(Algorithm):
         new_variate = torch.where((trained.steps > 0).to(new_variate.device).unsqueeze(1), new_variate, variate)
         cohort.memory.write("scaffold_variate", new_variate, cohort.uploads)
         return {"model": trained.model, "variate": (new_variate - variate).mul_(size)}
-
-
-def _offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-    return gradient.add_(context["offset"])
