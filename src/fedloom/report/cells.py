@@ -125,8 +125,7 @@ def comparison(
 
 
 def halves(table: Table) -> tuple[Table, Table]:
-    """Split a comparison into two tables that fit a page: accuracies, and what they cost. Seeds and rounds, which a caption says,
-    are left out, and so are faults of none."""
+    """Split a comparison into accuracies and costs, without seeds and rounds, which a caption says, and faults of none."""
     accuracy = [k for k, column in enumerate(table.columns) if column.score]
     last = len(table.columns) - all(line[-1].text == "0" for line in table.lines)  # faults
     cost = [k for k in range(3, last) if k not in accuracy]

@@ -56,8 +56,7 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
 
 
 def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
-    """Return a table of what each client holds and how well it is served, the worst first, between its title, which names its
-    order, and its caption; both are empty where no client is known."""
+    """Return the title, which names the order, the table of what each client holds and how well it is served, and its caption."""
     clients, comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
     names = list(dict.fromkeys(name for client in clients for name in client.accuracies))
     listed, several = clients[:LISTED], len(comparable) > 1
@@ -81,10 +80,10 @@ def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
 
 
 def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> str:
-    run = comparable[0]
-    models = "the global model and of the model that it would use"
-    if len(comparable) > 1:
-        models = "the model that it would use with each method"
+    run, several = comparable[0], len(comparable) > 1
+    models = (
+        f"the {'' if several else 'global model and of the '}model that it would use{' with each method' * several}"
+    )
     wrong = f", by the labels given, of which {run.wrong_labels:,} are wrong" if run.wrong_labels else ""
     scores = "No accuracies: they need local test data (local_test) and personal_every."
     if measured:

@@ -107,9 +107,7 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
     share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
-    curves = {
-        name: line for name, group in by_algorithm(runs).items() if (line := curve(group, measure, x)) is not None
-    }
+    curves = {name: line for name, group in by_algorithm(runs).items() if (line := curve(group, measure, x))}
     size, unit = byte_unit(max((line.x[-1] for line in curves.values()), default=0.0)) if x == "bytes" else (1, "")
     for name, line in curves.items():
         drawn = replace(line, x=line.x / size).thinned(points)
