@@ -244,7 +244,7 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
         (["fedumf.table-a2", "--data", "mnits=x"], "did you mean 'mnist'?"),
         (["fedumf.table-a2", "--data", "mnist"], "is not NAME=FOLDER"),
         (["fedumf.table-a2", "--seeds", "0,x"], "--seeds must be whole numbers"),
-        (["fedumf.table-a2", "--rounds", "0"], "Invalid value for '--rounds': 0 is not in the range x>=1"),
+        (["fedumf.table-a2", "--rounds", "0"], "rounds must be at least 1, not 0"),
         (["fedumf.table-a2", "--workers", "0"], "workers must be at least 1"),
         (["fedumf.table-a2", "rounds=3"], "rounds is not set here"),
         (["fedumf.table-a2", "trianing.epochs=3"], "did you mean 'training'?"),

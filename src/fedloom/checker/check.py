@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
-from fedloom.checker.findings import Finding, kinds, source_location, source_match
+from fedloom.checker.findings import Finding, kinds, source_match
 from fedloom.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
@@ -226,11 +226,11 @@ def _misread(method: Algorithm) -> Iterator[Finding]:
             if name.startswith("_") or name in bases or name in written:
                 continue
             near = difflib.get_close_matches(name, hooks, 1, 0.8)
-            if inspect.isfunction(value) and near and not source_location(method, rf"\.{name}\b"):
+            if inspect.isfunction(value) and near and not source_match(method, rf"\.{name}\b")[0]:
                 problem = f"{kind.__name__}.{name} is called by nobody"
                 yield Finding(problem, code_location(value), f"did you mean {near[0]}?")
             elif isinstance(value, bool | int | float | str) and name.islower():
-                location = source_location(method, rf"^\s+{name}\s*=") or code_location(kind)
+                location = source_match(method, rf"^\s+{name}\s*=")[0] or code_location(kind)
                 problem = f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}"
                 remedy = f"write {name}: {type(value).__name__} = {value!r}, or ClassVar where it is none"
                 yield Finding(problem, location, remedy)
@@ -264,7 +264,7 @@ class _Reference:
         for (module, name), value in _globals(trial.method).items():
             if value != variables.get((module, name)):
                 problem = f"{name} of {module} changes while rounds go on, and each process has one of its own"
-                location = source_location(trial.method, rf"\b{name}\b") or trial.location
+                location = source_match(trial.method, rf"\b{name}\b")[0] or trial.location
                 remedy = "send it with the message; a client remembers in cohort.memory"
                 self.findings.append(Finding(problem, location, remedy))
         moved = self.findings or not torch.equal(self.federation.algorithm.model(), trial.task.initial)
@@ -379,7 +379,7 @@ def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) ->
     """Find the attributes that have changed since, and the lines that write them."""
     for (k, name), value in _attributes(method).items():
         if (k, name) not in attributes or attributes[k, name] != value:
-            yield name, source_location(method, rf"self\.{name}\b(?!\()")
+            yield name, source_match(method, rf"self\.{name}\b(?!\()")[0]
 
 
 def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]:
@@ -387,11 +387,9 @@ def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]
         name = full.rpartition(".")[2]
         if full not in initial and not re.search(r"\d", name):  # figures in a name: one for each client, as they come
             near = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in initial], 1)
-            yield Finding(
-                f"self.state[{name!r}] is not there after setup, but after a round",
-                source_location(method, rf"state\[.{re.escape(name)}.\]"),
-                f"did you mean {near[0]!r}?" if near else "make it in setup, with the value that it begins with",
-            )
+            location, _ = source_match(method, rf"state\[.{re.escape(name)}.\]")
+            remedy = f"did you mean {near[0]!r}?" if near else "make it in setup, with the value that it begins with"
+            yield Finding(f"self.state[{name!r}] is not there after setup, but after a round", location, remedy)
 
 
 # --- the other ways, which must agree with the reference ---
@@ -400,10 +398,11 @@ def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]
 class _LockStepEngine(StackedEngine):
     """The stacked engine, which never trains clients one by one instead."""
 
-    def _attempt(
-        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[], list[T]]
-    ) -> tuple[list[T], list[Sequence[ClientTask]]]:
-        return work(), []
+    def _results(
+        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
+    ) -> Iterator[T]:
+        for chunk in self._chunks(algorithm, client_tasks):
+            yield from work(chunk)
 
 
 class _ElsewhereEngine(RowsEngine):
@@ -469,7 +468,7 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
         (trial.resumed, trial.server_location),
     ]
     if not trial.method.needs_total_rounds:
-        location = source_location(trial.method, r"\.rounds\b")
+        location = source_match(trial.method, r"\.rounds\b")[0]
         ways.append((lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS), location))
     for (outcome, location), (way, (problem, remedy)) in zip(ways, _WAYS.items(), strict=False):
         try:

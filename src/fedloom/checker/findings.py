@@ -38,11 +38,6 @@ def kinds(method: Algorithm) -> list[type]:
     return [kind for kind in dict.fromkeys(classes) if issubclass(kind, Algorithm) and kind not in (Algorithm, Wrapper)]
 
 
-def source_location(method: Algorithm, pattern: str) -> str:
-    """Return the first line in the classes of a method that matches the pattern, or ""."""
-    return source_match(method, pattern)[0]
-
-
 def source_match(method: Algorithm, pattern: str) -> tuple[str, str]:
     """Return the first line in the classes of a method that matches the pattern, and the text that does; "" for none."""
     for definition in _definitions(method):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
@@ -69,7 +71,8 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     print_tables(sheets)
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
-    print(*conclusions(sheets), f"look first at {folder / 'report.html'}", sep="\n")
+    width = get_terminal_size().columns
+    print(*(fill(text, width) for text in conclusions(sheets)), f"look first at {folder / 'report.html'}", sep="\n")
     require_finished(failed, runs)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedloom.experiment.tune import Search, Trial
 
 Searched = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values.")]
-Trials = Annotated[int | None, option(min=1, help="Number of trials; of a grid, drawn at random.")]
+Trials = Annotated[int | None, option(metavar="N", help="Number of trials; of a grid, drawn at random.")]
 Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")]
 Test = Annotated[bool, typer.Option("--test", help="Score the best choice on the test data, which can be done once.")]
 
@@ -38,10 +38,13 @@ def tune(
     of the method, --search training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
     training samples (data.validation) is held out to judge by. The same command goes on after an interruption.
     """
+    from fedloom.config.fields import require_at_least
     from fedloom.experiment.configuration import put, read_table
     from fedloom.experiment.settings import label
     from fedloom.experiment.tune import searches
 
+    if trials is not None:
+        require_at_least("--trials", trials, 1)
     searched: dict[str, Any] = {}
     for text in search or []:
         put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")

@@ -131,7 +131,8 @@ def _hits(text: str, labels: Sequence[str]) -> set[str]:
 
 def _configured(setting: Setting, options: ReproduceOptions) -> tuple[Configuration, tuple[str, ...]]:
     """Return the configuration of a setting and how it departs from the paper's."""
-    rounds, seeds = min(setting.rounds, options.rounds or setting.rounds), options.seeds or setting.seeds
+    rounds = setting.rounds if options.rounds is None else min(setting.rounds, options.rounds)
+    seeds = options.seeds or setting.seeds
     departures = [f"{rounds} of {setting.rounds:,} rounds"] if rounds < setting.rounds else []
     departures += [f"{len(seeds)} of {len(setting.seeds)} seeds"] if len(seeds) < len(setting.seeds) else []
     table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)

@@ -57,15 +57,14 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
     """Return CSV with plain numbers; empty where there is none. `*` is a target that was never reached."""
-    return csv_text([{"exhibit": exhibit, **_plain(line)} for line in lines], ["exhibit"])
+    return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
 
 
-def _plain(line: CellResult) -> dict[str, object]:
+def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
     cell, result, printed = line.cell, line.result, line.cell.printed
     return {
-        "column": cell.column,
-        "row": cell.row,
-        "algorithm": cell.algorithm,
+        "exhibit": exhibit,
+        **{name: getattr(cell, name) for name in ("column", "row", "algorithm")},
         "measure": cell.measure.kind,
         "unit": cell.measure.unit,
         "paper": printed and (NEVER if printed.mean is None else printed.mean),
