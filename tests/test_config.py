@@ -143,7 +143,7 @@ WRONG = [
     ("algorithm=fedmr(fraction=0)", "fraction must be in (0, 1], not 0"),
     ("algorithm=fedmr(unti=layer)", "did you mean 'unit'?"),
     ("algorithm=fedmr(unit=leaf)", "unit"),
-    ("algorithm=stages(fedavg, fedmr)", "of all but the last their last rounds"),
+    ("algorithm=stages(fedavg, fedmr)", "all but the last with last rounds"),
     ("algorithm=fedavg:3", "belongs inside stages"),
     ("algorithms=[fedavg, fedmrr]", "did you mean 'fedmr'?"),
     ("algorithms=[fedmr, fedmr(unit=layer)]", "twice"),
