@@ -200,7 +200,7 @@ def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: 
     page = (tmp_path / "runs" / "reproduce" / "fedala.figure-7" / "report.html").read_text()
     assert page.split("<h2>")[1].startswith("The clients and their data")
     for name in ("MNIST pathological", "CIFAR-10 pathological"):
-        assert f'data-choice="labels" data-value="labels, {name}"' in page
+        assert f'data-choice="labels" data-value="labels, {name}' in page
 
 
 def test_figures_of_what_differs_show_the_measure_of_the_cells(reproduce: Say, tmp_path: Path) -> None:
