@@ -150,7 +150,7 @@ class Rehearsal(NamedTuple):
 def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
     """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose rows are these peers'."""
     holders = {
-        peer: LayerBuffers([other for other in peers if other != peer], [[row] for _ in range(units)])
+        peer: LayerBuffers([recipient for recipient in peers if recipient != peer], [[row] for _ in range(units)])
         for row, peer in enumerate(peers)
     }
     sent: list[list[int]] = []

@@ -163,7 +163,7 @@ class Peer:
 
     def _go_on(self, letters: Sequence[Letter]) -> list[Letter]:
         """Take the letters of the others with which they answered the last step, and answer the next."""
-        answered, last = self.step, 2 * self.rules.repeats + 1
+        answered, final = self.step, 2 * self.rules.repeats + 1
         if answered < 0:
             raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
         for letter in letters:
@@ -178,7 +178,7 @@ class Peer:
             owed = Counter((peer, self.number) for peer, _ in self.holding.sent)
             ends = [(peer, self.number) for peer in self.others]
             came = self._open(self.session.read(answered, letters, ends, owed, self.past))
-        if answered == last:
+        if answered == final:
             self.committed, self.step = True, -1
             return []
         self.step += 1
@@ -188,7 +188,7 @@ class Peer:
             if wrong := [sent.peer for sent in came if (sent.peer, sent.layer) not in self.holding.sent]:
                 raise ProtocolViolation("spoilt", wrong[0], "a layer returned that was not sent to it")
             self.holding.rebuild(came)
-        if self.step < last:
+        if self.step < final:
             return self._send()
         return [self._letter(peer, wire.CONFIRMATION, 0) for peer in self.others]
 

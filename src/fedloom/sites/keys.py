@@ -118,8 +118,8 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
     """Make the server's certificate; its private key stays where it is when only the certificate is renewed."""
     path, key_path = keys.server / "server.crt", keys.server / "server.key"
     if path.exists() and key_path.exists():
-        certificate, now = _read_certificate(path), datetime.now(UTC)
-        if certificate.not_valid_after_utc < now:
+        certificate, today = _read_certificate(path), datetime.now(UTC)
+        if certificate.not_valid_after_utc < today:
             raise InvalidValue(
                 f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one"
             )

@@ -137,15 +137,15 @@ class Gathering:
         self.sites = KnownSites(self.mailbox, count, briefing, alike, *limits)
         _logger.info("waiting for %d of %d sites", self.settings.sites, count)
         self.sites.wait(self.settings.sites, self.settings.wait)
-        known = self.sites.known
+        introduced = self.sites.known
         if opening is None:
-            own = any(site.has_own_data for site in known.values())
-            share = self.settings.largest_share if own else 1.0
+            have_data = any(site.has_own_data for site in introduced.values())
+            share = self.settings.largest_share if have_data else 1.0
             opening = Opening(
                 secrets.token_hex(8),
-                own,
-                _credited({number: site.samples for number, site in known.items()}, count, share),
-                _credited({number: site.tests for number, site in known.items()}, count, share),
+                have_data,
+                _credited({number: site.samples for number, site in introduced.items()}, count, share),
+                _credited({number: site.tests for number, site in introduced.items()}, count, share),
                 None if agreed is None else agreed.to_json(),
             )
             write_text(path, json.dumps(asdict(opening)) + "\n")
@@ -158,7 +158,7 @@ class Gathering:
             return self._task_of(dataset, samples, [size or 0 for size in opening.tests], seed)
         task = configuration.task(seed, lambda name: dataset)
         sizes = task.sizes(torch.arange(task.clients)).tolist()
-        for number, site in known.items():
+        for number, site in introduced.items():
             if site.samples != sizes[number]:
                 raise InvalidValue(
                     f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "

@@ -77,8 +77,8 @@ class SitePeer:
 
     def _peer(self, rules: Rules) -> Peer:
         choices = stream_choices(self.round.stream) if self.config.rehearsed else secret_choices
-        number, (private, known), fewest = self.config.number, self.identity, self.config.fewest_peers
-        peer = Peer(number, private, known, rules, fewest=fewest, choices=lambda terms: choices)
+        number, (private, public_keys), fewest = self.config.number, self.identity, self.config.fewest_peers
+        peer = Peer(number, private, public_keys, rules, fewest=fewest, choices=lambda terms: choices)
         peer.uploaded = self._read("uploaded")
         return peer
 
