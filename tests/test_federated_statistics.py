@@ -193,12 +193,15 @@ def test_statistics_of_a_task_are_those_of_its_training_rows() -> None:
 
 def test_the_command_shows_a_table_and_writes_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n[data]\nname = "wine"\nclients = 3\n')
-    numbers = tmp_path / "numbers.json"
-    assert main(["statistics", str(tmp_path / "job.toml"), "--output", str(numbers)]) == 0
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    assert main(["statistics", str(tmp_path / "job.toml"), "--output", str(page), "--output", str(numbers)]) == 0
     printed = capsys.readouterr().out
     assert "Deviation" in printed
     assert "3 clients" in printed
     columns = json.loads(numbers.read_text())["columns"]
+    text = page.read_text()
+    assert all(name in text for name in columns)
+    assert '<script src="' not in text  # it holds all that it needs
     assert {"kind", "mean", "deviation", "bins"} <= columns["target"].keys()
     assert main(["statistics", str(tmp_path / "job.toml"), "--bounds", "age"]) == 2
     assert "--bounds 'age' is not COLUMN=LOW,HIGH, such as age=0,120" in capsys.readouterr().err

@@ -116,6 +116,7 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target
     assert statistics["age"]["mean"] == pytest.approx(rows["age"].mean())
     assert statistics["pressure"]["deviation"] == pytest.approx(rows["pressure"].std(ddof=0))
     assert statistics["ward"]["categories"] == dict(rows["ward"].value_counts())
+    assert (tmp_path / "run" / "statistics.html").stat().st_size > 1000
     # The model scores new rows in the words and units of the sites.
     answers = fl.load(tmp_path / "run").predict(test.drop(columns=["hospital", target]))
     assert len(answers) == len(test)

@@ -13,7 +13,7 @@ Bins = Annotated[int, option(help="Bins of a histogram, 32 by default.")]
 Bounds = Annotated[list[str] | None, typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120.")]
 Epsilon = Annotated[float | None, typer.Option(help="Add noise: all numbers cost a row that much privacy.")]
 Delta = Annotated[float, option(help="Probability of a larger loss of privacy, 1e-5 by default.")]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write all numbers as JSON.")]
+Output = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Write a page (.html) or numbers (.json).")]
 
 
 def statistics(
@@ -44,9 +44,9 @@ def statistics(
     result = federated_statistics.statistics(task, smallest=smallest, bins=bins, bounds=limits, **privacy)
     console = Console()
     console.print(*statistics_tables(result, console.width))
-    if output:
-        result.save(output)
-        print(f"written: {output}")
+    for path in output or []:
+        result.save(path)
+        print(f"written: {path}")
 
 
 def _bounds(text: str) -> tuple[str, tuple[float, float]]:

@@ -1,7 +1,8 @@
-"""Statistics of the clients' columns as a value: a table, a frame of pandas, JSON."""
+"""Statistics of the clients' columns as a value: a table, a frame of pandas, a figure, a page, JSON."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Mapping
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from fedloom.algorithms.private import OpenShare
 from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.frames import data_frame
+from fedloom.experiment.frames import data_frame, html_table
 from fedloom.report.cells import Cell, Column, Table
+from fedloom.report.figures import COLOURS
 from fedloom.state.files import write_text
 
 if TYPE_CHECKING:
@@ -114,8 +118,42 @@ class Statistics:
         return data_frame(lines).set_index("column")
 
     def save(self, path: str | Path) -> None:
-        """Write all numbers as JSON."""
-        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
+        """Write a page with the table and the figure where the name ends in `.html`, and else all numbers as JSON."""
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        if Path(path).suffix == ".html":
+            figure = self.plot().to_html(full_html=False, config={"displaylogo": False, "responsive": True})
+            text = _PAGE.format(table=html_table(statistics_table(self), [caption(self)]), figure=figure)
+        write_text(Path(path), text)
+
+    def plot(self) -> go.Figure:
+        """Draw the histogram of each column of numbers, and the rows of the most frequent categories of each other."""
+        titles, count = [html.escape(name) for name in self.columns], len(self.columns)
+        figure = make_subplots(count, 1, subplot_titles=titles, vertical_spacing=0.3 / max(1, count))
+        for row, column in enumerate(self.columns.values(), 1):
+            listed = _frequent(column)[:DRAWN]
+            edges, rows = np.linspace(*column.edges, len(column.bins) + 1), np.array(column.bins)
+            x = [html.escape(text) for text, _ in listed] if column.categories else (edges[1:] + edges[:-1]) / 2
+            y = [count for _, count in listed] if column.categories else rows
+            figure.add_bar(x=x, y=y, row=row, col=1, marker_color=COLOURS[0])
+            figure.update_xaxes(row=row, col=1, type="category" if column.categories else "linear")
+            figure.update_yaxes(row=row, col=1, title="Rows")
+        look = {"template": "plotly_white", "showlegend": False, "bargap": 0.02, "margin": {"l": 60, "r": 20, "t": 60}}
+        return figure.update_layout(height=120 + 200 * count, **look)
+
+
+DRAWN = 12
+"""Categories of a column that are drawn, those with the most rows."""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Statistics of the clients' data</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 1100px; padding: 0 1rem; }}
+td, th {{ padding: 2px 10px; text-align: right; white-space: nowrap; }} td:first-child {{ text-align: left; }}
+</style></head>
+<body><h1>Statistics of the clients' data</h1><div style="overflow-x: auto">{table}</div>{figure}</body></html>
+"""
 
 
 def statistics_table(statistics: Statistics) -> Table:
@@ -129,8 +167,7 @@ def statistics_table(statistics: Statistics) -> Table:
         if any(value == value and value for value in values):
             filled.append((Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)]))
     if any(c.categories for c in columns):
-        ordered = [sorted(c.categories.items(), key=lambda item: (-item[1], item[0])) for c in columns]
-        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in frequent[:3]) for frequent in ordered]
+        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns]
         filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
     return Table.of(filled)
 
@@ -150,3 +187,7 @@ def _cell(value: float, column: ColumnStatistics) -> Cell:
     rounding = abs(value) < 1e-6 * column.deviation
     text = "" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else f"{0 if rounding else value:.4g}"
     return Cell(text, None if math.isnan(value) else value)
+
+
+def _frequent(column: ColumnStatistics) -> list[tuple[str, float]]:
+    return sorted(column.categories.items(), key=lambda item: (-item[1], item[0]))

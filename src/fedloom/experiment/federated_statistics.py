@@ -55,7 +55,7 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
         settings: Fields of `Survey`: `smallest`, `bins`, `bounds`, `epsilon`, `delta`.
 
     Returns:
-        The statistics; `frame()` is a table of pandas, `save("statistics.json")` writes all numbers.
+        The statistics; `frame()` is a table of pandas, `plot()` a figure, `save("statistics.html")` writes a page.
 
     Raises:
         InvalidValue: A setting is out of range.

@@ -178,7 +178,8 @@ class Gathering:
         if not any(site.has_own_data for site in sites.known.values()):
             return None
         statistics = collect(lambda request: self._answers(sites, request), Survey(self.settings.smallest))
-        statistics.save(self.settings.output / "statistics.json")
+        for suffix in ("json", "html"):
+            statistics.save(self.settings.output / f"statistics.{suffix}")
         return agreed_table(statistics, roles)
 
     def _answers(self, sites: KnownSites, request: Words) -> dict[int, Words]:
