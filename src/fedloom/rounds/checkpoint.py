@@ -124,7 +124,7 @@ class RoundLog:
 
     def require(self, finished: int, digest: str | None) -> None:
         """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this was the digest."""
-        if Checksum(self._lines(finished)).hexdigest() != digest:
+        if Checksum(b"".join(map(_line, self._until(finished)))).hexdigest() != digest:
             raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
 
     def read(self) -> list[dict[str, Any]]:
@@ -144,14 +144,15 @@ class RoundLog:
 
     def resume(self, finished: int) -> list[dict[str, Any]]:
         """Return the lines up to round `finished`; later and broken ones are removed from the file."""
-        lines = self._lines(finished)
+        records = self._until(finished)
+        lines = b"".join(map(_line, records))
         if self.path is not None and self.path.exists():
             write_bytes(self.path, lines)
         self._digest = Checksum(lines)
-        return self.read()
+        return records
 
-    def _lines(self, finished: int) -> bytes:
-        return b"".join(_line(record) for record in self.read() if record["round"] <= finished)
+    def _until(self, finished: int) -> list[dict[str, Any]]:
+        return [record for record in self.read() if record["round"] <= finished]
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
