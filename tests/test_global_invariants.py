@@ -208,7 +208,7 @@ def test_late_models_are_averaged() -> None:
     assert_same(run.models, [*states[:2], *means])
 
 
-@pytest.mark.parametrize("name", ["scaffold", "feddc", "feddyn", "fednova", "fedgen", "moon"])
+@pytest.mark.parametrize("name", ["scaffold", "scaffold(option=1)", "feddc", "feddyn", "fednova", "fedgen", "moon"])
 def test_a_client_that_cannot_make_a_step_does_no_harm(name: str) -> None:
     world = World(norm=True, sizes=(1, 6, 9), participation=1.0)
     run = world.run(build(name))
@@ -242,6 +242,7 @@ def test_accumulated_weights_are_what_torch_moves_by_on_gradients_of_one(
     ("name", "text"),
     [
         ("fedprox(mu=-1)", "mu must be at least 0"),
+        ("scaffold(option=3)", "option"),
         ("scaffold(divisor=both)", "divisor"),
         ("moon(temperature=0)", "temperature must be greater than 0"),
         ("feddc(alpha=-0.1)", "alpha must be at least 0"),
@@ -279,6 +280,7 @@ def test_methods_that_read_gradients_off_the_steps_ask_for_sgd(name: str) -> Non
     world = World(training=Training(optimizer="adam"))
     with pytest.raises(InvalidValue, match="optimizer must be sgd, not adam"):
         world.run(build(name))
+    assert len(World(training=Training(optimizer="adam")).run(build("scaffold(option=1)")).models) == 4
 
 
 @pytest.fixture(scope="module")

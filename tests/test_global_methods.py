@@ -58,6 +58,7 @@ def fedprox(world: World, rounds: Rounds, mu: float, factor: float) -> Iterator[
 def scaffold(
     world: World,
     rounds: Rounds,
+    option: int = 2,
     rate: float = 1.0,
     scaled: bool = False,
     base: bool = False,
@@ -75,8 +76,16 @@ def scaffold(
 
             final, steps = world.train(state, number, i, adjust=adjust)
             eta = world.rate(1 if base else number) / (1 - world.training.momentum)
+            slopes = None
+            if option == 1:
+                slopes, passes = gradients(world, state, i)
+                if world.norm:
+                    final["norm.num_batches_tracked"] += passes
             for name in world.trained:
-                new = own[i][name] - general[name] / a + (state[name] - final[name]) / (steps * eta)
+                if slopes is not None:
+                    new = slopes[name]
+                else:
+                    new = own[i][name] - general[name] / a + (state[name] - final[name]) / (steps * eta)
                 change[name] += a * (new - own[i][name])
                 own[i][name] = new
             uploads.append(final)
@@ -86,6 +95,23 @@ def scaffold(
             general[name] = general[name] + change[name] / world.clients
         state = mean
         yield state
+
+
+def gradients(world: World, state: State, client: int) -> tuple[State, int]:
+    """The gradient of the mean loss over the client's samples, batch after batch in training mode, and how many there were."""
+    inputs, labels = world.data(client)
+    module, total, count, passes = world.at(state).train(), zeros(world), 0, 0
+    for start in range(0, len(labels), 4):
+        x, y = inputs[start : start + 4], labels[start : start + 4]
+        if world.norm and len(y) == 1:
+            continue
+        module.zero_grad()
+        F.cross_entropy(module(x), y, reduction="sum").backward()
+        for name, p in module.named_parameters():
+            total[name] += p.grad
+        count += len(y)
+        passes += 1
+    return {name: tensor / count for name, tensor in total.items()}, passes
 
 
 def moon(world: World, rounds: Rounds, mu: float, temperature: float) -> Iterator[State]:
@@ -268,7 +294,7 @@ CASES: list[tuple[str, Naive, dict[str, Any]]] = [
     ("fedprox(mu=0.3)", fedprox, {"mu": 0.3, "factor": 0.5}),
     ("fedprox(mu=0.3, prox_factor=1.0)", fedprox, {"mu": 0.3, "factor": 1.0}),
     ("scaffold", scaffold, {}),
-    ("scaffold(server_learning_rate=0.7)", scaffold, {"rate": 0.7}),
+    ("scaffold(option=1, server_learning_rate=0.7)", scaffold, {"option": 1, "rate": 0.7}),
     ("scaffold(divisor=base)", scaffold, {"base": True}),
     ("scaffold(size_scaled=true)", scaffold, {"scaled": True}),
     ("moon(mu=2.0)", moon, {"mu": 2.0, "temperature": 0.5}),

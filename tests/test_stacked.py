@@ -46,6 +46,7 @@ METHODS = sorted(
         "umf(fedmr, simulate_all=true)",
         "ala(fedavg, p=3, window=2, max_epochs=4)",
         "fedala(window=2, max_epochs=3)",
+        "scaffold(option=1)",
         "scaffold(size_scaled=true)",
         "per_fedavg(variant='hessian_free')",
         "fedfomo(models=2)",
@@ -363,7 +364,7 @@ def test_a_chain_folds_its_update_into_the_products(
     ("method", "training"),
     [
         ("fedprox(mu=0.3)", {}),
-        ("scaffold", {"clip": 0.5}),
+        ("scaffold(option=1)", {"clip": 0.5}),
         ("fedasam", {"optimizer": "adam", "momentum": 0.0}),
         ("per_fedavg(variant='hessian_free')", {}),
         ("pfedme(regularisation=5.0)", {}),

@@ -105,6 +105,7 @@ LIMITS = [
     ("fedcross(alpha=1.0)", "indep"),
     ("fedkdmr(distillation=0, local=fedprox(mu=0.3))", "fedmr(local=fedprox(mu=0.3))"),
     ("fedcross(alpha=1.0, local=moon)", "indep(local=moon)"),
+    ("fedcross(alpha=0.3, averaging_rounds=9)", "fedmr(blend=1.0)"),
     ("qfedavg(q=0)", "fedavg(weighted=false)"),
     ("ifca(k=1)", "fedavg(weighted=false)"),
 ]
@@ -165,19 +166,23 @@ def travelling(
         yield average(pool, uniform(clients))
 
 
-def crossing(world: World, partner: str, alpha: Callable[[int], float]) -> Callable[..., list[State]]:
+def crossing(
+    world: World, partner: str, alpha: Callable[[int], float], propellers: int = 0
+) -> Callable[..., list[State]]:
     def mix(number: int, uploads: list[State]) -> list[State]:
         count, vectors = len(uploads), [flat(world, upload) for upload in uploads]
         mixed = []
         for k, upload in enumerate(uploads):
             others = [j for j in range(count) if j != k]
             cosine = {j: float(F.cosine_similarity(vectors[k], vectors[j], 0)) for j in others}
-            chosen = {
-                "lowest": min(others, key=lambda j: cosine[j]),
-                "highest": max(others, key=lambda j: cosine[j]),
-                "in_order": (k + (number - 1) % (count - 1) + 1) % count,
+            partners = {
+                "lowest": [min(others, key=lambda j: cosine[j])],
+                "highest": [max(others, key=lambda j: cosine[j])],
+                "in_order": [(k + (number - 1) % (count - 1) + 1) % count],
             }[partner]
-            other = uploads[chosen]
+            if propellers:
+                partners = [(k + (number - 1 + p) % (count - 1) + 1) % count for p in range(propellers)]
+            other = average([uploads[j] for j in partners], uniform(partners))
             a = alpha(number)
             mixed.append({n: a * t + (1 - a) * other[n] if t.is_floating_point() else t for n, t in upload.items()})
         return mixed
@@ -194,6 +199,10 @@ def crossing(world: World, partner: str, alpha: Callable[[int], float]) -> Calla
         (
             "fedcross(alpha=[[1, 0.5], [3, 0.9]], partner=in_order)",
             {"partner": "in_order", "alpha": lambda number: min(0.5 + 0.2 * (number - 1), 0.9)},
+        ),
+        (
+            "fedcross(alpha=0.6, propellers=2, propeller_rounds=9)",
+            {"partner": "lowest", "alpha": lambda number: 0.6, "propellers": 2},
         ),
     ],
 )
@@ -222,7 +231,7 @@ def test_partners_in_order_keep_the_mean_of_the_pool() -> None:
 
 
 def test_fedcross_needs_two_models() -> None:
-    with pytest.raises(InvalidValue, match=r"^fedcross: a model needs another one, so at least 2 participants$"):
+    with pytest.raises(InvalidValue, match=r"^fedcross: 1 participants are too few: a model needs 1 others$"):
         World(participation=1 / 7).run(build("fedcross"))
 
 

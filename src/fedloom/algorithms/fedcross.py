@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Plan, Replies, algorithms
 from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
+from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.round import Round
 
@@ -16,16 +17,23 @@ class FedCross(Indep):
     co(k) is the upload of smallest (`lowest`) or largest (`highest`) cosine with v_k, over the trainable parameters, among
     the others, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t (`in_order`, which keeps the pool's mean). All models
     start equal; the global model is the unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
-    Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; a growing alpha as its abstract describes it.
+    Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha as its abstract describes
+    them, in no public code.
     Use it as `fedmr`, where models should stay close to each other in every layer.
 
     Args:
         alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are joined linearly.
         partner: How co(k) is chosen.
+        averaging_rounds: Rounds at the start after which every slot is the mean.
+        propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many uploads in order.
+        propeller_rounds: Number of these rounds.
     """
 
     alpha: Schedule = 0.99
     partner: Literal["lowest", "highest", "in_order"] = "lowest"
+    averaging_rounds: NonNegativeInt = 0
+    propellers: Count = 1
+    propeller_rounds: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,16 +45,24 @@ class FedCross(Indep):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        if plan.participants < 2:
-            raise InvalidValue("fedcross: a model needs another one, so at least 2 participants")
+        others = self.propellers if self.propeller_rounds else 1
+        if plan.participants <= others:
+            raise InvalidValue(f"fedcross: {plan.participants} participants are too few: a model needs {others} others")
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, share = replies.by_slot("model"), 1 - blend_at(self.alpha, round.number)
-        if self.partner == "in_order":
-            partners = in_order(len(pool), round.number)
+        if round.number <= self.averaging_rounds:
+            self.state["pool"] = pool.mean(0).expand(len(pool), -1)
         else:
-            partners = by_cosine(pool[:, : self.layout.trainable], largest=self.partner == "highest")
-        self.state["pool"] = pool.lerp(pool[partners], share) if share else pool
+            self.state["pool"] = pool.lerp(self._partners(pool, round.number), share) if share else pool
+
+    def _partners(self, pool: Tensor, number: int) -> Tensor:
+        """Return what each model of the pool is pulled towards, `[K, P]`."""
+        if number <= self.propeller_rounds:
+            return torch.stack([pool[in_order(len(pool), number + k)] for k in range(self.propellers)]).mean(0)
+        if self.partner == "in_order":
+            return pool[in_order(len(pool), number)]
+        return pool[by_cosine(pool[:, : self.layout.trainable], largest=self.partner == "highest")]
 
 
 def in_order(count: int, number: int) -> Tensor:
