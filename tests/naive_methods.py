@@ -283,7 +283,7 @@ def fedamp(setting: Setting, *, alpha: float, strength: float, sigma: float, pla
     return moments
 
 
-def fedfomo(setting: Setting, *, most: int) -> list[Moment]:
+def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Moment]:
     world = setting.world
     own = [world.fresh() for _ in range(world.clients)]
     reference = [world.fresh() for _ in range(world.clients)]
@@ -308,6 +308,9 @@ def fedfomo(setting: Setting, *, most: int) -> list[Moment]:
                 return float(F.cross_entropy(model(inputs), labels).detach())
 
             valued = sorted(order, key=lambda j: preference(i, j), reverse=True)
+            draws = stream(world.seed, "explore", round=number, client=i)
+            if float(torch.rand((), generator=draws)) < exploration:
+                valued = [order[k] for k in torch.randperm(len(order), generator=draws).tolist()]
             values = {}
             for j in valued[:most]:
                 candidate = copy.deepcopy(own[i])  # statistics are the client's own

@@ -21,9 +21,9 @@ from fedloom.algorithms.clustered import (
     CluSamp,
     Clustered,
     Distribution,
-    angles,
     clusters_by_size,
     clusters_of_groups,
+    displacement_distances,
     similar_groups,
 )
 from fedloom.algorithms.fedavg import FedAvg
@@ -104,28 +104,34 @@ def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[l
 
 def test_like_clients_share_a_cluster() -> None:
     """Six clients in three directions, three draws: one from each direction."""
-    directions = torch.tensor([0.0, 0.02, 2.0, 2.03, 4.0, 4.01])
-    rows = torch.stack([directions.cos(), directions.sin()], dim=1)
-    distance = angles(rows, rows).numpy()
+    angles = torch.tensor([0.0, 0.02, 2.0, 2.03, 4.0, 4.01])
+    rows = torch.stack([angles.cos(), angles.sin()], dim=1)
+    distance = displacement_distances(rows, rows, "cosine").numpy()
     groups = similar_groups(distance, [5] * 6, 3)
     assert sorted(groups) == [[0, 1], [2, 3], [4, 5]]
     clusters = clusters_of_groups(groups, list(range(6)), [5] * 6, 3)
     assert sorted(sorted(cluster) for cluster in clusters) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_angles_equal_plain_loops() -> None:
+@pytest.mark.parametrize("distance", ["cosine", "l1", "l2"])
+def test_distances_equal_plain_loops(distance: str) -> None:
     a = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     b = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     b[1] = 0
     b[2] = a[0]
-    found = angles(a, b)
+    distances = displacement_distances(a, b, distance)
     for i in range(3):
         for j in range(4):
             x, y = a[i].tolist(), b[j].tolist()
-            dot = sum(p * q for p, q in zip(x, y, strict=True))
-            lengths = math.hypot(*x) * math.hypot(*y)
-            expected = math.acos(max(-1.0, min(1.0, dot / lengths))) if lengths else 0.0
-            assert float(found[i, j]) == pytest.approx(expected, abs=1e-7)
+            if distance == "l1":
+                expected = sum(abs(p - q) for p, q in zip(x, y, strict=True))
+            elif distance == "l2":
+                expected = sum((p - q) ** 2 for p, q in zip(x, y, strict=True))
+            else:
+                dot = sum(p * q for p, q in zip(x, y, strict=True))
+                lengths = math.hypot(*x) * math.hypot(*y)
+                expected = math.acos(max(-1.0, min(1.0, dot / lengths))) if lengths else 0.0
+            assert float(distances[i, j]) == pytest.approx(expected, abs=1e-7)
 
 
 # --- draws ---
@@ -188,16 +194,17 @@ def test_weights_by_size_count_samples() -> None:
 # --- rounds ---
 
 
+@pytest.mark.parametrize("distance", ["cosine", "l1", "l2"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rounds_of_clusamp_equal_plain_loops(norm: bool) -> None:
+def test_rounds_of_clusamp_equal_plain_loops(distance: str, norm: bool) -> None:
     world = World(rounds=6, norm=norm)
-    run = world.run(CluSamp())
-    selected, models = naive_clusamp(world)
+    run = world.run(build(f"clusamp(distance={distance})"))
+    selected, models = naive_clusamp(world, distance)
     assert run.selected == selected
     assert_same(run.models, models)
 
 
-def naive_clusamp(world: World) -> tuple[list[list[int]], list[State]]:
+def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[State]]:
     """Selection and averages from the uploads alone, with dense matrices; the draws are those of the method's stream."""
     count, draws = world.clients, 3
     total = sum(world.sizes)
@@ -207,7 +214,7 @@ def naive_clusamp(world: World) -> tuple[list[list[int]], list[State]]:
         matrix = np.zeros((count, count))
         for i in range(count):
             for j in range(count):
-                matrix[i, j] = angle(updates[i], updates[j])
+                matrix[i, j] = distance_of(updates[i], updates[j], distance)
         groups = similar_groups(matrix, list(world.sizes), draws)
         order = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
         masses = np.zeros((draws, count), dtype=np.int64)
@@ -243,7 +250,11 @@ def naive_clusamp(world: World) -> tuple[list[list[int]], list[State]]:
     return selections, models
 
 
-def angle(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance_of(a: torch.Tensor, b: torch.Tensor, distance: str) -> float:
+    if distance == "l1":
+        return float(np.abs(a.numpy() - b.numpy()).sum())
+    if distance == "l2":
+        return float(((a.numpy() - b.numpy()) ** 2).sum())
     lengths = np.linalg.norm(a.numpy()) * np.linalg.norm(b.numpy())
     if a is b or lengths == 0:
         return 0.0
@@ -320,6 +331,7 @@ def test_methods_that_cannot_be_clustered_are_refused(expression: str, reason: s
     ("expression", "message"),
     [
         ("clusamp(by=similar)", "by"),
+        ("clusamp(distance=l3)", "distance"),
         ("clusamp(weight=none_at_all)", "weight"),
         ("clustered(fedavgg)", "did you mean 'fedavg'"),
     ],
@@ -330,7 +342,7 @@ def test_values_that_cannot_be_are_refused(expression: str, message: str) -> Non
 
 
 def test_an_expression_describes_what_it_builds() -> None:
-    for expression in ("clusamp", "clusamp(weight='size')", "clustered(fedprox(mu=0.1), by='size')"):
+    for expression in ("clusamp", "clusamp(distance='l1')", "clustered(fedprox(mu=0.1), by='size')"):
         assert str(build(expression)) == expression
         assert build(str(build(expression))) == build(expression)
 

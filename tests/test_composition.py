@@ -26,7 +26,7 @@ NESTINGS = [
     "fedmr(unit='segment', fraction=0.5, local=moon(mu=1.0), blend=0.2)",
     "clustered(fedmr)",
     "clustered(fedmr, by='size')",
-    "clustered(fedmr(local=fedprox(mu=0.01)), weight='size')",
+    "clustered(fedmr(local=fedprox(mu=0.01)), distance='l2')",
     "clustered(stages(fedavg:1, fedmr))",
     "clustered(scaffold, by='size')",
     "clustered(fedmut)",

@@ -89,6 +89,11 @@ class TestPartialParticipation:
     def test_fedfomo_with_two_downloads(self, norm: bool) -> None:
         moved(compare(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
 
+    @pytest.mark.parametrize("exploration", [0.5, 1.0])
+    def test_fedfomo_explores(self, norm: bool, exploration: float) -> None:
+        expression = f"fedfomo(models=2, exploration={exploration})"
+        moved(compare(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration))
+
     def test_fedper_lg_fedavg_and_silobn(self, norm: bool) -> None:
         world = World(norm)
         layers = {"fedper": ("head",), "lg_fedavg": ("lower", "norm", "middle"), "silobn": ()}

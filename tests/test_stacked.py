@@ -49,7 +49,7 @@ METHODS = sorted(
         "scaffold(option=1)",
         "scaffold(size_scaled=true)",
         "per_fedavg(variant='hessian_free')",
-        "fedfomo(models=2)",
+        "fedfomo(models=2, exploration=0.3)",
         "fedphp(transfer=0.5)",
         "fedper(buffers='average')",
     }

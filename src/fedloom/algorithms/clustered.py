@@ -37,13 +37,15 @@ class Clustered(Wrapper):
 
     Args:
         by: `size` fills the clusters in turn with the clients by falling number of samples (algorithm 1). `similarity` groups
-            clients by the angles between their last displacements G_i (trained - sent `[T]`, at first 0, whose angle is 0) with
-            Ward linkage on the rows of these, cut where a group would exceed a cluster; the m largest groups open the clusters,
-            and the other clients fill them in random order (algorithm 2).
+            clients by their last displacements G_i (trained - sent `[T]`, at first 0) with Ward linkage on the rows of their
+            distances, cut where a group would exceed a cluster; the m largest groups open the clusters, and the other clients
+            fill them in random order (algorithm 2).
+        distance: Between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or `l2` (squared).
         weight: `size` weighs a draw by the client's samples (FedMR's code, biased).
     """
 
     by: Literal["similarity", "size"] = "similarity"
+    distance: Literal["cosine", "l1", "l2"] = "cosine"
     weight: Literal["uniform", "size"] = "uniform"
 
     averages: ClassVar[bool] = False
@@ -106,14 +108,15 @@ class Clustered(Wrapper):
         super().receive(round, replies)
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
-        """Return the N x N angles after new displacements of `clients`; 0 for clients without one."""
+        """Return the N x N distances after new displacements of `clients`; 0 for clients without one."""
         result, displacements = self.state["distance"].clone(), self._displacements(clients)
-        rows = displacements.new_zeros(len(clients), self.plan.clients)
+        origin = torch.zeros_like(displacements[:1])
+        rows = displacement_distances(displacements, origin, self.distance).repeat(1, self.plan.clients)
         stored = [client for client in range(self.plan.clients) if f"displacement{client}" in self.state]
         block = max(1, BLOCK_NUMBERS // displacements.shape[1])
         for start in range(0, len(stored), block):
             columns = stored[start : start + block]
-            rows[:, columns] = angles(displacements, self._displacements(columns))
+            rows[:, columns] = displacement_distances(displacements, self._displacements(columns), self.distance)
         for client, row in zip(clients, rows.cpu(), strict=True):
             row[client] = 0
             result[client] = result[:, client] = row
@@ -136,8 +139,12 @@ class CluSamp(Clustered):
     method: Algorithm = field(init=False, default_factory=FedAvg)
 
 
-def angles(a: Tensor, b: Tensor) -> Tensor:
-    """Return the angles `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; 0 where a row is zero."""
+def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
+    """Return the distances `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; the angle is 0 where a row is zero."""
+    if distance == "l1":
+        return torch.cdist(a, b, p=1)
+    if distance == "l2":
+        return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square()
     lengths = a.norm(dim=1).unsqueeze(1) * b.norm(dim=1)
     cosine = (a @ b.T) / torch.where(lengths == 0, 1, lengths)
     return torch.where(lengths == 0, 0, cosine.clamp(-1, 1).arccos())

@@ -7,7 +7,7 @@ from torch import Tensor
 from fedloom.algorithm import Message, Plan, Replies, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided_samples
-from fedloom.config.fields import Count, Share
+from fedloom.config.fields import Count, Probability, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
@@ -30,10 +30,12 @@ class FedFomo(PartlyShared):
     Args:
         models: M, downloads of a client (none: all models; FedALA: all).
         train_share: Share of a client's samples to train on, the same in every round; the rest validate (FedALA: 0.8).
+        exploration: Probability of M random downloads.
     """
 
     models: Count | None = None
     train_share: Share = 0.8
+    exploration: Probability = 0.0
 
     own_model: ClassVar[str] = "fedfomo_model"
     single_download: ClassVar[bool] = False
@@ -97,11 +99,14 @@ class FedFomo(PartlyShared):
         count, sent = len(self.state["known"]), self._sent()
         rows = []
         for client in round.selected:
-            row = self._row(client)
-            valued = torch.zeros(count) if row is None else self.state["relation"][row]
+            row, generator = self._row(client), round.stream("explore", client)
+            if self.exploration and float(torch.rand((), generator=generator)) < self.exploration:
+                order = torch.randperm(count, generator=generator)
+            else:
+                valued = torch.zeros(count) if row is None else self.state["relation"][row]
+                order = valued.argsort(descending=True, stable=True)
             # All models go out as they lie, so that everybody is sent the same message.
-            order = torch.arange(count) if sent == count else valued.argsort(descending=True, stable=True)
-            rows.append(order[:sent])
+            rows.append(torch.arange(count) if sent == count else order[:sent])
         return torch.stack(rows)
 
     # --- the client half ---
