@@ -80,6 +80,14 @@ def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None
     assert "after 3 rounds" in err
 
 
+def test_verbose_says_what_share_of_a_matrix_product_training_reaches(fed: Say) -> None:
+    code, out, _ = fed("run", "job.toml", "--verbose")
+    assert code == 0
+    assert re.search(
+        r"^fastest round: \d+ clients trained in .+ s, [\d.,]+ GFLOP/s, \d+% of a large matrix product here", out, re.M
+    )
+
+
 def test_a_finished_run_is_not_run_again_unless_asked(fed: Say) -> None:
     first = fed("run", "job.toml")
     repeated = fed("run", "job.toml")

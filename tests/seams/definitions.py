@@ -198,8 +198,8 @@ class FedExP(Definition):
         mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
         update, length = (mean - self.server_model)[:count], 0.0
         for answer in answers:
-            update = (answer.reply["model"] - self.server_model)[:count]
-            length += answer.weight / total * float(update.square().sum())
+            drift = (answer.reply["model"] - self.server_model)[:count]
+            length += answer.weight / total * float(drift.square().sum())
         epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2  # type: ignore[attr-defined]
         step = max(1.0, length / (2 * (float(update.square().sum()) + epsilon)))
         mean[:count] = self.server_model[:count] + step * update

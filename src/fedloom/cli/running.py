@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
 
@@ -13,7 +15,14 @@ if TYPE_CHECKING:
     from fedloom.report.sheet import Sheet
 
 
-def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Say what share of a large matrix product's speed training has.")
+]
+
+
+def run(
+    file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False, verbose: Verbose = False
+) -> None:
     """Train one method with one seed.
 
     FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
@@ -26,6 +35,7 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
     from fedloom.experiment.frames import result_lines
     from fedloom.experiment.run import run_configured, run_directory
     from fedloom.report.page import render, write_page
+    from fedloom.report.units import time_text
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
@@ -44,6 +54,16 @@ def run(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Qu
         write_page(page, render(str(name), [summary], configuration.targets, this_command()))
     scores, costs = result_lines(summary)
     print(f"{name}: {scores}\n{costs}")
+    if verbose:
+        from fedloom.engines.work import training_speed
+
+        pairs = [
+            (t["train_seconds"], len(r["clients"])) for r, t in zip(summary.records, summary.timings, strict=False)
+        ]
+        seconds, clients = min(pairs, key=lambda pair: pair[0] / max(1, pair[1]))
+        speed, product = training_speed(configuration.task(configuration.seed), clients, seconds)
+        share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
+        print(f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, {share}")
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
 

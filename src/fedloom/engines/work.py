@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,17 @@ def mean_steps(task: Task) -> float:
 def step_threads(task: Task) -> int:
     """Return the threads that a client's step is worth: PyTorch's number from `SHARED_STEP` multiply-adds on, else one."""
     return torch.get_num_threads() if step_multiply_adds(task) >= SHARED_STEP else 1
+
+
+def training_speed(task: Task, clients: int, seconds: float) -> tuple[float, float]:
+    """Return the GFLOP/s of so many clients' training in a round, and those of a large matrix product on this device now."""
+    matrix, durations = torch.randn(2048, 2048, device=task.initial.device), []
+    for _ in range(5):
+        began = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # waits for the device
+        durations.append(time.perf_counter() - began)
+    operations = 2 * clients * mean_steps(task) * step_multiply_adds(task)
+    return operations / seconds / 1e9, 2 * len(matrix) ** 3 / min(durations) / 1e9
 
 
 @contextmanager

@@ -83,7 +83,8 @@ class Layout:
                     f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
                     "models train where all numbers that move are float32, or all are float64"
                 )
-        self.layers = _layer_order(module, {entry.layer for entry in self.slices})
+        owners = {entry.layer for entry in self.slices}
+        self.layers = tuple(name for name, _ in module.named_modules() if name in owners)
 
     @property
     def row_bytes(self) -> int:
@@ -256,7 +257,3 @@ def _consecutive(tensors: dict[str, Tensor], layer: Callable[[str], str]) -> Ite
         stop = start + tensor.numel()
         yield TensorSlice(name, layer(name), tensor.shape, tensor.dtype, start, stop)
         start = stop
-
-
-def _layer_order(module: nn.Module, owners: set[str]) -> tuple[str, ...]:
-    return tuple(name for name, _ in module.named_modules() if name in owners)

@@ -40,7 +40,8 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
         kind = type(module.get_submodule(str(node.target))) if node.op == "call_module" else None
         if kind is nn.Identity or (_flattens(module, node) and not layers):
             continue
-        if layers and (kind is nn.ReLU or _rectifies(node)):
+        rectifies = node.target in (torch.relu, F.relu) or (node.op, node.target) == ("call_method", "relu")
+        if layers and (kind is nn.ReLU or rectifies):
             layers[-1] = replace(layers[-1], rectified=True)
         elif kind is nn.Linear and f"{node.target}.weight" in slices:
             layers.append(LinearLayer(slices[f"{node.target}.weight"], slices.get(f"{node.target}.bias"), False))
@@ -153,7 +154,3 @@ def _flattens(module: nn.Module, node: fx.Node) -> bool:
         return isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)
     named = node.op == "call_method" and node.target == "flatten"
     return (named or node.target is torch.flatten) and node.args[1:] == (1,) and not node.kwargs
-
-
-def _rectifies(node: fx.Node) -> bool:
-    return node.target in (torch.relu, F.relu) or (node.op == "call_method" and node.target == "relu")
