@@ -130,9 +130,9 @@ class Buffered(Asynchronous, Wrapper):
         opening = plan.opening()
         for inner in reversed([*self.method.nested()]):
             sent, expected = inner.send(opening).keys(), dict(inner.expects(opening))
-            whole = sent == {"model"} and expected == {"model": (plan.layout.size,)}
+            fits = sent == {"model"} and expected == {"model": (plan.layout.size,)}
             selects = type(inner).select not in (Algorithm.select, Wrapper.select)
-            if not whole or selects or inner.one_model_each or not inner.averages:
+            if not fits or selects or inner.one_model_each or not inner.averages:
                 reason = "does more than average whole models, which stale replies do not fit"
                 raise InvalidValue(f"{self}: {inner} {reason}")
         rows = plan.initial.new_zeros(plan.participants, plan.layout.size)

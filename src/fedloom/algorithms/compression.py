@@ -154,8 +154,8 @@ class Compressed(Wrapper):
 
 def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Message:
     """Return the code of the first `size` numbers of `rows`, named after the tensor, with the other numbers as `rest`."""
-    rest = {"rest": rows[:, size:]} if rows.shape[1] > size else {}
-    return {f"{name}.{key}": tensor for key, tensor in {**code, **rest}.items()}
+    uncoded = {"rest": rows[:, size:]} if rows.shape[1] > size else {}
+    return {f"{name}.{key}": tensor for key, tensor in {**code, **uncoded}.items()}
 
 
 def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:

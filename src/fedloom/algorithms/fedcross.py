@@ -45,9 +45,9 @@ class FedCross(Indep):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        others = self.propellers if self.propeller_rounds else 1
-        if plan.participants <= others:
-            raise InvalidValue(f"fedcross: {plan.participants} participants are too few: a model needs {others} others")
+        needed = self.propellers if self.propeller_rounds else 1
+        if plan.participants <= needed:
+            raise InvalidValue(f"fedcross: {plan.participants} participants are too few: a model needs {needed} others")
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, share = replies.by_slot("model"), 1 - blend_at(self.alpha, round.number)

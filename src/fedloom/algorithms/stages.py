@@ -120,8 +120,8 @@ class Stages(Wrapper):
         self.plan, self.state, self.method = plan, self._at(0), self.stages[0][0]
         for method in self.inner():
             method.setup(plan)
-            whole = method.single_download and method.expects(plan.opening()).get("model") == (plan.layout.size,)
-            if self.automatic and not whole:
+            fits = method.single_download and method.expects(plan.opening()).get("model") == (plan.layout.size,)
+            if self.automatic and not fits:
                 raise InvalidValue(f"stages: clients of {method} do not exchange one whole model, which :auto needs")
 
     def _at(self, stage: int) -> dict[str, Tensor]:

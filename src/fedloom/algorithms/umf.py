@@ -83,8 +83,8 @@ class Umf(Wrapper):
         return replace(chosen, idle=idle, receivers=round.clients)
 
     def outgoing(self, round: Round, message: Message) -> Message:
-        each = self.method.one_model_each and len(round.selected) == 1  # whose model is not for the idle ones
-        if each or len(message["model"]) != 1:
+        single = self.method.one_model_each and len(round.selected) == 1  # whose model is not for the idle ones
+        if single or len(message["model"]) != 1:
             rows = self.plan.empty_rows(len(message["model"]) + 1)
             message["model"] = torch.cat([message["model"], self.method.model().unsqueeze(0)], out=rows)
         return message

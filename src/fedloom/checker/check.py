@@ -193,10 +193,10 @@ class _Trial:
         """Return a federation that was killed after its first round and has gone on to its last."""
         with (
             tempfile.TemporaryDirectory() as folder,
-            closing(RowsEngine(self.task, self.proof)) as first,
+            closing(RowsEngine(self.task, self.proof)) as rows_engine,
             closing(RowsEngine(self.task, self.proof)) as second,
         ):
-            killed = self.federation(first, Path(folder))
+            killed = self.federation(rows_engine, Path(folder))
             killed.step()
             killed.save()
             federation = self.federation(second, Path(folder))

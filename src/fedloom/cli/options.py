@@ -79,10 +79,10 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         yield watch, lambda: stopping
 
 
-def folders_of(places: Sequence[str] | None) -> dict[str, str]:
+def folders_of(texts: Sequence[str] | None) -> dict[str, str]:
     """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
     folders = {}
-    for text in places or ():
+    for text in texts or ():
         name, equals, folder = text.partition("=")
         if not equals or not folder:
             raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")

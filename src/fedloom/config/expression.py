@@ -83,8 +83,8 @@ class _Parser:
 
     def fail(self) -> InvalidValue:
         position = self.tokens[self.next][2]
-        before = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
-        word = (before[0] if before else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
+        beginning = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
+        word = (beginning[0] if beginning else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
         quotable = re.search(r"[/\\~.]", word) and "'" not in word
         remedy = f": put quotes around it, '{shortened(word)}'" if quotable else ""
         reason = f"from character {position + 1} on: {quoted(self.text[position:])}{remedy}"

@@ -470,10 +470,10 @@ def _untrained(algorithm: Algorithm) -> list[str]:
     layout, plan = algorithm.layout, algorithm.plan
     unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
     trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-    kept = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
-    reason = f"has {', '.join(kept)} as drawn at first, since they never leave the clients"
+    fixed = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
+    reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
     remedy = "judge it by the clients' own models (personal_every, measure = personal)"
-    return [f"the global model of {algorithm} {reason}: {remedy}"] if kept else []
+    return [f"the global model of {algorithm} {reason}: {remedy}"] if fixed else []
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:

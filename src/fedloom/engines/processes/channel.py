@@ -96,22 +96,22 @@ class Parcel:
     """
 
     data: bytes
-    places: list[tuple[Position, int] | bytes]
+    entries: list[tuple[Position, int] | bytes]
     alive: list[Any]
 
 
 def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = None) -> Parcel:
     """Pack a message, as `dump` does. Tensors that are not in shared memory yet are copied into it."""
     data, buffers = dump(message, common or {})
-    places: list[tuple[Position, int] | bytes] = []
+    entries: list[tuple[Position, int] | bytes] = []
     for index, buffer in enumerate(buffers):
         array = np.frombuffer(buffer.raw(), np.uint8)
         position = memory.find(array.ctypes.data)
         if position is None and len(array) > INLINE:
             buffers[index], position = memory.region(len(array))
             buffers[index][: len(array)] = array
-        places.append(array.tobytes() if position is None or not len(array) else (position, len(array)))
-    return Parcel(data, places, buffers)
+        entries.append(array.tobytes() if position is None or not len(array) else (position, len(array)))
+    return Parcel(data, entries, buffers)
 
 
 class Channel:
@@ -120,32 +120,32 @@ class Channel:
     Args:
         connection: The end of the pipe.
         memory: The memory of this process.
-        other: Descriptor of the other side's memory.
+        peer_memory: Descriptor of the other side's memory.
     """
 
-    def __init__(self, connection: Connection, memory: SharedMemory, other: int) -> None:
-        self.connection, self.memory, self.other = connection, memory, other
+    def __init__(self, connection: Connection, memory: SharedMemory, peer_memory: int) -> None:
+        self.connection, self.memory, self.peer_memory = connection, memory, peer_memory
         self._mapped: dict[int, mmap.mmap] = {}  # regions of the other process
 
     def send(self, *parcels: Parcel | None) -> None:
         """Send messages packed with this end's memory. Raises `OSError` if the other process has ended."""
-        self.connection.send_bytes(pickle.dumps([parcel and (parcel.data, parcel.places) for parcel in parcels]))
+        self.connection.send_bytes(pickle.dumps([parcel and (parcel.data, parcel.entries) for parcel in parcels]))
 
     def receive(self) -> list[Any]:
         """Receive messages that were sent together. Raises `EOFError` or `OSError` if the other process has ended."""
         messages = pickle.loads(self.connection.recv_bytes())
-        return [message and (message[0], [self._at(place) for place in message[1]]) for message in messages]
+        return [message and (message[0], [self._at(entry) for entry in message[1]]) for message in messages]
 
     def close(self) -> None:
         """Close this end of the pipe and the other side's memory."""
         self.connection.close()
-        os.close(self.other)
+        os.close(self.peer_memory)
 
-    def _at(self, place: tuple[Position, int] | bytes) -> Any:
-        if isinstance(place, bytes):
+    def _at(self, entry: tuple[Position, int] | bytes) -> Any:
+        if isinstance(entry, bytes):
             # A copy, because sums may round differently on memory that is not aligned as PyTorch aligns its own.
-            return torch.frombuffer(bytearray(place), dtype=torch.uint8).clone().numpy() if place else place
-        (start, size, offset), count = place
+            return torch.frombuffer(bytearray(entry), dtype=torch.uint8).clone().numpy() if entry else entry
+        (start, size, offset), count = entry
         if start not in self._mapped:
-            self._mapped[start] = mmap.mmap(self.other, size, offset=start)
+            self._mapped[start] = mmap.mmap(self.peer_memory, size, offset=start)
         return memoryview(self._mapped[start])[offset : offset + count]
