@@ -93,7 +93,7 @@ def require_one_short_line(text: str) -> None:
             "settings={participation={from=0.1,to=0.5,steps=10000},dropout=[0,0.1]}",
             "10000 x 2 values have 20,000 combinations: at most 10,000 are allowed",
         ),
-        *((f"{key}={LONG}", "100,000 characters") for key in ("algorithm", "model", "engine", "device", "rounds")),
+        *((f"{key}={LONG}", "100,000 characters") for key in ("algorithm", "model", "engine", "device", "pool", "rounds")),
         *((f"data.{key}={LONG}", "100,000 characters") for key in ("name", "partition", "label_noise", "shift", "clients")),
         *((f"{key}={LONG}", "") for key in ("directory", "training.optimizer", "training.optimizer_options.x", "against")),
         (f"algorithms=['{LONG}']", "100,000 characters"),
@@ -197,7 +197,7 @@ def _expressions(draw: st.DrawFn) -> str:
 
 _KEYS = st.sampled_from(
     ["algorithm", "algorithms", "rounds", "participation", "seed", "seeds", "name", "model", "engine", "device", "threads",
-     "workers", "record", "trackers", "targets", "last", "evaluate_every", "personal_every", "directory", "settings",
+     "workers", "pool", "record", "trackers", "targets", "last", "evaluate_every", "personal_every", "directory", "settings",
      "settings.rounds", "data", "data.name", "data.clients", "data.partition", "data.label_noise", "data.shift",
      "data.local_test", "training",
      "training.epochs", "training.learning_rate", "training.optimizer", "training.optimizer_options", "training.batch_size"]

@@ -36,6 +36,7 @@ from fedloom.engines.ray.actor import TrainingActor
 from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
+from fedloom.experiment.run_process import EventBoard
 from fedloom.round import Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Reply
 from fedloom.rounds.federation import Federation
@@ -530,10 +531,13 @@ def test_an_actor_ends_at_once_with_what_started_it_whatever_it_does() -> None:
             os.kill(actor, signal.SIGKILL)
 
 
-def test_actors_watch_what_started_them_before_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "arguments"), [(TrainingActor, ((), 1, False)), (EventBoard, ())])
+def test_actors_watch_what_started_them_before_all_else(
+    kind: type, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def begun() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(f"{TrainingActor.__module__}.exit_with_parent", begun)
+    monkeypatch.setattr(f"{kind.__module__}.exit_with_parent", begun)
     with pytest.raises(InterruptedError):
-        TrainingActor((), 1, False)
+        kind(*arguments)

@@ -233,7 +233,7 @@ def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) ->
 
 def test_keys_that_act_on_the_machine_are_not_taken_over(compared: Path, fed: Say, tmp_path: Path) -> None:
     stranger = {
-        "directory": "/tmp/elsewhere", "trackers": ["mlflow"], "engine": "ray(address='evil')",
+        "directory": "/tmp/elsewhere", "trackers": ["mlflow"], "pool": "ray://evil:1", "engine": "ray(address='evil')",
         "device": "cuda:7", "workers": 64, "pool_budget": 1, "seeds": [1], "variants": {},
     }  # fmt: skip
     edited(Path("keys.zip"), compared, "configuration.json", lambda stored: stored | stranger)

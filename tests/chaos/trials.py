@@ -288,7 +288,7 @@ WORKERS_METHODS = ("fedavg", "scaffold", "ditto", "fedmr")
 class Actors(Workers):
     """The same on clusters of Ray that it starts, whose one node is killed too."""
 
-    ways = (("run", "engine=ray(workers=2)"),)
+    ways = (("run", "engine=ray(workers=2)"), ("compare", "engine=rows", "workers=2", "pool=ray"))
     victims = ("it", "a worker", "its node")
 
     def workers(self, parent: int) -> list[int]:

@@ -136,7 +136,7 @@ def compare(
 
 _OPTIONS = (
     *(name for name in Schedule.__dataclass_fields__ if name != "seed"),
-    "name", "targets", "last", "against", "measure", "record", "trackers", "engine", "workers", "threads",
+    "name", "targets", "last", "against", "measure", "record", "trackers", "engine", "workers", "threads", "pool",
 )  # fmt: skip
 """Keys of a configuration that are no part of the task."""
 

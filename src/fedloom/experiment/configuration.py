@@ -91,6 +91,7 @@ class Configuration(Schedule):
     device: str = "cpu"
     threads: Annotated[int, Field(ge=1, le=MOST_WORKERS)] | None = None
     workers: Count | Literal["auto"] = "auto"
+    pool: str = "processes"
     model: str = "mlp"
     objective: str | None = None
     metrics: list[str] = field(default_factory=list)
@@ -110,7 +111,9 @@ class Configuration(Schedule):
                 f"name {quoted(self.name)} must begin with a letter, figure or _ and can name a folder: no slashes, "
                 "at most 200 characters"
             )
-        if self.workers != "auto" and self.workers > MOST_WORKERS:
+        if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
+            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {quoted(self.pool)}")
+        if self.pool == "processes" and self.workers != "auto" and self.workers > MOST_WORKERS:
             raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {self.workers}")
         if len(set(self.seeds)) < len(self.seeds):
             raise InvalidValue(f"seeds must differ from each other, not {quoted(self.seeds)}")

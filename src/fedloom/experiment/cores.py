@@ -21,7 +21,7 @@ def runs_side_by_side(configuration: Configuration, runs: int) -> int:
     """Return how many runs go on at a time: `workers`, or one on each core that is free, as memory allows."""
     if configuration.workers != "auto":
         return configuration.workers
-    if _spreads_itself(configuration):
+    if _spreads_itself(configuration) or configuration.pool not in ("processes", "ray"):
         return 1
     return max(1, min(runs, usable_cores(), _memory() // RUN_BYTES))
 

@@ -1,22 +1,25 @@
-"""Pools of runs: in this process, or in worker processes, several runs at a time."""
+"""Pools of runs: in this process, or in worker processes or Ray tasks, several runs at a time."""
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import cloudpickle
 
+from fedloom.engines.ray.driver import ending
+from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.cores import threads_each
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.jobs import Job, Tasks, attempt
-from fedloom.experiment.run_process import serve
+from fedloom.experiment.run_process import EventBoard, make_in_ray, serve
 
 POLL_SECONDS = 0.2
 """Time between two checks whether the runs should stop."""
@@ -61,7 +64,7 @@ class ProcessPool:
         self.context = multiprocessing.get_context("spawn")
         self.stopping = self.context.RawValue("b", False)
         self.processes: dict[Connection, SpawnProcess] = {}
-        self.busy: dict[Connection, RunName] = {}
+        self.busy: dict[Any, RunName] = {}
 
     def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
         """Make the runs; see `SerialPool.run`."""
@@ -69,18 +72,10 @@ class ProcessPool:
         while waiting or self.busy:
             while waiting and len(self.busy) < self.size:
                 self._begin(waiting.pop(0), fresh)
-            for connection in cast(list[Connection], wait(list(self.busy), POLL_SECONDS)):
-                try:
-                    message = connection.recv()
-                except (EOFError, OSError):
-                    process = self.processes.pop(connection)
-                    process.join()
-                    message = f"its worker process died (exit code {process.exitcode})"
+            for worker, message in self._messages():
                 if isinstance(message, Event):
                     watch(message)
-                    continue
-                name = self.busy.pop(connection)
-                if message is not None:
+                elif (name := self.busy.pop(worker)) and message is not None:
                     reasons[name] = message
                     watch(Event("failed", name, text=message))
             if stopped():
@@ -95,7 +90,7 @@ class ProcessPool:
             self.start()
         connection = next(connection for connection in self.processes if connection not in self.busy)
         self.busy[connection] = job.name
-        with suppress(OSError):  # of a dead process, which `run` notices
+        with suppress(OSError):  # of a dead process, which `_messages` notices
             connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
 
     def start(self) -> None:
@@ -111,6 +106,16 @@ class ProcessPool:
         remote.close()
         self.processes[connection] = process
 
+    def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
+        """Wait a little; yield events, and of each run that has ended its key in `busy` and why it failed, or None."""
+        for connection in cast(list[Connection], wait(list(self.busy), POLL_SECONDS)):
+            try:
+                yield connection, connection.recv()
+            except (EOFError, OSError):
+                process = self.processes.pop(connection)
+                process.join()
+                yield connection, f"its worker process died (exit code {process.exitcode})"
+
     def close(self) -> None:
         """End all workers; those that are busy save their runs."""
         for process in self.processes.values():
@@ -121,10 +126,47 @@ class ProcessPool:
             process.join()
 
 
+class RayPool(ProcessPool):
+    """Makes runs in processes of a Ray cluster, whose nodes must share the folder of the runs."""
+
+    def __init__(self, address: str, size: int, threads: int) -> None:
+        super().__init__(size, threads)
+        self.ray = load_ray()
+        self.session = join(address, size * threads, 0, 128 << 20)  # bytes: jobs and events are small
+        self.board = self.ray.remote(EventBoard).options(num_cpus=0).remote()
+        self.make = self.ray.remote(num_cpus=threads, max_retries=0, max_calls=1)(make_in_ray)
+
+    def _begin(self, job: Job, fresh: bool) -> None:
+        directory = str(job.configuration.folder.resolve())  # a task has a working folder of its own
+        job = replace(job, configuration=replace(job.configuration, directory=directory), path=job.path.resolve())
+        self.busy[self.make.remote(job, fresh, self.threads, self.board)] = job.name
+
+    def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
+        ended, others = self.ray.wait(list(self.busy), timeout=POLL_SECONDS)
+        room = (died := self.session.died) or has_room(self.ray, self.threads, 0)
+        lost = DIED if died else "" if room else f"no node of the Ray cluster has {self.threads} CPU for it"
+        with suppress(self.ray.exceptions.RayError):  # then the runs on the board's node are lost too, and say so
+            yield from () if lost else self.ray.get(self.board.get.remote(bool(self.stopping.value)))
+        for call in [*ended, *(others if lost else [])]:
+            try:
+                yield call, lost or self.ray.get(call)
+            except self.ray.exceptions.RayError as error:
+                yield call, DIED if self.session.died else f"its worker died: {ending(error)}"
+
+    def close(self) -> None:
+        self.ray.wait([self.board.get.remote(True), *self.busy], num_returns=1 + len(self.busy), timeout=SAVING_SECONDS)
+        for call in self.busy:
+            self.ray.cancel(call, force=True)
+        self.ray.kill(self.board)
+        leave(self.session)
+
+
 RunPool = SerialPool | ProcessPool
 
 
 def make_pool(configuration: Configuration, runs: int, waiting: int, tasks: Tasks) -> RunPool:
-    """Return the pool for those of `runs` runs that are waiting."""
+    """Return the pool for those of `runs` runs that are waiting. Raises as `load_ray` and `join`."""
     size, threads = min(configuration.runs_at_a_time, waiting), threads_each(configuration, runs)
+    if configuration.pool != "processes" and size:
+        return RayPool(LOCAL if configuration.pool == "ray" else configuration.pool, size, threads)
     return ProcessPool(size, threads) if size > 1 else SerialPool(tasks, threads)

@@ -1,4 +1,4 @@
-"""The worker process of a pool of runs."""
+"""The workers of a pool of runs: a process that makes runs until its parent ends it, or a Ray task for each run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fedloom.engines.worker_life import exit_with_parent, importing
 
 if TYPE_CHECKING:
     from fedloom.experiment.events import Event
+    from fedloom.experiment.jobs import Job
 
 
 def serve(connection: Connection, stopping: Any, threads: int) -> None:
@@ -45,3 +46,37 @@ def serve(connection: Connection, stopping: Any, threads: int) -> None:
                 raise
             except KeyboardInterrupt:
                 connection.send(None)
+
+
+class EventBoard:
+    """A Ray actor that keeps the events of runs for their pool, and answers each with whether the run is to stop."""
+
+    def __init__(self) -> None:
+        exit_with_parent()
+        self.events: list[tuple[None, Event]] = []
+        self.stopping = False
+
+    def add(self, event: Event) -> bool:
+        self.events.append((None, event))
+        return self.stopping
+
+    def get(self, stopping: bool) -> list[tuple[None, Event]]:
+        """Return the events since the last call, as messages; `stopping` ends the runs after their rounds."""
+        events, self.events, self.stopping = self.events, [], stopping
+        return events
+
+
+def make_in_ray(job: Job, fresh: bool, threads: int, board: Any) -> str | None:
+    """Make a run in a Ray task, its events on the `board`; return why it failed, or None (also when it was stopped)."""
+    exit_with_parent()
+    from fedloom.engines.ray.session import load_ray
+    from fedloom.engines.work import using_threads
+    from fedloom.experiment.jobs import Tasks, attempt
+
+    def watch(event: Event) -> None:
+        if load_ray().get(board.add.remote(event)):
+            raise KeyboardInterrupt
+
+    with using_threads(threads), suppress(KeyboardInterrupt):
+        return attempt(job, watch, fresh, Tasks())
+    return None
