@@ -15,7 +15,7 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine, unstackable_method
-from fedloom.engines.work import CONVOLUTIONS, has_cores, mean_steps, most_workers, step_multiply_adds
+from fedloom.engines.work import has_cores, mean_steps, most_workers, step_multiply_adds
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import require_device
 from fedloom.flat.linear_chain import linear_layers
@@ -121,7 +121,7 @@ def by_rule(
 ) -> LocalEngine:
     """Make the engine that is usually fastest on a task like this: the same one every time on the same kind of machine.
 
-    On a CPU, chains of linear layers train in stacks if the method's clients can train together, and convolutions in worker
+    On a CPU, chains of linear layers train in stacks if the method's clients can train together, and other models in worker
     processes, one for each thread, if training takes twice as long as their start. Stacks are spread over worker processes too if
     rounds are long. On a GPU, models train in stacks of as many as fit in memory. Everything else trains row by row.
 
@@ -174,13 +174,11 @@ def choice(
             name = f"processes(workers={workers}, inside=stacked)"
             return Choice(name, reason="stacks of linear layers are worth all cores"), proof
         return Choice("stacked", reason="linear layers train fastest in stacks"), proof
-    if not any(isinstance(layer, CONVOLUTIONS) for layer in task.model.modules()):
-        return Choice("rows", reason="neither convolutions nor linear layers alone, whose clients train together"), None
     if not spreads:
         return Choice("rows", reason="no worker processes are started here"), None
     if not _outweighs_start(schedule, round_seconds(task, schedule)):
-        return Choice("rows", reason="too few convolutions for the start of workers"), None
-    return Choice(f"processes(workers={workers})", reason="convolutions outweigh the start of workers"), None
+        return Choice("rows", reason="too little training for the start of workers"), None
+    return Choice(f"processes(workers={workers})", reason="training outweighs the start of workers"), None
 
 
 def _low_rank(task: Task) -> bool:

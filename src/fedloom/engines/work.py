@@ -22,8 +22,6 @@ SHARED_STEP = 2e8
 """Multiply-adds of a client's step from which it pays to share it among PyTorch's threads: about 10 ms of one core. In smaller
 steps threads wait for each other, and on a busy machine for whatever has their core."""
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 def has_cores(task: Task) -> bool:
     """Return True if worker processes can pay: on a CPU with more than one thread, outside a worker process."""
