@@ -11,14 +11,31 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer asks click for what newer ones are about to drop
     from fedloom.cli import main as main
+
+
+Say = Callable[..., tuple[int, str, str]]
+"""Runs a command in this process: its arguments -> exit code, stdout and stderr."""
+
+
+def saying(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Return a function that runs a command in this process."""
+
+    def say(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return say
 
 
 OPERATIONS = "operations.txt"

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from fedloom.experiment import cores
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.progress import Display, Lines, display
 from fedloom.models import models
-from forking_cli import main
+from forking_cli import Say, saying
 
 JOB = """
 algorithm = "fedavg"
@@ -45,8 +44,6 @@ partition = "iid"
 learning_rate = 0.3
 """
 
-Say = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
@@ -54,13 +51,7 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "job.toml").write_text(JOB)
-
-    def say(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return say
+    return saying(capsys)
 
 
 def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fedloom.experiment.directory import to_json
 from fedloom.models import models
 from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors, write_tensors
-from forking_cli import main
+from forking_cli import Say, main, saying
 from hostile_files import idx_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,21 +53,13 @@ partition = "dirichlet(0.5)"
 learning_rate = 0.3
 """
 
-Say = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
     """`fed("bundle", "runs/job")` is (exit code, stdout, stderr) of the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-
-    def say(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return say
+    return saying(capsys)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,9 @@ from fedloom.papers.paper_data import at_hand, facts
 from fedloom.papers.paper_file import exhibit, exhibits, paper, titles
 from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
-from forking_cli import main
+from forking_cli import Say, saying
 from report_support import ablations_drawn
 from test_reproduce_protocols import numbers_of
-
-Say = Callable[..., tuple[int, str, str]]
 
 
 def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
@@ -63,13 +62,7 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
     monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)  # no processes for such short runs
-
-    def say(*arguments: str) -> tuple[int, str, str]:
-        code = main(["reproduce", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return say
+    return partial(saying(capsys), "reproduce")
 
 
 # one cell of each paper ---------------------------------------------------------------------------------------------------
