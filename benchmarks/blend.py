@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fedloom as fl
+from fedloom.data import Dataset
 from outcome import tell
 
 SEEDS = 3
@@ -64,11 +65,10 @@ SETTINGS = (
 )
 
 
-def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict[str, Any]:
-    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine similarity and the share of averaging.
-    A run that diverges counts as guessing."""
-    task = fl.make_task(
-        "digits" if setting.data == "digits" else f"mnist(folder={mnist!r})",
+def noisy_task(data: str | Dataset, setting: Any, batch: int, seed: int) -> fl.Task:
+    """Return the task of twenty clients with the setting's model, partition, label noise, learning rate, momentum and epochs."""
+    return fl.make_task(
+        data,
         clients=20,
         partition=setting.partition,
         model=setting.model,
@@ -77,10 +77,17 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
         training={
             "learning_rate": setting.rate,
             "momentum": setting.momentum,
-            "batch_size": setting.batch,
+            "batch_size": batch,
             "epochs": setting.epochs,
         },
     )
+
+
+def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict[str, Any]:
+    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine similarity and the share of averaging.
+    A run that diverges counts as guessing."""
+    data = "digits" if setting.data == "digits" else f"mnist(folder={mnist!r})"
+    task = noisy_task(data, setting, setting.batch, seed)
     began = time.perf_counter()
     accuracy = [1 / task.dataset.classes]
     measures: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fedloom as fl
+from blend import noisy_task
 from fedloom.algorithm import Replies
 from fedloom.data import Dataset
 from fedloom.flat.population import total_variance, weighted_mean
@@ -98,20 +99,7 @@ def settings() -> list[Setting]:
 
 def measure(setting: Setting, method: str, seed: int, data: Dataset) -> dict[str, Any]:
     """Make one run: the accuracies of its twenty evaluations and the early figures of the pool. A run that diverges guesses."""
-    task = fl.make_task(
-        data,
-        clients=20,
-        partition=setting.partition,
-        model=setting.model,
-        label_noise=f"symmetric({setting.noise})",
-        seed=seed,
-        training={
-            "learning_rate": setting.rate,
-            "momentum": setting.momentum,
-            "epochs": setting.epochs,
-            "batch_size": 50,
-        },
-    )
+    task = noisy_task(data, setting, 50, seed)
     began = time.process_time()
     line: dict[str, Any] = {"setting": list(setting), "method": method, "seed": seed}
     try:

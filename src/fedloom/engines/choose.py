@@ -33,8 +33,8 @@ START = 6.0
 """Seconds that starting worker processes may cost."""
 
 STEP_SECONDS, MULTIPLY_ADDS = 1e-3, 2e10
-"""Seconds of a step of convolutions on one core, and multiply-adds per second on top. From digits_cnn (0.1 million a sample) to
-ResNet-20 (34 million) the sum was right within a factor of 2.5."""
+"""Seconds of a step outside stacks on one core, and multiply-adds per second on top. Of convolutions, from digits_cnn (0.1
+million a sample) to ResNet-20 (34 million), the sum was right within a factor of 2.5."""
 
 STACK_STEP_SECONDS, STACK_MULTIPLY_ADDS = 3e-5, 4.5e10
 """The same of a client's step in a stack of linear layers."""

@@ -119,10 +119,11 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """Write a page with the table and the figure where the name ends in `.html`, and else all numbers as JSON."""
-        text = json.dumps(asdict(self), indent=1) + "\n"
         if Path(path).suffix == ".html":
             figure = self.plot().to_html(full_html=False, config={"displaylogo": False, "responsive": True})
             text = _PAGE.format(table=html_table(statistics_table(self), [caption(self)]), figure=figure)
+        else:
+            text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(Path(path), text)
 
     def plot(self) -> go.Figure:
