@@ -1,6 +1,6 @@
-"""Federated learning once more, the slow way: one client after another on copies of a module, one tensor after another.
+"""A naive second computation of federated learning: one client after another on copies of a module, tensor by tensor.
 
-Methods are compared with what is written here. It shares with fedloom the order of the batches and the choice of the clients,
+Methods are compared with it. It shares with fedloom the order of the batches and the choice of the clients,
 which are random, and no mathematics.
 """
 
@@ -60,7 +60,7 @@ class World(SmallWorld):
         return Net(FEATURES, self.classes, self.norm)
 
     def run(self, algorithm: Algorithm) -> Run:
-        """fedloom's own run of a method: the global model after each round, and who was selected."""
+        """Run a method by fedloom: the global model and the selected clients of each round."""
         task = self.task()
         schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1)
         engine = RowsEngine(task)
@@ -97,7 +97,7 @@ class World(SmallWorld):
     def train(
         self, start: State, number: int, client: int, *, loss: Loss | None = None, adjust: Adjust | None = None
     ) -> tuple[State, int]:
-        """One client's round with torch's own SGD: the state it ends in and the steps it made."""
+        """Train one client for a round with torch's SGD; return its final state and number of steps."""
         module, t = self.at(start).train(), self.training
         optimizer = torch.optim.SGD(
             module.parameters(), lr=self.rate(number), momentum=t.momentum, weight_decay=t.weight_decay
@@ -118,7 +118,7 @@ class World(SmallWorld):
 
 @dataclass
 class Run:
-    """The record of fedloom's run."""
+    """The record of a run by fedloom."""
 
     models: list[State]
     selected: list[list[int]]
@@ -131,7 +131,7 @@ class Run:
 
 
 def shares(world: World, clients: Sequence[int]) -> list[float]:
-    """p_i by samples."""
+    """Return the weights p_i by samples."""
     total = sum(world.sizes[i] for i in clients)
     return [world.sizes[i] / total for i in clients]
 
@@ -141,32 +141,36 @@ def uniform(clients: Sequence[int]) -> list[float]:
 
 
 def average(states: Sequence[State], weights: Sequence[float]) -> State:
-    """Tensor by tensor; integer buffers take their maximum."""
+    """Average tensor by tensor; integer buffers take their maximum."""
     result = {}
-    for name, first in states[0].items():
-        if first.is_floating_point():
-            result[name] = sum((w * s[name] for w, s in zip(weights, states, strict=True)), torch.zeros_like(first))
+    for name, example in states[0].items():
+        if example.is_floating_point():
+            result[name] = sum((w * s[name] for w, s in zip(weights, states, strict=True)), torch.zeros_like(example))
         else:
             result[name] = torch.stack([s[name] for s in states]).amax(0)
     return result
 
 
 def zeros(world: World) -> State:
-    """A zero for each trainable tensor."""
+    """Return a zero for each trainable tensor."""
     return {name: torch.zeros_like(p) for name, p in world.module.named_parameters()}
 
 
 def flat(world: World, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Trainable tensors as one vector."""
+    """Flatten the trainable tensors into one vector."""
     return torch.cat([tensors[name].reshape(-1) for name in world.trained])
 
 
-def assert_same(found: Sequence[State], expected: Sequence[State], tolerance: float = 1e-9) -> None:
-    """Every tensor of every round agrees."""
-    assert len(found) == len(expected)
-    for number, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
-        assert one.keys() == two.keys()
-        for name in one:
+def assert_same(states: Sequence[State], expected: Sequence[State], tolerance: float = 1e-9) -> None:
+    """Assert that every tensor of every round agrees."""
+    assert len(states) == len(expected)
+    for number, (state, reference) in enumerate(zip(states, expected, strict=True), start=1):
+        assert state.keys() == reference.keys()
+        for name in state:
             torch.testing.assert_close(
-                one[name], two[name], rtol=tolerance, atol=tolerance, msg=lambda m, k=(number, name): f"{k}: {m}"
+                state[name],
+                reference[name],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m, k=(number, name): f"{k}: {m}",
             )

@@ -1,4 +1,4 @@
-"""The personalised methods once more, the slow way, with torch's autograd; methods are compared with what is written here."""
+"""Naive second computations of the personalised methods with torch's autograd, for comparison with fedloom's."""
 
 from __future__ import annotations
 
@@ -76,21 +76,23 @@ def per_fedavg(setting: Setting, *, alpha: float, hessian: bool = False, passes:
         optimizer = world.optimizer(start, world.rate(t))
         for x, y in world.batches(i, t, epochs=passes * world.training.epochs, times=count, drop_last=True):
             size = len(y) // count
-            parts = [(x[k * size : (k + 1) * size], y[k * size : (k + 1) * size]) for k in range(count)]
+            batches = [(x[k * size : (k + 1) * size], y[k * size : (k + 1) * size]) for k in range(count)]
             params = list(start.parameters())
-            first = torch.autograd.grad(F.cross_entropy(start(parts[0][0]), parts[0][1]), params)
+            inner = torch.autograd.grad(F.cross_entropy(start(batches[0][0]), batches[0][1]), params)
             stepped = copy.deepcopy(start)
             with torch.no_grad():
-                for p, g in zip(stepped.parameters(), first, strict=True):
+                for p, g in zip(stepped.parameters(), inner, strict=True):
                     p.sub_(alpha * g)
             outer = list(
-                torch.autograd.grad(F.cross_entropy(stepped(parts[1][0]), parts[1][1]), list(stepped.parameters()))
+                torch.autograd.grad(F.cross_entropy(stepped(batches[1][0]), batches[1][1]), list(stepped.parameters()))
             )
-            for mine, theirs in zip(start.buffers(), stepped.buffers(), strict=True):
-                mine.copy_(theirs)
+            for target, source in zip(start.buffers(), stepped.buffers(), strict=True):
+                target.copy_(source)
             if hessian:
-                again = torch.autograd.grad(F.cross_entropy(start(parts[2][0]), parts[2][1]), params, create_graph=True)
-                product = torch.autograd.grad(again, params, grad_outputs=outer)
+                gradient = torch.autograd.grad(
+                    F.cross_entropy(start(batches[2][0]), batches[2][1]), params, create_graph=True
+                )
+                product = torch.autograd.grad(gradient, params, grad_outputs=outer)
                 outer = [d - alpha * h for d, h in zip(outer, product, strict=True)]
             for p, g in zip(params, outer, strict=True):
                 p.grad = g
@@ -150,9 +152,9 @@ def ditto(setting: Setting, *, strength: float, epochs: int) -> list[Moment]:
     personal: dict[int, nn.Module] = {}
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
-        own = personal.setdefault(i, world.fresh())
+        model = personal.setdefault(i, world.fresh())
         centre = copy.deepcopy(start)
-        world.train(own, i, t, "personal", epochs=epochs, extra=lambda m: strength / 2 * squared_distance(m, centre))
+        world.train(model, i, t, "personal", epochs=epochs, extra=lambda m: strength / 2 * squared_distance(m, centre))
         world.train(start, i, t)
 
     return shared_model(setting, work, lambda m, i, t: personal.get(i, m))
@@ -162,18 +164,18 @@ def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "his
     world = setting.world
     history: dict[int, nn.Module] = {}
     local: dict[int, nn.Module] = {}
-    seen = [0] * world.clients
+    selections = [0] * world.clients
 
     def kernel(x: Tensor, y: Tensor) -> Tensor:
         return added(math.e ** (-(x - y).square().sum() / (2 * a)) for a in (10, 15, 20, 50))
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
-        old = copy.deepcopy(history.get(i, world.fresh())).eval()
+        previous = copy.deepcopy(history.get(i, world.fresh())).eval()
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             assert isinstance(start, Net)
-            assert isinstance(old, Net)
-            ours, theirs, n = start.features(x), old.features(x).detach(), len(y)
+            assert isinstance(previous, Net)
+            ours, theirs, n = start.features(x), previous.features(x).detach(), len(y)
             logits = start.head(ours)
             pairs = [(a, b) for a in range(n) for b in range(n)]
             distance = added(
@@ -183,14 +185,16 @@ def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "his
             return (1 - transfer) * F.cross_entropy(logits, y) + transfer * distance
 
         world.train(start, i, t, loss=loss)
-        share = min(mu, mu * seen[i] * world.clients / world.participants / world.rounds)
+        share = min(mu, mu * selections[i] * world.clients / world.participants / world.rounds)
         mixed = copy.deepcopy(start)
         with torch.no_grad():
-            for p, q in zip([*mixed.parameters(), *mixed.buffers()], [*old.parameters(), *old.buffers()], strict=True):
+            for p, q in zip(
+                [*mixed.parameters(), *mixed.buffers()], [*previous.parameters(), *previous.buffers()], strict=True
+            ):
                 if p.is_floating_point():
                     p.copy_((1 - share) * p + share * q)
         history[i], local[i] = mixed, start
-        seen[i] += 1
+        selections[i] += 1
 
     return shared_model(setting, work, lambda m, i, t: (history if deployed == "history" else local).get(i, m))
 
@@ -207,8 +211,8 @@ def partialfed(
 
     def compose(i: int, server_model: nn.Module) -> nn.Module:
         result = copy.deepcopy(local.get(i, server_model))
-        for layer, (first, second) in zip(layers, logits[i].tolist(), strict=True):
-            if first >= second:
+        for layer, (server_logit, local_logit) in zip(layers, logits[i].tolist(), strict=True):
+            if server_logit >= local_logit:
                 copy_parameters(server_model, result, [n for n in world.names if n.startswith(f"{layer}.")])
         return result
 
@@ -250,42 +254,42 @@ def partialfed(
 
 def fedamp(setting: Setting, *, alpha: float, strength: float, sigma: float, plain: bool = False) -> list[Moment]:
     world, init = setting.world, setting.init
-    own = [world.fresh() for _ in range(world.clients)]
+    models = [world.fresh() for _ in range(world.clients)]
     moments = []
     for number, _ in enumerate(setting.selected, start=1):
-        before = [copy.deepcopy(model) for model in own]
+        previous = [copy.deepcopy(model) for model in models]
         for i in range(world.clients):
             pulls = [
                 0.0
                 if j == i
-                else alpha / sigma * math.exp(-float(squared_distance(before[i], before[j]).detach()) / sigma)
+                else alpha / sigma * math.exp(-float(squared_distance(previous[i], previous[j]).detach()) / sigma)
                 for j in range(world.clients)
             ]
             pulls = [p / max(1.0, sum(pulls)) for p in pulls]
             pulls[i] = 1 - sum(pulls)
-            centre = copy.deepcopy(before[i])
-            average(centre, before, pulls, world.names)
+            centre = copy.deepcopy(previous[i])
+            average(centre, previous, pulls, world.names)
             if init.changes():
-                own[i] = init.start(i, number, centre)
+                models[i] = init.start(i, number, centre)
 
-            def away(m: nn.Module, u: nn.Module = centre) -> Tensor:
+            def proximal(m: nn.Module, u: nn.Module = centre) -> Tensor:
                 squared = squared_distance(m, u)
                 if plain:
                     # The gradient of a norm at zero counts as zero.
                     return strength / (2 * alpha) * (squared.sqrt() if squared.item() > 1e-24 else 0 * squared)
                 return strength / (2 * alpha) * squared
 
-            world.train(own[i], i, number, extra=away)
-            init.keep(i, own[i])
+            world.train(models[i], i, number, extra=proximal)
+            init.keep(i, models[i])
         mean = world.fresh()
-        average(mean, own, [1.0] * world.clients, world.names)
-        moments.append(Moment(parameters(mean), [vector(model) for model in own]))
+        average(mean, models, [1.0] * world.clients, world.names)
+        moments.append(Moment(parameters(mean), [vector(model) for model in models]))
     return moments
 
 
 def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Moment]:
     world = setting.world
-    own = [world.fresh() for _ in range(world.clients)]
+    models = [world.fresh() for _ in range(world.clients)]
     reference = [world.fresh() for _ in range(world.clients)]
     uploaded: dict[int, nn.Module] = {}
     order: list[int] = []
@@ -301,9 +305,9 @@ def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Mo
             x, y = world.data(i)
             shuffled = torch.randperm(len(y), generator=stream(world.seed, "fedfomo", client=i))
             cut = int(0.8 * len(y) + 1e-9)
-            train, held = (x[shuffled[:cut]], y[shuffled[:cut]]), shuffled[cut:]
+            train, validation = (x[shuffled[:cut]], y[shuffled[:cut]]), shuffled[cut:]
 
-            def loss(model: nn.Module, inputs: Tensor = x[held], labels: Tensor = y[held]) -> float:
+            def loss(model: nn.Module, inputs: Tensor = x[validation], labels: Tensor = y[validation]) -> float:
                 model.eval()
                 return float(F.cross_entropy(model(inputs), labels).detach())
 
@@ -313,35 +317,37 @@ def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Mo
                 valued = [order[k] for k in torch.randperm(len(order), generator=draws).tolist()]
             values = {}
             for j in valued[:most]:
-                candidate = copy.deepcopy(own[i])  # statistics are the client's own
+                candidate = copy.deepcopy(models[i])  # statistics are the client's own
                 copy_parameters(uploaded[j], candidate)
                 distance = math.sqrt(float(squared_distance(candidate, reference[i]).detach()))
-                here = copy.deepcopy(reference[i])
-                values[j] = ((loss(here) - loss(candidate)) / (distance + 1e-5), candidate)
+                current = copy.deepcopy(reference[i])
+                values[j] = ((loss(current) - loss(candidate)) / (distance + 1e-5), candidate)
             for j, (value, _) in values.items():
                 relation[i, j] = relation.get((i, j), float(i == j)) + value
             positive = {j: v for j, v in values.items() if v[0] > 0}
             if positive:
-                average(own[i], [m for _, m in positive.values()], [v for v, _ in positive.values()], world.names)
-            reference[i] = copy.deepcopy(own[i])
-            world.train(own[i], i, number, data=train)
-            results[i] = copy.deepcopy(own[i])
+                average(models[i], [m for _, m in positive.values()], [v for v, _ in positive.values()], world.names)
+            reference[i] = copy.deepcopy(models[i])
+            world.train(models[i], i, number, data=train)
+            results[i] = copy.deepcopy(models[i])
         for i in selected:
             if i not in order:
                 order.append(i)
             uploaded[i] = results[i]
         mean = world.fresh()
         average(mean, [uploaded[i] for i in order], [world.sizes[i] for i in order], world.names)
-        moments.append(Moment(parameters(mean), _whole(world, own, mean, uploaded)))
+        moments.append(Moment(parameters(mean), _personal_models(world, models, mean, uploaded)))
     return moments
 
 
-def _whole(world: World, own: Sequence[nn.Module], mean: nn.Module, seen: dict[int, nn.Module]) -> list[Tensor]:
-    """A client that has not trained yet takes the global model."""
+def _personal_models(
+    world: World, models: Sequence[nn.Module], mean: nn.Module, trained: dict[int, nn.Module]
+) -> list[Tensor]:
+    """Return the clients' models; a client that has not trained yet takes the global one."""
     personal = []
     for i in range(world.clients):
-        model = copy.deepcopy(own[i])
-        if i not in seen:
+        model = copy.deepcopy(models[i])
+        if i not in trained:
             copy_parameters(mean, model)
         personal.append(vector(model))
     return personal
@@ -353,13 +359,13 @@ def apple(
     world = setting.world
     count = world.clients
     shares = torch.tensor(world.sizes, dtype=torch.float64) / sum(world.sizes)
-    first = {
+    starts = {
         "shares": shares.expand(count, count),
         "uniform": torch.full((count, count), 1 / count, dtype=torch.float64),
     }
-    relation = [q.clone() for q in first.get(start, torch.eye(count, dtype=torch.float64))]
+    relation = [q.clone() for q in starts.get(start, torch.eye(count, dtype=torch.float64))]
     cores = [[p.detach().clone() for p in world.fresh().parameters()] for _ in range(count)]
-    own = [world.fresh() for _ in range(count)]
+    models = [world.fresh() for _ in range(count)]
     moments = []
     for number, _ in enumerate(setting.selected, start=1):
         end = decline * world.rounds
@@ -368,7 +374,7 @@ def apple(
         uploads = []
         for i in range(count):
             pool = [[t.clone() for t in core] for core in cores]
-            model = own[i].train()
+            model = models[i].train()
             for x, y in world.batches(i, number):
                 q = relation[i].clone().requires_grad_()
                 mine = [t.clone().requires_grad_() for t in pool[i]]
@@ -377,9 +383,9 @@ def apple(
                 loss = F.cross_entropy(functional_call(model, dict(zip(world.names, mixed, strict=True)), (x,)), y)
                 if pfllib:
                     slopes = list(torch.autograd.grad(loss, [*mixed, *mine]))
-                    whole, theirs = slopes[: len(mixed)], slopes[len(mixed) :]
+                    gradients, theirs = slopes[: len(mixed)], slopes[len(mixed) :]
                     products = [
-                        added((g * c).mean() for g, c in zip(whole, used[j], strict=True)) / len(whole)
+                        added((g * c).mean() for g, c in zip(gradients, used[j], strict=True)) / len(gradients)
                         for j in range(count)
                     ]
                     step = torch.stack(products).detach() + hold * mu * (relation[i] - shares)
@@ -394,5 +400,5 @@ def apple(
             uploads.append([p.detach().clone() for p in model.parameters()] if pfllib else pool[i])
         cores = uploads
         mean = [added(float(shares[j]) * cores[j][k] for j in range(count)) for k in range(len(cores[0]))]
-        moments.append(Moment(torch.cat([t.reshape(-1) for t in mean]), [vector(model) for model in own]))
+        moments.append(Moment(torch.cat([t.reshape(-1) for t in mean]), [vector(model) for model in models]))
     return moments

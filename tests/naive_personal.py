@@ -1,4 +1,4 @@
-"""A world of a few clients for the personalised methods, run by fedloom and the slow way: one client after another on copies of
+"""A world of a few clients for the personalised methods, run by fedloom and naively: one client after another on copies of
 a module. It shares with fedloom the order of the batches and the choice of the clients, which are random, and no mathematics.
 Batch-norm statistics never leave a client: only parameters are copied and averaged.
 """
@@ -57,7 +57,7 @@ class Moment:
 
 @dataclass
 class World(SmallWorld):
-    """Clients who each see labels by a rule of their own, so that personal models differ from the global one."""
+    """Clients with labels by a linear rule that differs from client to client, so personal and global models differ."""
 
     participation: float = 0.6
     sizes: tuple[int, ...] = SIZES
@@ -70,7 +70,7 @@ class World(SmallWorld):
 
     def draw_labels(self, generator: torch.Generator) -> Tensor:
         rules = torch.randn(self.clients, FEATURES, self.classes, dtype=torch.float64, generator=generator)
-        return torch.cat([(self.inputs[own] @ rules[i]).argmax(1) for i, own in enumerate(self.owned)])
+        return torch.cat([(self.inputs[rows] @ rules[i]).argmax(1) for i, rows in enumerate(self.owned)])
 
     def make_net(self) -> nn.Module:
         return Net(self.norm)
@@ -78,7 +78,7 @@ class World(SmallWorld):
     # --- fedloom's side ---
 
     def run(self, algorithm: Algorithm) -> Run:
-        """fedloom's own run of a method."""
+        """Run a method by fedloom."""
         task = self.task()
         engine = RowsEngine(task)
         schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=100)
@@ -105,10 +105,10 @@ class World(SmallWorld):
 
     def round(self, number: int) -> Round:
         rate = self.training.learning_rate
-        first = Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate)
-        return self.training.round_at(first, number)
+        opening = Round(1, self.rounds, self.seed, self.clients, self.participants, rate, rate)
+        return self.training.round_at(opening, number)
 
-    # --- the slow side ---
+    # --- the naive side ---
 
     def fresh(self) -> nn.Module:
         return copy.deepcopy(self.module)
@@ -160,7 +160,7 @@ class World(SmallWorld):
         rate: float | None = None,
         data: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Local training with torch's own SGD, in place."""
+        """Train `module` in place with torch's SGD."""
         module.train()
         optimizer = self.optimizer(module, self.rate(number) if rate is None else rate, names)
         for x, y in self.batches(client, number, purpose, epochs=epochs, steps=steps, data=data):
@@ -176,7 +176,7 @@ class World(SmallWorld):
 
 @dataclass
 class Run:
-    """The record of fedloom's run."""
+    """The record of a run by fedloom."""
 
     moments: list[Moment]
     selected: list[list[int]]
@@ -185,7 +185,7 @@ class Run:
 
 
 def vector(module: nn.Module) -> Tensor:
-    """Parameters and floating-point buffers in one vector."""
+    """Flatten parameters and floating-point buffers into one vector."""
     tensors = [t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()]
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
@@ -203,14 +203,14 @@ def copy_parameters(source: nn.Module, target: nn.Module, names: Sequence[str] |
 
 @torch.no_grad()
 def average(server: nn.Module, models: Sequence[nn.Module], weights: Sequence[float], names: Sequence[str]) -> None:
-    """The server's named parameters become the weighted mean."""
+    """Set the server's named parameters to the weighted mean."""
     for name in names:
-        parts = [w * model.get_parameter(name) for w, model in zip(weights, models, strict=True)]
-        server.get_parameter(name).copy_(torch.stack(parts).sum(0) / sum(weights))
+        terms = [w * model.get_parameter(name) for w, model in zip(weights, models, strict=True)]
+        server.get_parameter(name).copy_(torch.stack(terms).sum(0) / sum(weights))
 
 
-def squared_distance(one: nn.Module, other: nn.Module) -> Tensor:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+def squared_distance(model: nn.Module, centre: nn.Module) -> Tensor:
+    pairs = zip(model.parameters(), centre.parameters(), strict=True)
     return sum(((a - b.detach()).square().sum() for a, b in pairs), torch.zeros((), dtype=torch.float64))
 
 
@@ -241,13 +241,13 @@ class Blend(Overwrite):
         window: int = 10,
         most: int = 200,
         epochs: int = 1,
-        last: bool = False,
+        last_loss: bool = False,
         contiguous: bool = False,
     ) -> None:
         self.world, self.names, self.percent, self.rate = world, list(names), percent, rate
         self.threshold, self.window, self.most, self.epochs = threshold, window, most, epochs
-        self.last, self.contiguous = last, contiguous
-        self.old: dict[int, dict[str, Tensor]] = {}
+        self.last_loss, self.contiguous = last_loss, contiguous
+        self.previous: dict[int, dict[str, Tensor]] = {}
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.began: set[int] = set()
         self.losses: list[float] = []
@@ -256,38 +256,38 @@ class Blend(Overwrite):
         return True
 
     def keep(self, client: int, trained: nn.Module) -> None:
-        self.old[client] = {n: p.detach().clone() for n, p in trained.named_parameters() if n in self.names}
+        self.previous[client] = {n: p.detach().clone() for n, p in trained.named_parameters() if n in self.names}
 
-    def part(self, client: int, number: int) -> tuple[Tensor, Tensor]:
+    def sample(self, client: int, number: int) -> tuple[Tensor, Tensor]:
         x, y = self.world.data(client)
         count = max(2, int(self.percent / 100 * len(y) + 1e-9))
         generator = stream(self.world.seed, "ala", round=number, client=client)
         if self.contiguous:
-            first = int(torch.randint(len(y) - count + 1, (), generator=generator))
-            return x[first : first + count], y[first : first + count]
+            start = int(torch.randint(len(y) - count + 1, (), generator=generator))
+            return x[start : start + count], y[start : start + count]
         chosen = torch.randperm(len(y), generator=generator)[:count]
         return x[chosen], y[chosen]
 
     def start(self, client: int, number: int, received: nn.Module, *, trial: bool = False) -> nn.Module:
         result = copy.deepcopy(received)
-        if client not in self.old:
+        if client not in self.previous:
             return result
-        old = self.old[client]
-        new = {n: p.detach().clone() for n, p in received.named_parameters() if n in self.names}
-        known = self.weights.get(client, {n: torch.ones_like(old[n]) for n in self.names})
-        weights = {n: w.clone().requires_grad_() for n, w in known.items()}
+        previous = self.previous[client]
+        downloaded = {n: p.detach().clone() for n, p in received.named_parameters() if n in self.names}
+        stored = self.weights.get(client, {n: torch.ones_like(previous[n]) for n in self.names})
+        weights = {n: w.clone().requires_grad_() for n, w in stored.items()}
         # A trial leaves nothing behind; the working model's statistics are thrown away in any case.
         scratch = copy.deepcopy(received).train()
-        data, losses = self.part(client, number), []
+        data, losses = self.sample(client, number), []
         while True:
-            here = []
+            pass_losses = []
             for x, y in self.world.batches(client, number, epochs=1, data=data, shuffle=False):
-                blended = {n: old[n] + (new[n] - old[n]) * weights[n] for n in self.names}
+                blended = {n: previous[n] + (downloaded[n] - previous[n]) * weights[n] for n in self.names}
                 loss = F.cross_entropy(functional_call(scratch, blended, (x,)), y)
                 for w, g in zip(weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True):
                     w.data = (w.data - self.rate * g).clamp(0, 1)
-                here.append(float(loss.detach()))
-            losses.append(here[-1] if self.last else sum(here) / len(here))
+                pass_losses.append(float(loss.detach()))
+            losses.append(pass_losses[-1] if self.last_loss else sum(pass_losses) / len(pass_losses))
             if client in self.began:
                 if len(losses) >= self.epochs:
                     break
@@ -303,7 +303,7 @@ class Blend(Overwrite):
         with torch.no_grad():
             for n, p in result.named_parameters():
                 if n in self.names:
-                    p.copy_(old[n] + (new[n] - old[n]) * weights[n])
+                    p.copy_(previous[n] + (downloaded[n] - previous[n]) * weights[n])
         return result
 
     def preview(self, client: int, number: int, received: nn.Module) -> nn.Module:
@@ -311,7 +311,7 @@ class Blend(Overwrite):
 
 
 def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> nn.Module:
-    """The start that a client would make of a download, without remembering anything."""
+    """Return the start that a client would make of a download, without changing its memory."""
     return init.preview(client, number, received) if isinstance(init, Blend) else init.start(client, number, received)
 
 
@@ -332,44 +332,44 @@ def shared_model(
     names: Sequence[str] | None = None,
     beta: float = 1.0,
 ) -> list[Moment]:
-    """The round that most methods share.
+    """Run the rounds that most methods share.
 
-    Each client has a module of its own, into which the named parameters of the server are loaded. `work(start, sent, i, t)`
-    trains `start` in place; `score(model, i, t)` is the model used, given the whole model that the client would start from.
+    Each client has its module, into which the named parameters of the server are loaded. `work(start, sent, i, t)`
+    trains `start` in place; `score(model, i, t)` is the model used, given the full model that the client would start from.
     """
     world, init = setting.world, setting.init
     names = world.names if names is None else names
-    server, own = world.fresh(), [world.fresh() for _ in range(world.clients)]
+    server, models = world.fresh(), [world.fresh() for _ in range(world.clients)]
     moments = []
     for number, selected in enumerate(setting.selected, start=1):
-        models = []
+        uploads = []
         for i in selected:
-            copy_parameters(server, own[i], names)
-            sent = copy.deepcopy(own[i])
-            start = init.start(i, number, own[i])
-            own[i] = work(start, sent, i, number) or start
-            init.keep(i, own[i])
-            models.append(own[i])
-        before = world.fresh()
-        copy_parameters(server, before)
-        average(server, models, [world.sizes[i] for i in selected], names)
+            copy_parameters(server, models[i], names)
+            sent = copy.deepcopy(models[i])
+            start = init.start(i, number, models[i])
+            models[i] = work(start, sent, i, number) or start
+            init.keep(i, models[i])
+            uploads.append(models[i])
+        before_round = world.fresh()
+        copy_parameters(server, before_round)
+        average(server, uploads, [world.sizes[i] for i in selected], names)
         with torch.no_grad():
-            for p, q in zip(server.parameters(), before.parameters(), strict=True):
+            for p, q in zip(server.parameters(), before_round.parameters(), strict=True):
                 p.copy_(beta * p + (1 - beta) * q)
         personal = []
         for i in range(world.clients):
-            whole = copy.deepcopy(own[i])
-            copy_parameters(server, whole, names)
-            personal.append(vector(score(preview(init, i, number + 1, whole), i, number + 1)))
+            model = copy.deepcopy(models[i])
+            copy_parameters(server, model, names)
+            personal.append(vector(score(preview(init, i, number + 1, model), i, number + 1)))
         moments.append(Moment(parameters(server), personal))
     return moments
 
 
-def assert_same(found: Sequence[Moment], expected: Sequence[Moment], tolerance: float = 1e-8) -> None:
-    """Global parameters and every client's model agree after every round."""
-    assert len(found) == len(expected)
-    for number, (one, two) in enumerate(zip(found, expected, strict=True), start=1):
-        pairs = [(one.parameters, two.parameters), *zip(one.personal, two.personal, strict=True)]
+def assert_same(moments: Sequence[Moment], expected: Sequence[Moment], tolerance: float = 1e-8) -> None:
+    """Assert that global parameters and every client's model agree after every round."""
+    assert len(moments) == len(expected)
+    for number, (moment, reference) in enumerate(zip(moments, expected, strict=True), start=1):
+        pairs = [(moment.parameters, reference.parameters), *zip(moment.personal, reference.personal, strict=True)]
         for who, (a, b) in enumerate(pairs, start=-1):
             gap = float((a - b).abs().max())
             assert gap <= tolerance, f"round {number}, {'global' if who < 0 else f'client {who}'}: {gap}"

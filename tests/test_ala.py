@@ -130,7 +130,7 @@ def test_partialfed_takes_the_blend_for_the_download() -> None:
 def test_the_variants_of_the_code() -> None:
     world = World(rounds=5)
     run = world.run(build(f"fedala(sampling=window, epoch_loss=last, percent=50, window=4, epochs=3, {RATES})"))
-    options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last": True, "contiguous": True}
+    options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last_loss": True, "contiguous": True}
     blend = Blend(world, HEAD, rate=20, threshold=0.003, most=30, **options)
     assert_same(run.moments, methods.fedavg(Setting(world, run.selected, blend)))
     moved(blend)

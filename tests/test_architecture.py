@@ -1,4 +1,4 @@
-"""The rooms of the package: what may import what, and names that mean one thing. `docs/architecture.md` states the order."""
+"""The package's layers of modules and their imports, unique names, few parameters. `docs/architecture.md` states the order."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Import:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package, by its dotted name."""
-    found = {}
+    """Return the path of every module of the package by its dotted name."""
+    paths = {}
     for path in sorted((SOURCE / "fedloom").rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if not name.startswith(f"{TEMPLATES}.")}
+        names = path.relative_to(SOURCE).with_suffix("").parts
+        paths[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return {name: path for name, path in paths.items() if not name.startswith(f"{TEMPLATES}.")}
 
 
 @cache
@@ -59,45 +59,45 @@ def tree(module: str) -> ast.Module:
 @cache
 def imports(module: str) -> tuple[Import, ...]:
     """Return a module's imports: at the top, in functions, and for type checkers alone."""
-    found = []
+    names = []
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
-            found += [Import(alias.name, node.lineno) for alias in node.names]
+            names += [Import(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: relative import"
             assert node.module is not None
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                found.append(Import(full if full in modules() else node.module, node.lineno))
-    return tuple(found)
+                names.append(Import(full if full in modules() else node.module, node.lineno))
+    return tuple(names)
 
 
 @cache
 def floors() -> dict[str, int]:
-    """The floor of each room, as the page states it, counted from the ground."""
+    """Return the floor of each room as the page states it, counted from the ground."""
     (block,) = re.findall(r"^```text\n# the floors.*?\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     levels = [re.split(r"\s{2,}", line)[0].split(", ") for line in block.splitlines()]
     return {room: floor for floor, rooms in enumerate(reversed(levels)) for room in rooms}
 
 
 def room(module: str) -> str | None:
-    """The room that a module lies in; None for the package itself and its command."""
+    """Return a module's room; None for the package itself and its command."""
     inside = module.removeprefix("fedloom").removeprefix(".").replace(".", "/")
     within = [name for name in floors() if inside == name or inside.startswith(f"{name}/")]
     return max(within, key=len, default=None)
 
 
 def crossings() -> Iterator[tuple[str, str, str]]:
-    """Every import from one room into another: the two rooms, and where it stands."""
+    """Yield every import from one room into another: both rooms and its line."""
     for module in modules():
-        for each in imports(module):
-            here, there = room(module), room(each.module)
-            if each.module in modules() and here is not None and there is not None and here != there:
-                yield here, there, f"{module}:{each.line} imports {each.module}"
+        for target in imports(module):
+            source, destination = room(module), room(target.module)
+            if target.module in modules() and source is not None and destination is not None and source != destination:
+                yield source, destination, f"{module}:{target.line} imports {target.module}"
 
 
 def repeated(names: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {name: places for name, places in names.items() if len(places) > 1}
+    return {name: holders for name, holders in names.items() if len(holders) > 1}
 
 
 def test_every_module_has_a_room_on_the_page() -> None:
@@ -112,14 +112,16 @@ def test_the_drawing_shows_every_room() -> None:
 
 
 def test_rooms_import_only_from_floors_below() -> None:
-    upward = list(crossings())
-    assert len(upward) > 500
-    upwards = [where for here, there, where in upward if floors()[there] >= floors()[here]]
-    assert upwards == []
+    every_crossing = list(crossings())
+    assert len(every_crossing) > 500
+    upward = [line for room, target, line in every_crossing if floors()[target] >= floors()[room]]
+    assert upward == []
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    graph = {name: {each.module for each in imports(name) if each.module in modules()} for name in modules()}
+    graph = {
+        name: {imported.module for imported in imports(name) if imported.module in modules()} for name in modules()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -127,35 +129,35 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_engines_import_no_method() -> None:
-    found = {
-        f"{name}:{each.line} imports {each.module}"
+    offences = {
+        f"{name}:{imported.line} imports {imported.module}"
         for name in modules()
         if room(name) == "engines" or name == "fedloom.sites.flower_engine"
-        for each in imports(name)
-        if each.module.startswith("fedloom.algorithms")
+        for imported in imports(name)
+        if imported.module.startswith("fedloom.algorithms")
     }
-    assert found == set()
+    assert offences == set()
 
 
 @pytest.mark.parametrize(
-    ("library", "places"),
+    ("library", "rooms"),
     [
         ("ray", ("fedloom.engines.ray",)),
         ("flwr", ("fedloom.sites",)),
         ("typer", ("fedloom.cli",)),
     ],
 )
-def test_a_library_is_imported_in_its_room_alone(library: str, places: tuple[str, ...]) -> None:
-    found = [
-        f"{name}:{each.line}"
+def test_a_library_is_imported_in_its_room_alone(library: str, rooms: tuple[str, ...]) -> None:
+    offences = [
+        f"{name}:{imported.line}"
         for name in modules()
-        for each in imports(name)
-        if each.module.split(".")[0] == library and not f"{name}.".startswith(tuple(f"{place}." for place in places))
+        for imported in imports(name)
+        if imported.module.split(".")[0] == library and not f"{name}.".startswith(tuple(f"{room}." for room in rooms))
     ]
-    assert found == []
+    assert offences == []
 
 
-def test_no_class_name_means_two_things() -> None:
+def test_class_names_are_unique() -> None:
     named = defaultdict(list)
     for module in modules():
         for node in ast.walk(tree(module)):
@@ -164,7 +166,7 @@ def test_no_class_name_means_two_things() -> None:
     assert repeated(named) == {}
 
 
-def test_no_module_name_means_two_things() -> None:
+def test_module_names_are_unique() -> None:
     named = defaultdict(list)
     for module in modules():
         named[module.rpartition(".")[2]].append(module)
@@ -172,14 +174,14 @@ def test_no_module_name_means_two_things() -> None:
 
 
 def test_functions_take_few_parameters() -> None:
-    found = set()
+    long_functions = set()
     for module in modules():
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                taken = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                taken = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len(taken) - (taken[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
-                    found.add(f"{module}.{node.name}")
-    assert found == LONGER
+                    long_functions.add(f"{module}.{node.name}")
+    assert long_functions == LONGER
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_functions_take_few_parameters() -> None:
         r"pip install \S?fedloom\b",  # a package index knows no fedloom, or a stranger's
     ],
 )
-def test_no_text_sends_its_reader_where_there_is_nothing(pattern: str) -> None:
+def test_no_text_points_to_documents_or_packages_that_do_not_exist(pattern: str) -> None:
     files = [path for path in (SOURCE / "fedloom").rglob("*") if path.suffix in {".py", ".md", ".toml", ".html"}]
     texts = [
         *files,
@@ -198,10 +200,10 @@ def test_no_text_sends_its_reader_where_there_is_nothing(pattern: str) -> None:
         *(ROOT / "examples").rglob("*.py"),
         *(ROOT / "examples").glob("*.toml"),
     ]
-    found = [
+    matches = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in texts
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(pattern, line, re.I)
     ]
-    assert found == []
+    assert matches == []

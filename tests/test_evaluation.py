@@ -1,4 +1,4 @@
-"""Scores, client by client, against plain loops; and that looking changes nothing."""
+"""Scores of the global model and of every client against plain loops; evaluation changes no state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def federation(
 
 
 def naive(model: nn.Module, samples: Samples) -> tuple[int, float]:
-    """Right answers and summed cross entropy, one sample after the other."""
+    """Return correct predictions and summed cross entropy, sample by sample."""
     module = copy.deepcopy(model).eval().requires_grad_(False)
     hits, loss = 0, 0.0
     for x, y in zip(samples.inputs, samples.labels, strict=True):
@@ -67,7 +67,7 @@ def own_test(task: Task, client: int) -> Samples:
 
 
 def summary(hits: list[int], sizes: list[int]) -> dict[str, float]:
-    """The three figures of accuracy, written out."""
+    """Compute the three figures of accuracy in plain loops."""
     accuracies = [h / n for h, n in zip(hits, sizes, strict=True)]
     mean = sum(accuracies) / len(accuracies)
     worst = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
@@ -95,33 +95,33 @@ def test_scores_equal_plain_loops(batch_size: int) -> None:
     assert score["loss"] == pytest.approx(loss / 20, rel=1e-5)
     clients = [0, 1, 2, 4, 5]
     tally = evaluator.tally(row, task.train, task.local_test, clients)  # type: ignore[arg-type]
-    for place, client in enumerate(clients):
+    for index, client in enumerate(clients):
         hits, loss = naive(task.module(row), own_test(task, client))
-        assert int(tally.totals["correct"][place]) == hits
-        assert float(tally.totals["loss"][place]) == pytest.approx(loss, rel=1e-5)
+        assert int(tally.totals["correct"][index]) == hits
+        assert float(tally.totals["loss"][index]) == pytest.approx(loss, rel=1e-5)
     assert tally.samples.tolist() == [n for n in TEST_SIZES if n]
 
 
 @pytest.mark.parametrize("batch_size", [3, 7, 500])
-def test_clients_that_share_batches_have_the_figures_of_their_own(batch_size: int) -> None:
+def test_shared_batches_give_the_same_figures_as_client_by_client(batch_size: int) -> None:
     task = small_task()
-    own = task.local_test
-    assert own is not None
+    local_test = task.local_test
+    assert local_test is not None
     task = replace(task, dataset=replace(task.dataset, metrics=build_metrics([own_recall], task.objective)))
     evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
     clients, row = [0, 1, 2, 4, 5], random_row(task, 1)
-    together = evaluator.tally(row, task.train, own, clients)
-    apart = Tally.joined([evaluator.tally(row, task.train, own, [client]) for client in reversed(clients)])
-    assert together.clients.tolist() == apart.clients.tolist() == clients
-    assert together.samples.tolist() == apart.samples.tolist()
-    assert together.totals.keys() == apart.totals.keys()
-    assert len(apart.totals) == 3
-    for name, total in apart.totals.items():
-        torch.testing.assert_close(together.totals[name], total)
+    batched = evaluator.tally(row, task.train, local_test, clients)
+    separate = Tally.joined([evaluator.tally(row, task.train, local_test, [client]) for client in reversed(clients)])
+    assert batched.clients.tolist() == separate.clients.tolist() == clients
+    assert batched.samples.tolist() == separate.samples.tolist()
+    assert batched.totals.keys() == separate.totals.keys()
+    assert len(separate.totals) == 3
+    for name, total in separate.totals.items():
+        torch.testing.assert_close(batched.totals[name], total)
 
 
 def own_recall(outputs: Tensor, targets: Tensor) -> float:
-    """The share of the first of its samples' classes that a client finds."""
+    """Return a client's recall of the class of its first sample."""
     chosen = targets == targets[0]
     return float((outputs.argmax(1)[chosen] == targets[0]).double().mean())
 
@@ -143,18 +143,18 @@ def test_summary_of_clients(counts: list[tuple[int, int]]) -> None:
 
 
 def test_tallies_join_in_the_order_of_clients() -> None:
-    parts = [
+    tallies = [
         Tally(torch.tensor([c]), torch.tensor([9]), {"correct": torch.tensor([c + 1]), "loss": torch.tensor([c / 2])})
         for c in (5, 0, 3)
     ]
-    joined = Tally.joined(parts)
+    joined = Tally.joined(tallies)
     assert joined.clients.tolist() == [0, 3, 5]
     assert joined.totals["correct"].tolist() == [1, 4, 6]
     assert joined.totals["loss"].tolist() == [0.0, 1.5, 2.5]
 
 
 class Recorded(KeepsClientMemory):
-    """Keeps what every client sent, round by round."""
+    """Stores every client's upload, round by round."""
 
     def receive(self, round: Round, replies: Replies) -> None:
         self.uploads = {
@@ -164,7 +164,7 @@ class Recorded(KeepsClientMemory):
         super().receive(round, replies)
 
 
-def test_personal_models_are_what_the_next_round_would_make_of_the_next_message() -> None:
+def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
     """`Recorded.personalise` is its training, so after round t it gives the very models that round t + 1 uploads, dropout and
     batch order included; and the clients' own test data score them as plain loops do."""
     task = small_task()
@@ -186,7 +186,7 @@ def test_personal_models_are_what_the_next_round_would_make_of_the_next_message(
     assert run.history[-1]["client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES))
 
 
-def test_looking_changes_nothing() -> None:
+def test_evaluation_changes_no_state() -> None:
     """Models, statistics, integer buffers, memory and figures; and torch's own random numbers."""
     runs = []
     for every in (0, 1):
@@ -198,10 +198,10 @@ def test_looking_changes_nothing() -> None:
     assert torch.equal(blind.algorithm.model(), looking.algorithm.model())
     assert torch.equal(blind.integers, looking.integers)
     assert torch.equal(drawn, drawn_too)
-    one, two = (run.engine.store for run in (blind, looking))  # type: ignore[attr-defined]
-    assert list(one) == list(two)
-    for client in one:
-        assert all(torch.equal(tensor, two.read(client)[name]) for name, tensor in one.read(client).items())
+    memory, other_memory = (run.engine.store for run in (blind, looking))  # type: ignore[attr-defined]
+    assert list(memory) == list(other_memory)
+    for client in memory:
+        assert all(torch.equal(tensor, other_memory.read(client)[name]) for name, tensor in memory.read(client).items())
     assert blind.history == [
         {name: v for name, v in record.items() if not name.startswith(("client_", "personal_"))}
         for record in looking.history
@@ -226,12 +226,12 @@ def test_a_method_that_edits_its_inbox_harms_nobody() -> None:
     assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
 
 
-def test_where_every_client_uses_the_global_model_both_figures_agree() -> None:
+def test_personal_and_client_figures_agree_for_global_methods() -> None:
     run = federation(FedAvg())
     run.run()
     for record in run.history:
-        for part in ("accuracy", "accuracy_std", "accuracy_worst", "loss"):
-            assert record[f"personal_{part}"] == record[f"client_{part}"]
+        for figure in ("accuracy", "accuracy_std", "accuracy_worst", "loss"):
+            assert record[f"personal_{figure}"] == record[f"client_{figure}"]
 
 
 class Plain(FedAvg):
@@ -240,10 +240,10 @@ class Plain(FedAvg):
 
 
 def test_one_pass_over_all_clients_equals_client_by_client() -> None:
-    one, two = federation(FedAvg()), federation(Plain())
-    one.run()
-    two.run()
-    assert [t["personal"] for t in one.client_history] == [t["personal"] for t in two.client_history]
+    batched, one_by_one = federation(FedAvg()), federation(Plain())
+    batched.run()
+    one_by_one.run()
+    assert [t["personal"] for t in batched.client_history] == [t["personal"] for t in one_by_one.client_history]
 
 
 GLOBAL = {
@@ -268,28 +268,28 @@ NESTED = [
 
 
 @pytest.mark.parametrize("method", sorted({*EVERY_METHOD, *NESTED, *GLOBAL}))
-def test_clients_are_scored_one_by_one_only_where_they_use_models_of_their_own(method: str) -> None:
-    asked: list[ClientTask] = []
+def test_clients_are_scored_separately_only_if_their_models_differ(method: str) -> None:
+    evaluated: list[ClientTask] = []
 
-    class Asked(RowsEngine):
+    class RecordingEngine(RowsEngine):
         def evaluate(self, *arguments: Any) -> Iterator[Tally]:
-            asked.extend(arguments[2])
+            evaluated.extend(arguments[2])
             return super().evaluate(*arguments)
 
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
-    algorithm, engine = build(method), Asked(task)
+    algorithm, engine = build(method), RecordingEngine(task)
     run = Federation(algorithm, task, engine, Schedule(rounds=2, participation=1.0, evaluate_every=1, personal_every=1))
     run.run()
     assert not any(record["faults"] for record in run.history)
-    assert bool(asked) == algorithm.personal == (method not in GLOBAL)
+    assert bool(evaluated) == algorithm.personal == (method not in GLOBAL)
     following = run._first.at(3)
-    asked.clear()
+    evaluated.clear()
     clients = run.evaluation.clients
     run.evaluation._tally(algorithm, following, run.integers, None, clients)
-    models = [engine.personalised(algorithm, following, [client_task])[0][1] for client_task in asked]
+    models = [engine.personalised(algorithm, following, [client_task])[0][1] for client_task in evaluated]
     assert len(models) == len(clients) == 5
-    own = any(not torch.equal(model, algorithm.model()) for model in models)
-    assert own == algorithm.personal
+    differs = any(not torch.equal(model, algorithm.model()) for model in models)
+    assert differs == algorithm.personal
 
 
 class OneHot(FedAvg):
@@ -297,7 +297,7 @@ class OneHot(FedAvg):
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         rows = torch.zeros(len(clients), self.layout.size)
-        bias = next(part for part in self.layout.slices if part.name == "out.bias")
+        bias = next(entry for entry in self.layout.slices if entry.name == "out.bias")
         for k, client in enumerate(clients):
             rows[k, bias.start + client % CLASSES] = 1
         return {"model": rows}
@@ -316,17 +316,17 @@ def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: 
     task = small_task()
     run = federation(KeepsClientMemory(), task, tmp_path, new_clients=0.5, participation=0.67)
     run.run()
-    new = sorted(run.numbers[3:])
+    newcomers = sorted(run.numbers[3:])
     trained = {client for record in run.history for client in record["clients"]}
-    assert len(new) == 3
-    assert trained == set(range(6)) - set(new)
+    assert len(newcomers) == 3
+    assert trained == set(range(6)) - set(newcomers)
     assert all(len(record["clients"]) == 2 for record in run.history)
-    tested = [client for client in new if TEST_SIZES[client]]
+    tested = [client for client in newcomers if TEST_SIZES[client]]
     lines = [json.loads(line) for line in (tmp_path / "clients.jsonl").read_text().splitlines()]
     assert lines == run.client_history
     assert lines[-1]["new_client"]["clients"] == tested
     assert lines[-1]["new_client"]["samples"] == [TEST_SIZES[client] for client in tested]
-    assert set(lines[-1]["personal"]["clients"]) == {c for c in range(6) if c not in new and TEST_SIZES[c]}
+    assert set(lines[-1]["personal"]["clients"]) == {c for c in range(6) if c not in newcomers and TEST_SIZES[c]}
     assert set(run.engine.store) <= {0, 1, 2}  # type: ignore[attr-defined]
 
 
@@ -334,9 +334,9 @@ def test_new_clients_use_what_personalise_makes_of_the_global_model() -> None:
     task = small_task()
     run = federation(Plain(), task, new_clients=0.5)
     run.run()
-    new = [client for client in run.numbers[3:] if TEST_SIZES[client]]
-    hits = [naive(task.module(run.algorithm.model()), own_test(task, client))[0] for client in new]
-    assert run.history[-1]["new_client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES[c] for c in new))
+    newcomers = [client for client in run.numbers[3:] if TEST_SIZES[client]]
+    hits = [naive(task.module(run.algorithm.model()), own_test(task, client))[0] for client in newcomers]
+    assert run.history[-1]["new_client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES[c] for c in newcomers))
 
 
 def test_moving_new_clients_last_keeps_everybodys_data() -> None:
@@ -344,40 +344,40 @@ def test_moving_new_clients_last_keeps_everybodys_data() -> None:
     moved, numbers = newcomers_last(task, 2, seed=4)
     assert sorted(numbers) == list(range(6))
     assert list(numbers[:4]) == sorted(numbers[:4])
-    for place, client in enumerate(numbers):
-        assert np.array_equal(moved.partition[place], task.partition[client])
-        assert np.array_equal(moved.local_test[place], task.local_test[client])  # type: ignore[index]
+    for index, client in enumerate(numbers):
+        assert np.array_equal(moved.partition[index], task.partition[client])
+        assert np.array_equal(moved.local_test[index], task.local_test[client])  # type: ignore[index]
     draws = {tuple(newcomers_last(task, 2, seed)[1][4:]) for seed in range(40)}
     assert len(draws) > 8  # of the 15 pairs
     with pytest.raises(InvalidValue, match="new_clients leaves none of the 6 clients to train"):
         newcomers_last(task, 6, seed=0)
 
 
-def test_a_subset_of_clients_stays_the_same_and_is_drawn_by_the_seed() -> None:
+def test_the_evaluated_subset_is_fixed_and_drawn_by_the_seed() -> None:
     subsets = set()
     for seed in range(12):
         run = federation(FedAvg(), seed=seed, personal_clients=2, rounds=2)
         run.run()
-        first, second = (table["personal"]["clients"] for table in run.client_history)
-        assert first == second
-        assert len(first) == 2
-        subsets.add(tuple(first))
+        clients, later_clients = (table["personal"]["clients"] for table in run.client_history)
+        assert clients == later_clients
+        assert len(clients) == 2
+        subsets.add(tuple(clients))
     assert len(subsets) > 3
     assert not any(3 in subset for subset in subsets)  # who has no test data
 
 
-def test_without_own_test_data_nothing_personal_is_measured_unless_asked_for() -> None:
+def test_personal_figures_need_test_data_of_the_clients() -> None:
     run = federation(KeepsClientMemory(), small_task(own_test=False), personal_every=None)
     run.run()
     assert not any(name.startswith(("client_", "personal_")) for record in run.history for name in record)
-    for asked in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
+    for options in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
         with pytest.raises(InvalidValue) as error:
-            federation(KeepsClientMemory(), small_task(own_test=False), **asked)
+            federation(KeepsClientMemory(), small_task(own_test=False), **options)
         assert "needs test data of the clients' own: give the task local_test" in str(error.value)
         assert "\n" not in str(error.value)
 
 
-def test_evaluations_take_place_when_due() -> None:
+def test_evaluations_run_in_the_rounds_due() -> None:
     run = federation(FedAvg(), rounds=7, evaluate_every=3, personal_every=2)
     run.run()
     assert [r["round"] for r in run.history if "accuracy" in r] == [3, 6, 7]
@@ -401,7 +401,7 @@ def test_evaluations_take_place_when_due() -> None:
     evaluate_every=st.one_of(st.none(), st.integers(1, 9)),
     personal_every=st.one_of(st.none(), st.integers(0, 9)),
 )
-def test_the_chosen_cadence_costs_less_than_a_tenth_and_not_needlessly_little(
+def test_the_chosen_cadence_costs_at_most_its_share_of_the_time(
     participation: float, training: Training, evaluate_every: int | None, personal_every: int | None
 ) -> None:
     task = replace(small_task(), training=training)
@@ -416,9 +416,9 @@ def test_the_chosen_cadence_costs_less_than_a_tenth_and_not_needlessly_little(
     batch = min(training.batch_size or math.inf, float(sizes.mean()))
     local = TRAINING_PASSES * (batches * batch if training.steps is not None else training.epochs * float(sizes.mean()))
     round_cost = max(1, int(participation * 6 + 1e-9)) * local
-    own = 5 * float(np.mean(TEST_SIZES)) if personal else 0.0
-    overall = (len(task.test) + own) / (every * round_cost)
-    clients = (5 * local + 2 * own) / (personal * round_cost) if personal else 0.0
+    local_samples = 5 * float(np.mean(TEST_SIZES)) if personal else 0.0
+    overall = (len(task.test) + local_samples) / (every * round_cost)
+    clients = (5 * local + 2 * local_samples) / (personal * round_cost) if personal else 0.0
     if evaluate_every is None and personal_every is None:
         assert overall + clients <= SHARE + 1e-9
         assert overall <= SHARE / 2 + 1e-9
@@ -436,18 +436,18 @@ def test_without_global_test_samples_a_run_ends_without_test_figures(
 ) -> None:
     task = small_task(own_test)
     task = replace(task, test=task.test[:0])
-    result = fl.run("fedmr", task, rounds=3, participation=0.5, evaluate_every=every, directory=tmp_path)
-    for record in result.history:
+    run = fl.run("fedmr", task, rounds=3, participation=0.5, evaluate_every=every, directory=tmp_path)
+    for record in run.history:
         assert not {"accuracy", "loss"} & record.keys()
         assert every is None or ("client_accuracy" in record) == own_test
-    assert "pool_cosine" in result.history[-1]
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert (found["rounds"], found["accuracy"], found["best_accuracy"]) == (3, None, None)
-    assert render("no test samples", [result.summary], (0.5,), "fedloom run")
+    assert "pool_cosine" in run.history[-1]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["rounds"], result["accuracy"], result["best_accuracy"]) == (3, None, None)
+    assert render("no test samples", [run.summary], (0.5,), "fedloom run")
     for figure in ("accuracy", "best_accuracy"):
         with pytest.raises(InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"):
-            getattr(result, figure)
-    assert result.rounds_to(0.5) is None
+            getattr(run, figure)
+    assert run.rounds_to(0.5) is None
     for recorder in ("aggregate", "landscape(data=test)"):
         with pytest.raises(InvalidValue, match=r"^record: \w+: the test set of 'small' is empty$"):
             fl.run("fedmr", task, rounds=1, participation=0.5, record=[recorder])

@@ -1,4 +1,4 @@
-"""Runs and comparisons: what they give back and leave behind."""
+"""Runs and comparisons: their results and the files that they write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def share_right(model: nn.Module, of: fl.Task) -> float:
     return float((guesses == of.test.labels).float().mean())
 
 
-def plan(folder: Path, **more: object) -> Configuration:
+def plan(folder: Path, **keys: object) -> Configuration:
     return configuration(
         {
             "name": "job",
@@ -59,35 +59,35 @@ def plan(folder: Path, **more: object) -> Configuration:
             "model": "logistic",
             "data": {"clients": 4, "partition": "iid"},
             "training": {"learning_rate": 0.1},
-            **more,
+            **keys,
         }
     )
 
 
-def test_a_run_gives_its_model_and_its_history() -> None:
+def test_a_run_returns_its_model_and_its_history() -> None:
     of = task()
-    seen: list[int] = []
+    rounds: list[int] = []
     result = fl.run(
-        fl.FedAvg(), of, rounds=6, participation=0.6, evaluate_every=2, on_round=lambda r, t: seen.append(r["round"])
+        fl.FedAvg(), of, rounds=6, participation=0.6, evaluate_every=2, on_round=lambda r, t: rounds.append(r["round"])
     )
-    assert seen == [1, 2, 3, 4, 5, 6] == [record["round"] for record in result.history]
+    assert rounds == [1, 2, 3, 4, 5, 6] == [record["round"] for record in result.history]
     measured = {record["round"]: record["accuracy"] for record in result.history if "accuracy" in record}
     assert list(measured) == [2, 4, 6]
     assert share_right(result.model, of) == pytest.approx(measured[6]) == result.accuracy
     assert result.best_accuracy == max(measured.values())
     target = statistics.median(measured.values())
-    assert result.rounds_to(target) == next(number for number, found in measured.items() if found >= target)
+    assert result.rounds_to(target) == next(number for number, accuracy in measured.items() if accuracy >= target)
     assert result.rounds_to(1.0) is None
     assert not result.model.training
 
 
-def test_the_method_that_was_given_stays_as_it_is() -> None:
+def test_a_run_leaves_the_given_method_unchanged() -> None:
     method = fl.FedMR()
-    first = fl.run(method, task(), rounds=2, participation=0.6)
-    original = first.federation.algorithm.model().clone()
+    result = fl.run(method, task(), rounds=2, participation=0.6)
+    original = result.federation.algorithm.model().clone()
     fl.run(method, task(), rounds=3, participation=0.6, seed=1)
     assert not hasattr(method, "state")
-    assert torch.equal(first.federation.algorithm.model(), original)
+    assert torch.equal(result.federation.algorithm.model(), original)
 
 
 def test_an_expression_is_a_method_too() -> None:
@@ -112,27 +112,27 @@ def test_a_model_with_integer_buffers_comes_back_whole(tmp_path: Path) -> None:
     assert not torch.equal(loaded.state_dict()["hidden.weight"], of.model.state_dict()["hidden.weight"])
 
 
-def test_a_directory_goes_on_and_is_that_of_one_run(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     def stop(record: dict[str, object], timing: dict[str, object]) -> None:
         if record["round"] == 3:
             raise KeyboardInterrupt
 
-    of, whole, parts = task(), tmp_path / "whole", tmp_path / "parts"
-    fl.run("fedmr", of, rounds=6, participation=0.6, directory=whole)
+    of, uninterrupted, resumed = task(), tmp_path / "uninterrupted", tmp_path / "resumed"
+    fl.run("fedmr", of, rounds=6, participation=0.6, directory=uninterrupted)
     with pytest.raises(KeyboardInterrupt):
-        fl.run("fedmr", of, rounds=6, participation=0.6, directory=parts, on_round=stop)
-    assert not (parts / "result.json").exists()
-    result = fl.run("fedmr", of, rounds=6, participation=0.6, directory=parts)
+        fl.run("fedmr", of, rounds=6, participation=0.6, directory=resumed, on_round=stop)
+    assert not (resumed / "result.json").exists()
+    result = fl.run("fedmr", of, rounds=6, participation=0.6, directory=resumed)
     assert len(result.history) == 6
     for name in ("metrics.jsonl", "model.safetensors"):
-        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+        assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()
     with pytest.raises(CheckpointError, match=r"participation = 0\.6, not 0\.8"):
-        fl.run("fedmr", of, rounds=7, participation=0.8, directory=parts)
+        fl.run("fedmr", of, rounds=7, participation=0.8, directory=resumed)
     with pytest.raises(CheckpointError, match="a run with another split"):  # the same words, other data and weights
-        fl.run("fedmr", task(seed=1), rounds=6, participation=0.6, directory=parts)
+        fl.run("fedmr", task(seed=1), rounds=6, participation=0.6, directory=resumed)
 
 
-def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
+def test_a_run_directory_holds_settings_split_and_results(tmp_path: Path) -> None:
     job = plan(tmp_path, data={"clients": 4, "partition": "dirichlet(0.5)", "local_test": 0.25})
     summary = run_configured(job, RunName("fedmr", 3), lambda event: None)
     directory = tmp_path / "fedmr" / "seed-3"
@@ -163,25 +163,25 @@ def test_a_run_directory_holds_what_it_takes(tmp_path: Path) -> None:
     assert share_right(load_model(directory), task) == pytest.approx(lines[-1]["accuracy"])
 
 
-def test_the_same_seed_twice_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    job, other = plan(tmp_path / "a"), plan(tmp_path / "b")
-    for configured, seed in ((job, 0), (other, 0), (job, 1)):
+def test_equal_seeds_write_equal_bytes(tmp_path: Path) -> None:
+    job, repeated = plan(tmp_path / "a"), plan(tmp_path / "b")
+    for configured, seed in ((job, 0), (repeated, 0), (job, 1)):
         run_configured(configured, RunName("fedmr", seed), lambda event: None)
     for name in ("metrics.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json"):
-        first = (tmp_path / "a/fedmr/seed-0" / name).read_bytes()
-        assert first == (tmp_path / "b/fedmr/seed-0" / name).read_bytes()
-        assert name == "task.json" or first != (tmp_path / "a/fedmr/seed-1" / name).read_bytes()
+        reference = (tmp_path / "a/fedmr/seed-0" / name).read_bytes()
+        assert reference == (tmp_path / "b/fedmr/seed-0" / name).read_bytes()
+        assert name == "task.json" or reference != (tmp_path / "a/fedmr/seed-1" / name).read_bytes()
 
 
 def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     job, name = plan(tmp_path), RunName("fedavg", 0)
-    first = run_configured(job, name, lambda event: None)
+    summary = run_configured(job, name, lambda event: None)
     written = {path: path.stat().st_mtime_ns for path in run_directory(job, *name).path.iterdir()}
     events: list[Event] = []
     repeated = run_configured(job, name, events.append)
     assert [event.kind for event in events] == ["skipped"]
-    assert repeated == first
-    assert all(path.stat().st_mtime_ns == then for path, then in written.items() if path.name != ".lock")
+    assert repeated == summary
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items() if path.name != ".lock")
     events.clear()
     run_configured(job, name, events.append, fresh=True)
     assert [event.kind for event in events] == ["started", *["round"] * 4, "ended"]
@@ -206,9 +206,9 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
     events: list[Event] = []
     assert comparison.run(events.append) == {}
     for seed in (0, 1):
-        places = [tmp_path / method / f"seed-{seed}" for method in ("fedavg", "indep", "fedmr")]
-        assert len({(place / "split.npz").read_bytes() for place in places}) == 1
-        firsts = [json.loads((place / "metrics.jsonl").read_text().splitlines()[0]) for place in places]
+        folders = [tmp_path / method / f"seed-{seed}" for method in ("fedavg", "indep", "fedmr")]
+        assert len({(folder / "split.npz").read_bytes() for folder in folders}) == 1
+        firsts = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) for folder in folders]
         # One round of training from one model: recombination leaves the mean of the pool as it was.
         assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
         assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
@@ -218,9 +218,9 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
     assert rows[2].final is not None
     assert rows[2].final.mean == pytest.approx(statistics.fmean(finals))
     assert rows[2].final.std == pytest.approx(statistics.stdev(finals))
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert [run["accuracy"] for run in found["runs"] if run["algorithm"] == "fedmr"] == finals
-    assert found["failed"] == []
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["accuracy"] for run in report["runs"] if run["algorithm"] == "fedmr"] == finals
+    assert report["failed"] == []
     with (tmp_path / "comparison.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [line["algorithm"] for line in lines] == ["fedavg", "indep", "fedmr"]
@@ -255,45 +255,45 @@ def test_a_comparison_goes_on_run_by_run(tmp_path: Path) -> None:
     assert {event.kind for event in events} == {"skipped"}
 
 
-def test_a_run_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_failed_run_stops_no_other(tmp_path: Path) -> None:
     job = plan(tmp_path, algorithms=["fedavg", "fedavgm(learning_rate=1e38)"], rounds=5)
     events: list[Event] = []
     failed = Comparison.of(job).run(events.append)
     assert [name.algorithm for name in failed] == ["fedavgm(learning_rate=1e+38)"]
     assert "diverged" in next(iter(failed.values()))
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert [run["algorithm"] for run in found["runs"]] == ["fedavg"]
-    assert len(found["failed"]) == 1
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["algorithm"] for run in report["runs"]] == ["fedavg"]
+    assert len(report["failed"]) == 1
 
 
 def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one is in the middle of its files, the other waits: what lies there is of one comparison alone."""
-    first, second = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
-    first.run(lambda event: None)
-    second.run(lambda event: None)
-    other = threading.Thread(target=second.result({}).write, args=(second.configuration,))
+    """While one comparison writes its files, the other waits, so the files belong together."""
+    comparison, later = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
+    comparison.run(lambda event: None)
+    later.run(lambda event: None)
+    thread = threading.Thread(target=later.result({}).write, args=(later.configuration,))
     written: list[tuple[bool, str]] = []
 
     def write_slowly(path: Path, text: str) -> None:
         mine = threading.current_thread() is threading.main_thread()
         written.append((mine, path.name))
-        if mine and not other.ident:
-            other.start()
-            other.join(timeout=2)
+        if mine and not thread.ident:
+            thread.start()
+            thread.join(timeout=2)
         write_text(path, text)
 
     monkeypatch.setattr("fedloom.experiment.comparison_result.write_text", write_slowly)
-    first.result({}).write(first.configuration)
-    other.join()
+    comparison.result({}).write(comparison.configuration)
+    thread.join()
     assert [mine for mine, _ in written] == [True] * 4 + [False] * 4
     assert "fedmr" in (tmp_path / "comparison.csv").read_text()
     assert [run["algorithm"] for run in json.loads((tmp_path / "comparison.json").read_text())["runs"]] == ["fedmr"]
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("keys", "message"),
     [
         ({"algorithms": []}, "nothing to compare"),
         ({"algorithms": ["fedavg"], "data": {"clients": 5000, "partition": "iid"}}, "5000 clients"),
@@ -302,11 +302,9 @@ def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
         ({"algorithms": ["fedavg"], "new_clients": 0.5}, "local_test"),
     ],
 )  # fmt: skip
-def test_whatever_is_wrong_with_any_run_is_said_before_the_first(
-    tmp_path: Path, more: dict[str, object], said: str
-) -> None:
-    with pytest.raises(InvalidValue, match=said):
-        Comparison.of(plan(tmp_path, **more)).run(lambda event: None)
+def test_a_bad_run_is_refused_before_the_first_begins(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        Comparison.of(plan(tmp_path, **keys)).run(lambda event: None)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -323,12 +321,12 @@ class TestArtifact:
         of = fl.make_task("digits", clients=3, partition="iid", model="mlp(hidden=[7])", seed=4)
         path = tmp_path / "model.safetensors"
         save_model(path, of.model, "mlp(hidden=[7])", of.dataset.spec, {})
-        first = path.read_bytes()
+        contents = path.read_bytes()
         loaded = load_model(path)
-        for mine, theirs in zip(loaded.parameters(), of.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        for tensor, expected in zip(loaded.parameters(), of.model.parameters(), strict=True):
+            assert torch.equal(tensor, expected)
         save_model(path, loaded, "mlp(hidden=[7])", of.dataset.spec, {})
-        assert path.read_bytes() == first
+        assert path.read_bytes() == contents
 
     def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -341,19 +339,19 @@ class TestArtifact:
         assert torch.equal(loaded[0].weight, module[0].weight)
 
     @pytest.mark.parametrize(
-        ("expression", "said"),
+        ("expression", "message"),
         [
             ("os:getcwd", "give it as module="),
             ("nothing", "its model is your own"),
             ("mlp(hidden=[9])", "cannot be built again"),
         ],
     )
-    def test_a_file_decides_nothing_but_a_registered_model_that_fits(
-        self, tmp_path: Path, expression: str, said: str
+    def test_only_a_registered_model_that_fits_is_built_from_a_file(
+        self, tmp_path: Path, expression: str, message: str
     ) -> None:
         of = fl.make_task("digits", clients=3, partition="iid", model="mlp(hidden=[7])")
         save_model(tmp_path / "model.safetensors", of.model, expression, of.dataset.spec, {})
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load_model(tmp_path)
 
     def test_other_tensors_are_refused(self, tmp_path: Path) -> None:
@@ -369,14 +367,14 @@ class TestArtifact:
             load_model(path, module=small_task().model)
 
 
-def test_another_version_is_said_when_a_run_goes_on() -> None:
-    before = {"torch": "2.12.0", "threads": 2, "platform": "a"}
-    assert version_changes(before, {**before, "platform": "b"}) == ""
-    assert version_changes(before, {**before, "torch": "2.13.0"}) == "torch 2.12.0 (now 2.13.0)"
+def test_changed_versions_are_named_when_a_run_resumes() -> None:
+    environment = {"torch": "2.12.0", "threads": 2, "platform": "a"}
+    assert version_changes(environment, {**environment, "platform": "b"}) == ""
+    assert version_changes(environment, {**environment, "torch": "2.13.0"}) == "torch 2.12.0 (now 2.13.0)"
 
 
 def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:
-    """Counted from reading the file to the finished run."""
+    """Counts calls from reading the file to the finished run."""
     (tmp_path / "job.toml").write_text(
         'algorithm = "fedmr"\nrounds = 2\nmodel = "logistic"\nrecord = ["objective"]\ndata.clients = 4'
     )

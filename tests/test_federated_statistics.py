@@ -1,4 +1,4 @@
-"""Statistics over clients against pandas on the pooled rows; what leaves a client; noise; the command."""
+"""Federated statistics against pandas on the pooled rows; suppressed counts; noise; the command."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SIZES = (50, 200, 7, 90)
 def frames(seed: int = 0) -> list[pd.DataFrame]:
     """Return the rows of four hospitals, with empty cells and a rare category."""
     rng = np.random.default_rng(seed)
-    found = []
+    tables = []
     for hospital, n in enumerate(SIZES):
         age = rng.normal(1e6 + hospital, 3, n)
         age[rng.random(n) < 0.1] = math.nan
         sex = rng.choice(["f", "m", "x"], n, p=[0.6, 0.36, 0.04]).astype(object)
         sex[rng.random(n) < 0.05] = None
-        found.append(pd.DataFrame({"age": age, "sex": sex, "dose": rng.lognormal(0, 1, n)}))
-    return found
+        tables.append(pd.DataFrame({"age": age, "sex": sex, "dose": rng.lognormal(0, 1, n)}))
+    return tables
 
 
 def columns_of(frame: pd.DataFrame) -> dict[str, Any]:
@@ -51,16 +51,16 @@ def asking(frames: list[pd.DataFrame]) -> Callable[[dict[str, Any]], Mapping[int
     def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
         plain = json.loads(json.dumps(request))  # over a wire all is JSON
         answers = {client: answer(columns_of(frame), plain, 1, 0, client) for client, frame in enumerate(frames)}
-        return {client: json.loads(json.dumps(told)) for client, told in answers.items()}
+        return {client: json.loads(json.dumps(reply)) for client, reply in answers.items()}
 
     return ask
 
 
 def test_all_figures_are_those_of_pandas_on_the_pooled_rows() -> None:
-    told = collect(asking(frames()), Survey(smallest=1, bins=400))
+    result = collect(asking(frames()), Survey(smallest=1, bins=400))
     pooled = pd.concat(frames())
     for name in ("age", "dose"):
-        column = told.columns[name]
+        column = result.columns[name]
         assert (column.count, column.empty) == (pooled[name].count(), pooled[name].isna().sum())
         assert column.mean == pytest.approx(pooled[name].mean(), rel=1e-12)
         assert column.deviation == pytest.approx(pooled[name].std(ddof=0), rel=1e-9)
@@ -70,25 +70,25 @@ def test_all_figures_are_those_of_pandas_on_the_pooled_rows() -> None:
             assert column.quantile(share) == pytest.approx(inside.quantile(share), abs=3 * width)
         expected, _ = np.histogram(inside.dropna(), 400, column.edges)
         np.testing.assert_array_equal(column.bins, expected)
-    assert told.columns["sex"].categories == dict(pooled["sex"].value_counts().sort_index())
-    assert told.clients == len(SIZES)
-    frame = told.frame()
+    assert result.columns["sex"].categories == dict(pooled["sex"].value_counts().sort_index())
+    assert result.clients == len(SIZES)
+    frame = result.frame()
     assert list(frame.index) == ["age", "sex", "dose"]
-    assert frame.loc["dose", "mean"] == told.columns["dose"].mean
+    assert frame.loc["dose", "mean"] == result.columns["dose"].mean
 
 
-def test_what_fewer_rows_than_the_smallest_say_leaves_no_client() -> None:
-    told = collect(asking(frames()), Survey(smallest=8))
+def test_counts_below_the_smallest_leave_no_client() -> None:
+    result = collect(asking(frames()), Survey(smallest=8))
     rows, rare = frames(), {"f": 0, "m": 0, "x": 0}
     for frame in rows:
         counts = frame["sex"].value_counts()
         if frame["sex"].count() >= 8:
             for text in rare:
                 rare[text] += int(counts.get(text, 0)) if counts.get(text, 0) >= 8 else 0
-    assert told.columns["sex"].categories == {text: count for text, count in rare.items() if count}
+    assert result.columns["sex"].categories == {text: count for text, count in rare.items() if count}
     pooled = pd.concat([frame for frame in rows if frame["dose"].count() >= 8])
-    assert told.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=1e-12)
-    assert sum(told.columns["dose"].bins) == pytest.approx(len(pooled))
+    assert result.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=1e-12)
+    assert sum(result.columns["dose"].bins) == pytest.approx(len(pooled))
 
 
 @settings(deadline=None, max_examples=200)
@@ -113,13 +113,13 @@ def test_a_site_may_ask_for_more_rows_than_the_server() -> None:
     assert answer(columns, {"step": "sums", "smallest": 1, "noise": 0.0, "columns": {"dose": {}}}, 8) == {"columns": {}}
 
 
-def test_noise_is_of_the_scale_that_the_privacy_needs_and_its_cost_is_told() -> None:
+def test_noise_has_the_scale_that_epsilon_needs_and_its_cost_is_reported() -> None:
     bounds = {"age": (1e6 - 20, 1e6 + 20), "dose": (0.0, 20.0)}
-    told = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
-    assert told.releases == 4 + 4 + 1
-    assert epsilon(told.noise, 1.0, told.releases, 1e-5 / 2) <= 2.0
-    again = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
-    assert again == told
+    result = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
+    assert result.releases == 4 + 4 + 1
+    assert epsilon(result.noise, 1.0, result.releases, 1e-5 / 2) <= 2.0
+    repeated = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
+    assert repeated == result
     exact, columns = frames()[1]["dose"], columns_of(frames()[1])
     request = {"smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0], "mean": 1.0}}}
     sums, squares = [], []
@@ -181,14 +181,14 @@ def test_a_stranger_that_answers_anything_else_is_refused(answer: Any) -> None:
 
 def test_statistics_of_a_task_are_those_of_its_training_rows() -> None:
     task = fl.make_task("digits", clients=4, partition="iid")
-    told = statistics(task, smallest=1)
+    result = statistics(task, smallest=1)
     pixels = task.train.inputs.double().numpy()
     pixels = pixels if task.train.inputs.is_floating_point() else pixels / 255
-    (name, *_) = told.columns
-    assert told.columns[name].mean == pytest.approx(pixels.mean(), rel=1e-9)
-    assert told.columns[name].deviation == pytest.approx(pixels.std(), rel=1e-9)
+    (name, *_) = result.columns
+    assert result.columns[name].mean == pytest.approx(pixels.mean(), rel=1e-9)
+    assert result.columns[name].deviation == pytest.approx(pixels.std(), rel=1e-9)
     counts = np.bincount(task.train.labels.numpy(), minlength=10)
-    assert list(told.columns["target"].categories.values()) == counts.tolist()
+    assert list(result.columns["target"].categories.values()) == counts.tolist()
 
 
 def test_the_command_shows_a_table_and_writes_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,6 +208,6 @@ def test_the_command_shows_a_table_and_writes_all_numbers(tmp_path: Path, capsys
 
 
 def test_figures_without_rows_are_empty() -> None:
-    told = collect(asking([frames()[2]]), Survey(smallest=8))
-    assert isinstance(told, Statistics)
-    assert all(math.isnan(column.mean) and math.isnan(column.quantile(0.5)) for column in told.columns.values())
+    result = collect(asking([frames()[2]]), Survey(smallest=8))
+    assert isinstance(result, Statistics)
+    assert all(math.isnan(column.mean) and math.isnan(column.quantile(0.5)) for column in result.columns.values())

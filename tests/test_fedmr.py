@@ -1,4 +1,4 @@
-"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and what recombination must preserve."""
+"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and invariants of recombination."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from naive import State, World, assert_same, average, shares, uniform
 def layers_of(state: State, order: list[str]) -> list[list[str]]:
     """Names of the floating-point tensors of each layer, layers in the order of the module."""
     names = [name for name in state if state[name].is_floating_point()]
-    return [found for layer in order if (found := [n for n in names if n.rpartition(".")[0] == layer])]
+    return [layer_names for layer in order if (layer_names := [n for n in names if n.rpartition(".")[0] == layer])]
 
 
 def naive_units(world: World, unit: str, fraction: float) -> list[list[str]]:
@@ -53,9 +53,9 @@ def naive_recombine(models: list[State], units: list[list[str]], generator: torc
     result = [{name: tensor.clone() for name, tensor in model.items()} for model in models]
     for names in units:
         source = torch.randperm(len(models), generator=generator).tolist()
-        for k, other in enumerate(source):
+        for k, donor in enumerate(source):
             for name in names:
-                result[k][name] = models[other][name].clone()
+                result[k][name] = models[donor][name].clone()
     return result
 
 
@@ -72,7 +72,7 @@ def naive_fedmr(
     blend: Callable[[int], float] = lambda number: 0.0,
     tolerance: float | None = None,
 ) -> list[State]:
-    """The global model after each round; with a `tolerance` the share of averaging is that of `blend="auto"`."""
+    """Return the global model after each round; `tolerance` chooses the share of averaging as `blend="auto"` does."""
 
     parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
 
@@ -100,10 +100,10 @@ def naive_fedmr(
         mean = average(pool, uniform(clients))
         share = blend(number)
         if tolerance is not None:
-            here = [client for client in clients if client not in missing]
-            mean = average(uploads, shares(world, here))
+            present = [client for client in clients if client not in missing]
+            mean = average(uploads, shares(world, present))
             start = world.initial()
-            gained = [{n: new[n] - old[n] for n in parameters} for new, old in zip(trained, sent, strict=True)]
+            gained = [{n: end[n] - begin[n] for n in parameters} for end, begin in zip(trained, sent, strict=True)]
             common = sum(float(((mean[n] - start[n]) ** 2).sum()) for n in parameters)
             share = max(0.0, 1 - (tolerance * common) ** 2 / (variance(pool) * variance(gained)))
         for model in pool:
@@ -135,9 +135,9 @@ def test_rounds_of_indep_equal_plain_loops() -> None:
 
 def test_recombination_changes_the_run() -> None:
     world = World()
-    mixed, apart = world.run(FedMR()), world.run(Indep())
-    assert_same(mixed.models[:1], apart.models[:1])  # the first mean is taken before anything mixed was trained
-    assert not torch.allclose(mixed.models[-1]["head.weight"], apart.models[-1]["head.weight"], atol=1e-6)
+    mixed, independent = world.run(FedMR()), world.run(Indep())
+    assert_same(mixed.models[:1], independent.models[:1])  # the first mean is taken before anything mixed was trained
+    assert not torch.allclose(mixed.models[-1]["head.weight"], independent.models[-1]["head.weight"], atol=1e-6)
 
 
 def test_a_client_that_drops_out_leaves_its_slot_as_it_was_sent() -> None:
@@ -173,11 +173,11 @@ def test_one_participant_is_sequential_training() -> None:
 def test_a_single_segment_moves_whole_models() -> None:
     """After one round the pool is that of Indep with its slots permuted."""
     world = World(rounds=1)
-    whole, apart = FedMR(unit="segment", fraction=1.0), Indep()
-    world.run(whole)
-    world.run(apart)
+    single_segment, independent = FedMR(unit="segment", fraction=1.0), Indep()
+    world.run(single_segment)
+    world.run(independent)
     source = torch.randperm(3, generator=stream(world.seed, "recombine", round=1))
-    assert torch.equal(whole.state["pool"], apart.state["pool"][source])
+    assert torch.equal(single_segment.state["pool"], independent.state["pool"][source])
 
 
 def test_two_stages_with_equal_weights_are_fedavg_until_the_switch() -> None:
@@ -227,14 +227,14 @@ def test_blended_rounds_equal_plain_loops(blend: str) -> None:
     assert_same(run.models, naive_fedmr(world, run.selected, units, blend=shares.__getitem__))
 
 
-def test_blend_draws_the_models_together_and_keeps_their_mean() -> None:
+def test_blend_contracts_the_pool_and_keeps_its_mean() -> None:
     world = World(rounds=1)
-    apart, near = FedMR(), FedMR(blend=0.5)
-    world.run(apart)
-    world.run(near)
-    mean = apart.model()
-    torch.testing.assert_close(near.model(), mean)
-    torch.testing.assert_close(near.state["pool"] - mean, 0.5 * (apart.state["pool"] - mean))
+    unblended, blended = FedMR(), FedMR(blend=0.5)
+    world.run(unblended)
+    world.run(blended)
+    mean = unblended.model()
+    torch.testing.assert_close(blended.model(), mean)
+    torch.testing.assert_close(blended.state["pool"] - mean, 0.5 * (unblended.state["pool"] - mean))
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -260,7 +260,7 @@ def test_a_chosen_blend_lies_between_fedavg_and_fedmr() -> None:
 
 @given(seed=st.integers(0, 999), count=st.integers(1, 6), tolerance=st.floats(0, 3), scale=st.floats(1e-3, 1e3))
 @settings(max_examples=50, deadline=None)
-def test_a_chosen_blend_bounds_the_spread_and_knows_no_scale(
+def test_a_chosen_blend_bounds_the_spread_and_ignores_scale(
     seed: int, count: int, tolerance: float, scale: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -272,13 +272,15 @@ def test_a_chosen_blend_bounds_the_spread_and_knows_no_scale(
     assert 0 <= share <= 1
     gained = float(total_variance((pool - sent)[:, :5]))
     assert float(total_variance(pool[:, :5], since=sent[:, :5])) == pytest.approx(gained)
-    after, common = pool.lerp(average, share)[:, :5], float((average - initial)[:5].square().sum())
-    assert float(total_variance(after)) * gained <= (tolerance * common) ** 2 * (1 + 1e-9) + 1e-12
+    blended, common = pool.lerp(average, share)[:, :5], float((average - initial)[:5].square().sum())
+    assert float(total_variance(blended)) * gained <= (tolerance * common) ** 2 * (1 + 1e-9) + 1e-12
     scaled = auto_blend(scale * pool, scale * sent, scale * average, scale * initial, 5, tolerance)
     assert scaled == pytest.approx(share, abs=1e-9)
     units = [(slice(0, 3),), (slice(3, 7),)]
-    shuffled, before = (recombine_(rows.clone(), units, torch.Generator().manual_seed(seed)) for rows in (pool, sent))
-    assert auto_blend(shuffled, before, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
+    shuffled, shuffled_sent = (
+        recombine_(rows.clone(), units, torch.Generator().manual_seed(seed)) for rows in (pool, sent)
+    )
+    assert auto_blend(shuffled, shuffled_sent, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +304,7 @@ def test_a_scheduled_blend_is_linear_between_its_rounds(number: int, share: floa
         ("auto, tolerance=-1", "tolerance must be at least 0"),
     ],
 )
-def test_a_blend_that_cannot_be_is_refused(blend: str, message: str) -> None:
+def test_an_impossible_blend_is_refused(blend: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message) as caught:
         build(f"fedmr(blend={blend})")
     assert "\n" not in str(caught.value)
@@ -376,32 +378,32 @@ def test_an_expression_describes_what_it_builds(expression: str) -> None:
 
 
 @pytest.mark.parametrize(("expression", "message"), [("fedmr(unit=layr)", "layer"), ("fedmr(fraction=0)", "fraction")])
-def test_other_values_that_cannot_be_are_refused(expression: str, message: str) -> None:
+def test_impossible_units_and_fractions_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         build(expression)
 
 
-# --- what recombination preserves, on any module ---
+# --- invariants of recombination on any module ---
 
 
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Module:
-    """Chains of linear layers and batch norms, some without bias or affine part, some nested."""
-    parts: list[nn.Module] = []
+    """Draw chains of linear layers and batch norms, some without bias or affine weights, some nested."""
+    layers: list[nn.Module] = []
     width = draw(st.integers(1, 4))
     for _ in range(draw(st.integers(1, 4))):
         following = draw(st.integers(1, 4))
-        parts.append(nn.Linear(width, following, bias=draw(st.booleans())))
+        layers.append(nn.Linear(width, following, bias=draw(st.booleans())))
         if draw(st.booleans()):
-            parts.append(nn.BatchNorm1d(following, affine=draw(st.booleans())))
+            layers.append(nn.BatchNorm1d(following, affine=draw(st.booleans())))
         if draw(st.booleans()):
-            parts = [nn.Sequential(*parts)]
+            layers = [nn.Sequential(*layers)]
         width = following
-    return nn.Sequential(*parts)
+    return nn.Sequential(*layers)
 
 
 def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> Tensor:
-    """One round of the server half on given uploads `[K, P]`."""
+    """Run one round of the server half on given uploads `[K, P]`."""
     layout, count = Layout(module), len(uploads)
     plan = Plan(layout, layout.flatten(module), count, count, 1, seed, 2, lambda clients: clients + 1, module)
     method.setup(plan)
@@ -442,25 +444,25 @@ def test_each_unit_of_each_model_is_used_once(
     uploads = torch.arange(count).float().unsqueeze(1).repeat(1, layout.size)  # every number names its model
     method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
     pool = recombined(module, uploads, method, seed)
-    for parts in layout.units(method.unit, fraction):
-        columns = torch.cat([pool[:, part] for part in parts], dim=1)
+    for unit_slices in layout.units(method.unit, fraction):
+        columns = torch.cat([pool[:, unit_slice] for unit_slice in unit_slices], dim=1)
         assert torch.equal(columns, columns[:, :1].expand_as(columns))  # a unit comes from one model
         assert columns[:, 0].sort().values.tolist() == list(range(count))
 
 
-def test_models_of_the_pool_share_no_memory_with_each_other_or_the_past() -> None:
+def test_models_of_the_pool_share_no_storage() -> None:
     world = World()
     method = FedMR()
     federation = world.run(method).federation
     pool = method.state["pool"]
-    before, kept = pool.clone(), pool
+    copy, old_pool = pool.clone(), pool
     pool_rows = [row.data_ptr() for row in pool]
     assert len(set(pool_rows)) == len(pool)
     pool[0] += 1
-    assert torch.equal(pool[1:], before[1:])
+    assert torch.equal(pool[1:], copy[1:])
     pool[0] -= 1
     federation.algorithm.state["pool"] = pool
     round = method.plan.opening()
-    exchange, both = method.exchange(round, Selection(round.selected)), torch.tensor([0, 1])
-    method.receive(round, Replies({"model": pool + 5}, both, both, torch.ones(2), exchange))
-    assert torch.allclose(kept, before)  # the state before the round is still there
+    exchange, clients = method.exchange(round, Selection(round.selected)), torch.tensor([0, 1])
+    method.receive(round, Replies({"model": pool + 5}, clients, clients, torch.ones(2), exchange))
+    assert torch.allclose(old_pool, copy)  # the state before the round is still there

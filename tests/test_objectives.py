@@ -1,4 +1,4 @@
-"""What is learned: each objective against plain loops, in every engine, and what does not fit it."""
+"""Objectives: each against plain loops and in every engine; data, models and metrics that do not fit it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from objective_support import KINDS, absolute, draw, make
 
 
 def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float]]:
-    """(loss, weight) of everything that counts in one sample."""
+    """Return (loss, weight) of each label, token or pixel of one sample that counts."""
     if kind == "classification":
         weights, probability = [1.0, 2.0, 0.5], output.double().softmax(0)
         soft = [0.1 / 3 + (0.9 if c == int(target) else 0.0) for c in range(3)]
@@ -74,12 +74,12 @@ def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float
 
 
 def naive_loss(kind: str, outputs: Tensor, targets: Tensor) -> float:
-    found = [pair for output, target in zip(outputs, targets, strict=True) for pair in losses(kind, output, target)]
-    return sum(value for value, _ in found) / sum(weight for _, weight in found)
+    pairs = [pair for output, target in zip(outputs, targets, strict=True) for pair in losses(kind, output, target)]
+    return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_and_its_figure_are_those_of_plain_loops(kind: str) -> None:
+def test_loss_and_reported_loss_equal_plain_loops(kind: str) -> None:
     samples, model, objective, _ = draw(kind)
     outputs = model(samples.inputs)
     expected = naive_loss(kind, prediction(outputs).detach(), samples.labels)
@@ -98,54 +98,54 @@ def figures(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, fl
     )
     counts = {name: values.double() for name, values in counted.items()}
     totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
-    found = objective.figures({**totals, "samples": torch.tensor([float(len(targets))])})
-    return {name: float(value) for name, value in found.items()}
+    values = objective.figures({**totals, "samples": torch.tensor([float(len(targets))])})
+    return {name: float(value) for name, value in values.items()}
 
 
 def test_figures_of_classes() -> None:
     outputs = torch.tensor([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
-    found = figures(Classification(top_k=2), outputs, torch.tensor([0, 2, 0, 1]))
-    assert (found["accuracy"], found["top_2"]) == (1 / 4, 2 / 4)
+    values = figures(Classification(top_k=2), outputs, torch.tensor([0, 2, 0, 1]))
+    assert (values["accuracy"], values["top_2"]) == (1 / 4, 2 / 4)
 
 
 def test_figures_of_several_labels() -> None:
     outputs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
     targets = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    found = figures(Multilabel(), outputs, targets)  # 2 right, 1 too many, 1 missed; the third class is never right
-    assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
-    assert found["f1_macro"] == pytest.approx((1 + 1 + 0) / 3)
-    assert found["exact"] == pytest.approx(1 / 3)
+    values = figures(Multilabel(), outputs, targets)  # 2 right, 1 too many, 1 missed; the third class is never right
+    assert values["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert values["f1_macro"] == pytest.approx((1 + 1 + 0) / 3)
+    assert values["exact"] == pytest.approx(1 / 3)
 
 
 def test_figures_of_numbers() -> None:
     generator = torch.Generator().manual_seed(1)
     outputs, targets = (torch.randn(9, 2, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = figures(Regression(), outputs, targets)
+    values = figures(Regression(), outputs, targets)
     error = outputs - targets
-    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()))
-    assert found["mae"] == pytest.approx(float(error.abs().mean()))
+    assert values["rmse"] == pytest.approx(float(error.square().mean().sqrt()))
+    assert values["mae"] == pytest.approx(float(error.abs().mean()))
     spread = (targets - targets.mean(0)).square().sum(0)
-    assert found["r2"] == pytest.approx(float((1 - error.square().sum(0) / spread).mean()))
+    assert values["r2"] == pytest.approx(float((1 - error.square().sum(0) / spread).mean()))
 
 
 def test_figures_of_tokens_leave_padding_out() -> None:
     outputs = torch.tensor([[[2.0, 0.0], [0.0, 2.0], [2.0, 0.0]]])
-    found = figures(NextToken(padding=-1), outputs, torch.tensor([[0, 0, -1]]))
+    values = figures(NextToken(padding=-1), outputs, torch.tensor([[0, 0, -1]]))
     loss = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2
-    assert found["accuracy"] == 1 / 2
-    assert found["perplexity"] == pytest.approx(math.exp(loss))
+    assert values["accuracy"] == 1 / 2
+    assert values["perplexity"] == pytest.approx(math.exp(loss))
 
 
-def test_figures_of_pixels_leave_out_what_is_ignored() -> None:
+def test_figures_of_pixels_leave_out_ignored_ones() -> None:
     classes = torch.tensor([[[0, 1, 1], [2, 2, 0]]])
     targets = torch.tensor([[[0, 1, 2], [2, 255, 255]]])
     outputs = F.one_hot(classes, 3).permute(0, 3, 1, 2).float()
-    found = figures(Segmentation(), outputs, targets)
-    assert found["accuracy"] == 3 / 4
-    assert found["miou"] == pytest.approx((1 / 1 + 1 / 2 + 1 / 2) / 3)
+    values = figures(Segmentation(), outputs, targets)
+    assert values["accuracy"] == 3 / 4
+    assert values["miou"] == pytest.approx((1 / 1 + 1 / 2 + 1 / 2) / 3)
 
 
-def test_pixels_that_are_ignored_count_nowhere_where_their_number_is_a_class() -> None:
+def test_ignored_pixels_count_nowhere_even_if_the_ignored_label_is_a_class() -> None:
     generator = torch.Generator().manual_seed(2)
     outputs = torch.randn(4, 3, 8, 8, generator=generator)
     targets = torch.randint(3, (4, 8, 8), generator=generator)
@@ -153,11 +153,11 @@ def test_pixels_that_are_ignored_count_nowhere_where_their_number_is_a_class() -
     pairs = [(predicted[counted] == c, targets[counted] == c) for c in range(3)]
     ious = [float((a & b).sum() / (a | b).sum()) for a, b in pairs]
     assert ious[1] == 0
-    found = figures(Segmentation(ignore=1), outputs, targets)
-    assert found["miou"] == pytest.approx(sum(ious) / 3)
-    kept = figures(Segmentation(ignore=1), outputs, torch.where(counted, targets, 1))
+    values = figures(Segmentation(ignore=1), outputs, targets)
+    assert values["miou"] == pytest.approx(sum(ious) / 3)
+    with_ignore_1 = figures(Segmentation(ignore=1), outputs, torch.where(counted, targets, 1))
     shifted = figures(Segmentation(), outputs, torch.where(counted, targets, 255))
-    assert kept == shifted == found
+    assert with_ignore_1 == shifted == values
 
 
 @pytest.mark.parametrize("clients", [1, 3])
@@ -182,17 +182,17 @@ def test_r2_of_a_constant_column_is_0(value: float, clients: int) -> None:
 
 
 def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
-    """r2 over all clients, each of which counts its own samples, of unequal number."""
+    """Return r2 over clients of unequal size that count their samples apart."""
     data = Dataset("far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression())
     cuts = [0, *(len(targets) * k * k // clients**2 for k in range(1, clients)), len(targets)]
-    own = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
+    partition = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
     evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data, batch_size=7)
     evaluator.__dict__["module"] = nn.Identity()
     evaluator.layout.load = lambda module, row, integers: None  # type: ignore[method-assign]
-    tally = evaluator.tally(torch.zeros(2), data.test, own, range(clients))
-    alone = Tally.joined([evaluator.tally(torch.zeros(2), data.test, own, [k]) for k in range(clients)])
+    tally = evaluator.tally(torch.zeros(2), data.test, partition, range(clients))
+    per_client = Tally.joined([evaluator.tally(torch.zeros(2), data.test, partition, [k]) for k in range(clients)])
     overall = tally.overall(data.objective)["r2"]
-    assert alone.overall(data.objective)["r2"] == pytest.approx(overall, rel=1e-9)
+    assert per_client.overall(data.objective)["r2"] == pytest.approx(overall, rel=1e-9)
     assert evaluator.score(torch.zeros(2), data.test)["r2"] == pytest.approx(overall, rel=1e-5)
     return overall
 
@@ -253,8 +253,8 @@ def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
         optimizer.zero_grad()
         objective.loss(plain(samples.inputs), samples.labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    for one, other in zip(result.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    for trained, expected in zip(result.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(trained, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["multilabel", "sequence", "huber"])
@@ -274,11 +274,11 @@ def test_clients_are_judged_one_by_one(kind: str) -> None:
     training = fl.Training(learning_rate=0.05, batch_size=5)
     task = fl.make_task(data, clients=4, partition="iid", model=model, training=training, local_test=0.25)
     result = fl.run("ditto", task, rounds=2, participation=1.0, personal_every=1)
-    last, name = result.history[-1], task.objective.metric.name
-    assert {f"personal_{name}", f"personal_{name}_std", f"personal_{name}_worst", "personal_loss"} <= last.keys()
-    assert last[f"personal_{name}_std"] > 0
-    worse, better = sorted((last[f"personal_{name}_worst"], last[f"personal_{name}"]))
-    assert (worse == last[f"personal_{name}_worst"]) == objective.metric.higher_is_better or worse == better
+    record, name = result.history[-1], task.objective.metric.name
+    assert {f"personal_{name}", f"personal_{name}_std", f"personal_{name}_worst", "personal_loss"} <= record.keys()
+    assert record[f"personal_{name}_std"] > 0
+    worse, better = sorted((record[f"personal_{name}_worst"], record[f"personal_{name}"]))
+    assert (worse == record[f"personal_{name}_worst"]) == objective.metric.higher_is_better or worse == better
 
 
 # --- names ---
@@ -322,7 +322,7 @@ def test_a_function_has_no_expression_but_a_path() -> None:
         (lambda: prediction({"scores": torch.zeros(1)}), "the model returns a dictionary of scores"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(make_it: Callable[[], Any], words: str) -> None:
+def test_labels_and_options_that_do_not_fit_are_refused_in_one_line(make_it: Callable[[], Any], words: str) -> None:
     with pytest.raises(FedloomError) as caught:
         make_it()
     assert words in str(caught.value)
@@ -334,7 +334,7 @@ def _parts(labels: Tensor) -> tuple[Samples, Samples]:
     return samples[:3], samples[3:]
 
 
-def test_what_needs_classes_is_refused_before_anything_runs() -> None:
+def test_methods_and_recorders_that_need_classes_are_refused_before_the_run() -> None:
     task = make("squared")
     with pytest.raises(InvalidValue, match="fedgen needs class labels"):
         fl.run("fedgen", task, rounds=1)
@@ -344,10 +344,10 @@ def test_what_needs_classes_is_refused_before_anything_runs() -> None:
         make("squared", label_noise="symmetric(0.4)")
 
 
-# --- what follows the metric ---
+# --- reports, search and targets follow the metric ---
 
 
-def job(folder: Path, **more: Any) -> dict[str, Any]:
+def job(folder: Path, **keys: Any) -> dict[str, Any]:
     return {
         "rounds": 8,
         "participation": 1.0,
@@ -356,7 +356,7 @@ def job(folder: Path, **more: Any) -> dict[str, Any]:
         "directory": str(folder),
         "data": {"name": "diabetes", "clients": 5, "partition": "iid", "local_test": 0.25},
         "training": {"learning_rate": 0.05, "epochs": 3, "batch_size": 20},
-        **more,
+        **keys,
     }
 
 
@@ -376,25 +376,25 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     assert {event.score for event in events if event.kind == "ended"} != {""}
     assert [event.text for event in events if event.kind == "notice"] == []
     runs = [run.summary for run in read_runs(tmp_path)]
-    one = sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")
-    near, free = (row.final for row in one.rows)
+    comparison = sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")
+    near, free = (row.final for row in comparison.rows)
     assert near is not None
     assert free is not None
     assert free.mean < near.mean
-    assert [(d.method, d.other) for d in one.tests["final"]] == [("fedprox(mu=50.0)", "fedavg")]
+    assert [(d.method, d.other) for d in comparison.tests["final"]] == [("fedprox(mu=50.0)", "fedavg")]
     for run in runs:
         errors = [record["rmse"] for record in run.records]
         assert best(run) == min(errors)
         assert rounds_to(run, 0.85) == next((k for k, error in enumerate(errors, 1) if error <= 0.85), None)
         small = [number for number, record in enumerate(run.records, 1) if record["loss"] <= 0.6]
         assert rounds_to(run, "loss <= 0.6") == (small[0] if small else None)
-    assert [reach.reached for reach in one.rows[1].reaches] == [2, 2, 0]
-    titles = [column.title for column in one.table.columns]
-    assert [line[titles.index("Rounds to nobodys ≥ 1")].text for line in one.table.lines] == [
+    assert [reach.reached for reach in comparison.rows[1].reaches] == [2, 2, 0]
+    titles = [column.title for column in comparison.table.columns]
+    assert [line[titles.index("Rounds to nobodys ≥ 1")].text for line in comparison.table.lines] == [
         "–",
         "–",
     ]  # never recorded
-    assert one.table.best_lines[titles.index("Final RMSE")] == {1}
+    assert comparison.table.best_lines[titles.index("Final RMSE")] == {1}
     assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(titles)
     text = (tmp_path / "report.html").read_text()
     conclusion = text.partition("<p class=conclusion>")[2].partition("</p>")[0]
@@ -408,13 +408,13 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     assert result["best_rmse"] <= result["rmse"]
 
 
-def test_a_search_takes_what_has_the_least_error(tmp_path: Path) -> None:
+def test_a_search_takes_the_trial_of_least_error(tmp_path: Path) -> None:
     search = Search(job(tmp_path, algorithm="fedavg"), {"training": {"learning_rate": [0.0001, 0.05]}})
-    found = search.grid()
-    run_trials(found, SerialPool(), lambda event: None, lambda: False)
-    errors = [trial.spread.mean for trial in found if trial.spread is not None]
+    trials = search.grid()
+    run_trials(trials, SerialPool(), lambda event: None, lambda: False)
+    errors = [trial.spread.mean for trial in trials if trial.spread is not None]
     assert errors[1] < errors[0]
-    assert best_of(found) is found[1]
+    assert best_of(trials) is trials[1]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], word
         configuration(job(tmp_path, algorithm="fedavg", **keys))
 
 
-def test_a_bare_target_is_a_value_of_whatever_the_data_are_judged_by(tmp_path: Path) -> None:
+def test_a_bare_target_is_a_value_of_the_objectives_metric(tmp_path: Path) -> None:
     configured = configuration(job(tmp_path, algorithm="fedavg", rounds=1, targets=[60, 1e-9]))
     run = run_configured(configured, RunName("fedavg", 0), lambda event: None)
     assert [rounds_to(run, target) for target in (*configured.targets, "rmse <= 60")] == [1, None, 1]
@@ -449,7 +449,7 @@ def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
 
 
 def median_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A metric as a user writes it, which does not add up over samples."""
+    """A user's metric that does not add up over samples."""
     return (outputs[:, 0] - targets[:, 0]).abs().median()
 
 
@@ -468,28 +468,29 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
     def judged(inputs: Tensor, labels: Tensor) -> tuple[float, float]:
         with torch.no_grad():
             logits = result.model(inputs)
-        one = f1_score(labels, logits.argmax(1), average="macro", labels=labels.unique())
-        return one, roc_auc_score(labels, logits.softmax(1), average="weighted", multi_class="ovr")
+        f1 = f1_score(labels, logits.argmax(1), average="macro", labels=labels.unique())
+        return f1, roc_auc_score(labels, logits.softmax(1), average="weighted", multi_class="ovr")
 
-    last = result.history[-1]
-    assert (last["f1_macro"], last["auroc_weighted"]) == pytest.approx(judged(task.test.inputs, task.test.labels))
+    record = result.history[-1]
+    assert (record["f1_macro"], record["auroc_weighted"]) == pytest.approx(judged(task.test.inputs, task.test.labels))
     assert task.local_test is not None
-    each = []
-    for own in task.local_test:
-        part = task.train[torch.from_numpy(own)]
-        present = part.labels.unique()
+    scores = []
+    for indices in task.local_test:
+        samples = task.train[torch.from_numpy(indices)]
+        present = samples.labels.unique()
         with torch.no_grad():
-            logits = result.model(part.inputs)
+            logits = result.model(samples.inputs)
         both = torch.cat([present, logits.argmax(1)]).unique()
-        each.append((len(own), f1_score(part.labels, logits.argmax(1), average="macro", labels=both)))
-    mean = sum(size * value for size, value in each) / sum(size for size, _ in each)
-    assert last["personal_f1_macro"] == last["client_f1_macro"] == pytest.approx(mean)
+        scores.append((len(indices), f1_score(samples.labels, logits.argmax(1), average="macro", labels=both)))
+    mean = sum(size * value for size, value in scores) / sum(size for size, _ in scores)
+    assert record["personal_f1_macro"] == record["client_f1_macro"] == pytest.approx(mean)
 
 
-def test_a_metric_may_be_ones_own() -> None:
+def test_a_metric_may_be_a_users_function() -> None:
     task = make("squared", metrics=[f"{__name__}:median_error"], local_test=0.25)
     runs = [
-        fl.run("fedavg", task, rounds=1, participation=1.0, engine=one, personal_every=1) for one in ("rows", "stacked")
+        fl.run("fedavg", task, rounds=1, participation=1.0, engine=engine, personal_every=1)
+        for engine in ("rows", "stacked")
     ]
     objective = task.objective  # which says what the target's own units are
     outputs, targets = map(objective.in_units, (runs[0].model(task.test.inputs).detach(), task.test.labels))
@@ -528,7 +529,7 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
     configured = configuration(
         job(tmp_path, algorithm="fedavg", metrics=["pearson_corrcoef"], targets=["pearson_corrcoef >= 0.2"])
     )
-    assert [one.name for one in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
+    assert [metric.name for metric in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
     for objective in ("regression", None):  # what the data are
         with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"):
             configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"]))

@@ -42,12 +42,12 @@ def compare(world: World, expression: str, method: Callable[..., list[Moment]], 
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
     assert_same(run.moments, method(Setting(world, run.selected), **options), tolerance=1e-9)
-    last = run.moments[-1]
-    assert not torch.allclose(last.personal[0], last.personal[1], atol=1e-4)
+    moment = run.moments[-1]
+    assert not torch.allclose(moment.personal[0], moment.personal[1], atol=1e-4)
     return run
 
 
-def own_counts(world: World, client: int) -> Tensor:
+def label_counts(world: World, client: int) -> Tensor:
     labels = world.data(client)[1]
     return torch.tensor([float((labels == c).sum()) for c in range(world.classes)], dtype=torch.float64)
 
@@ -58,7 +58,7 @@ def parts_of(world: World) -> tuple[list[str], list[str]]:
 
 
 def means_by_class(model: Net, x: Tensor, y: Tensor) -> dict[int, Tensor]:
-    """Mean feature of each class that occurs, in evaluation mode."""
+    """Return the mean feature of each class that occurs, in evaluation mode."""
     with torch.no_grad():
         features = copy.deepcopy(model).eval().features(x)
     return {c: torch.stack([z for z, label in zip(features, y.tolist(), strict=True) if label == c]).mean(0)
@@ -95,15 +95,15 @@ def fedrod(setting: Setting, *, gamma: float = 1.0) -> list[Moment]:
     private = {i: [p.clone() for p in initial] for i in range(world.clients)}
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
-        counts = own_counts(world, i)
+        counts = label_counts(world, i)
         prior = torch.tensor([float(n.log()) if n else NEVER for n in counts], dtype=torch.float64)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             z = start.features(x)
             logits = start.head(z)
             weight, bias = (p.requires_grad_() for p in private[i])
-            own = F.cross_entropy(logits.detach() + z.detach() @ weight.T + bias, y)
-            slopes = torch.autograd.grad(own, [weight, bias])
+            private_loss = F.cross_entropy(logits.detach() + z.detach() @ weight.T + bias, y)
+            slopes = torch.autograd.grad(private_loss, [weight, bias])
             private[i] = [(p - world.rate(t) * g).detach() for p, g in zip((weight, bias), slopes, strict=True)]
             return F.cross_entropy(logits + gamma * prior, y)
 
@@ -116,9 +116,9 @@ def fedrod(setting: Setting, *, gamma: float = 1.0) -> list[Moment]:
     return shared_model(setting, work, score)
 
 
-def mixed(local: nn.Module, own: nn.Module, share: float) -> nn.Module:
+def mixed(local: nn.Module, personal: nn.Module, share: float) -> nn.Module:
     result = copy.deepcopy(local)
-    tensors = [[t for t in [*m.parameters(), *m.buffers()] if t.is_floating_point()] for m in (result, local, own)]
+    tensors = [[t for t in [*m.parameters(), *m.buffers()] if t.is_floating_point()] for m in (result, local, personal)]
     with torch.no_grad():
         for target, a, b in zip(*tensors, strict=True):
             target.copy_((1 - share) * a + share * b)
@@ -127,30 +127,30 @@ def mixed(local: nn.Module, own: nn.Module, share: float) -> nn.Module:
 
 def apfl(setting: Setting, *, alpha: float, adaptive: bool = False) -> list[Moment]:
     world = setting.world
-    own = {i: world.fresh() for i in range(world.clients)}
-    shares, seen = [alpha] * world.clients, set()
+    personal = {i: world.fresh() for i in range(world.clients)}
+    shares, trained = [alpha] * world.clients, set()
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
-        seen.add(i)
+        trained.add(i)
         start.train()
         for k, (x, y) in enumerate(world.batches(i, t)):
             slopes = torch.autograd.grad(F.cross_entropy(start(x), y), list(start.parameters()))
             with torch.no_grad():
                 for p, g in zip(start.parameters(), slopes, strict=True):
                     p.sub_(world.rate(t) * g)
-            mixture = mixed(start, own[i], shares[i]).train()
+            mixture = mixed(start, personal[i], shares[i]).train()
             slopes = torch.autograd.grad(F.cross_entropy(mixture(x), y), list(mixture.parameters()))
-            triples = list(zip(own[i].parameters(), start.parameters(), slopes, strict=True))
+            triples = list(zip(personal[i].parameters(), start.parameters(), slopes, strict=True))
             slope = sum(float(((v - w).detach() * g).sum()) for v, w, g in triples)
             with torch.no_grad():
                 for v, _, g in triples:
                     v.sub_(world.rate(t) * shares[i] * g)
-                for mine, theirs in zip(own[i].buffers(), mixture.buffers(), strict=True):
-                    mine.copy_(theirs)
+                for target, source in zip(personal[i].buffers(), mixture.buffers(), strict=True):
+                    target.copy_(source)
             if adaptive and k == 0:
                 shares[i] = min(1.0, max(0.0, shares[i] - world.rate(t) * slope))
 
-    return shared_model(setting, work, lambda m, i, t: mixed(m, own[i], shares[i]) if i in seen else m)
+    return shared_model(setting, work, lambda m, i, t: mixed(m, personal[i], shares[i]) if i in trained else m)
 
 
 def prototype_head(prototypes: dict[int, Tensor], classes: int, width: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def prototype_head(prototypes: dict[int, Tensor], classes: int, width: int) -> t
 
 
 def pulled(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
-    """The mean of squares over the batch and dimensions, 0 for samples of classes without a prototype."""
+    """Return the mean square over batch and dimensions, 0 for samples of classes without a prototype."""
     gaps = [
         (z[k] - prototypes[c]).square().sum() if c in prototypes else 0 * z[k].sum() for k, c in enumerate(y.tolist())
     ]
@@ -170,13 +170,13 @@ def pulled(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
 
 def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_head: bool = False) -> list[Moment]:
     world = setting.world
-    own = [world.fresh() for _ in range(world.clients)]
+    models = [world.fresh() for _ in range(world.clients)]
     prototypes: dict[int, Tensor] = {}
     moments = []
     for number, selected in enumerate(setting.selected, start=1):
         means = {}
         for i in selected:
-            sent, model = dict(prototypes), own[i]
+            sent, model = dict(prototypes), models[i]
 
             def loss(x: Tensor, y: Tensor, model: Any = model, sent: dict[int, Tensor] = sent) -> Tensor:
                 z = model.features(x)
@@ -186,35 +186,35 @@ def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_he
             means[i] = means_by_class(model, *world.data(i))
         for c in range(world.classes):
             having = [i for i in selected if c in means[i]]
-            weights = [float(own_counts(world, i)[c]) if weighted else 1.0 for i in having]
+            weights = [float(label_counts(world, i)[c]) if weighted else 1.0 for i in having]
             if having:
                 prototypes[c] = sum(w * means[i][c] for w, i in zip(weights, having, strict=True)) / sum(weights)
 
         def used(model: nn.Module) -> nn.Module:
             return with_head(model, *prototype_head(prototypes, world.classes, 4))
 
-        personal = [vector(model if by_head else used(model)) for model in own]
+        personal = [vector(model if by_head else used(model)) for model in models]
         moments.append(Moment(parameters(used(world.fresh())), personal))
     return moments
 
 
 def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
     world = setting.world
-    own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
+    models, server = [world.fresh() for _ in range(world.clients)], world.fresh()
     shift = [torch.zeros(4, dtype=torch.float64) for _ in range(world.clients)]
     consensus: Tensor | None = None
     moments = []
     for number, selected in enumerate(setting.selected, start=1):
         running = {}
         for i in selected:
-            copy_parameters(server, own[i])
+            copy_parameters(server, models[i])
             running[i] = torch.zeros(4, dtype=torch.float64)
 
             def loss(
                 x: Tensor,
                 y: Tensor,
                 i: int = i,
-                model: Any = own[i],
+                model: Any = models[i],
                 target: Tensor | None = consensus,
                 running: dict[int, Tensor] = running,
                 rate: float = world.rate(number),
@@ -230,17 +230,17 @@ def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
                 shift[i] = shift[i] - rate * slope
                 return total
 
-            world.train(own[i], i, number, loss=loss)
+            world.train(models[i], i, number, loss=loss)
         sizes = [world.sizes[i] for i in selected]
         if consensus is None:
             consensus = sum(n * running[i] for n, i in zip(sizes, selected, strict=True)) / sum(sizes)
         else:
-            average(server, [own[i] for i in selected], sizes, world.names)
+            average(server, [models[i] for i in selected], sizes, world.names)
         personal = []
         for i in range(world.clients):
-            whole = copy.deepcopy(own[i])
-            copy_parameters(server, whole)
-            personal.append(vector(with_head(whole, whole.head.weight, whole.head.bias + whole.head.weight @ shift[i])))
+            model = copy.deepcopy(models[i])
+            copy_parameters(server, model)
+            personal.append(vector(with_head(model, model.head.weight, model.head.bias + model.head.weight @ shift[i])))
         moments.append(Moment(parameters(server), personal))
     return moments
 
@@ -299,8 +299,8 @@ def naive_whole_fedrep(world: World) -> Callable[[nn.Module, nn.Module, int, int
 # --- limiting cases ---
 
 
-def same(found: Sequence[Moment], expected: Sequence[Moment]) -> None:
-    assert_same(found, expected, tolerance=1e-9)
+def assert_equal_moments(moments: Sequence[Moment], expected: Sequence[Moment]) -> None:
+    assert_same(moments, expected, tolerance=1e-9)
 
 
 def test_fedbabu_without_tuning_scores_the_base_under_the_initial_head() -> None:
@@ -317,16 +317,16 @@ def test_fedrod_of_equal_classes_trains_the_model_of_fedavg() -> None:
         torch.testing.assert_close(moment.parameters, expected.parameters)
 
 
-def test_apfl_at_both_ends() -> None:
+def test_apfl_is_silobn_at_alpha_0_and_local_training_at_alpha_1() -> None:
     world = World(norm=True, training=PLAIN)
     run = world.run(build("apfl(alpha=0)"))
-    same(run.moments, world.run(build("silobn")).moments)
-    alone = World(participation=1.0, training=PLAIN, rounds=3)
-    local = [alone.fresh() for _ in range(alone.clients)]
+    assert_equal_moments(run.moments, world.run(build("silobn")).moments)
+    everyone = World(participation=1.0, training=PLAIN, rounds=3)
+    local = [everyone.fresh() for _ in range(everyone.clients)]
     for number in range(1, 4):
         for i, model in enumerate(local):
-            alone.train(model, i, number)
-    for row, model in zip(alone.run(build("apfl(alpha=1.0)")).moments[-1].personal, local, strict=True):
+            everyone.train(model, i, number)
+    for row, model in zip(everyone.run(build("apfl(alpha=1.0)")).moments[-1].personal, local, strict=True):
         torch.testing.assert_close(row, vector(model), rtol=1e-9, atol=1e-9)
 
 
@@ -371,12 +371,14 @@ def test_engines_agree(expression: str) -> None:
     rows = []
     for engine in (RowsEngine, StackedEngine):
         task = world.task()
-        made = engine(task)
-        federation = Federation(build(expression), task, made, Schedule(rounds=3, participation=0.6, seed=world.seed))
+        local_engine = engine(task)
+        federation = Federation(
+            build(expression), task, local_engine, Schedule(rounds=3, participation=0.6, seed=world.seed)
+        )
         federation.run()
-        rows.append([federation.algorithm.model(), *made.memory().values()])
-    for one, two in zip(*rows, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+        rows.append([federation.algorithm.model(), *local_engine.memory().values()])
+    for row, stacked_row in zip(*rows, strict=True):
+        torch.testing.assert_close(row, stacked_row, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

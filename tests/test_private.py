@@ -1,4 +1,4 @@
-"""Differential privacy: what is clipped, how much noise is added and from where, what it costs, and what is refused."""
+"""Differential privacy: clipping, the amount and the source of the noise, its cost in epsilon, and refused methods."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def federation(
     return Federation(build(expression), task(), RowsEngine(task()), schedule)
 
 
-def ran(expression: Any, **options: Any) -> Federation:
-    found = federation(expression, **options)
-    found.run()
-    assert all(record["faults"] == [] for record in found.history)
-    return found
+def run_federation(expression: Any, **options: Any) -> Federation:
+    trained = federation(expression, **options)
+    trained.run()
+    assert all(record["faults"] == [] for record in trained.history)
+    return trained
 
 
 class Recorded(FedAvg):
-    """FedAvg whose clients' updates are as long as `length` says; what the server half received is kept."""
+    """FedAvg with client updates of norm `length`; stores the replies that the server half received."""
 
     length = 1.0
 
@@ -82,25 +82,25 @@ class Recorded(FedAvg):
 )
 @settings(max_examples=50, deadline=None)
 def test_no_clients_update_is_longer_than_the_clip(rows: list[list[float]], clip: float) -> None:
-    found, lengths = clipped(torch.tensor(rows, dtype=torch.float32), clip)
-    for row, kept, length in zip(rows, found.double().tolist(), lengths.tolist(), strict=True):
+    clipped_rows, lengths = clipped(torch.tensor(rows, dtype=torch.float32), clip)
+    for row, clipped_row, length in zip(rows, clipped_rows.double().tolist(), lengths.tolist(), strict=True):
         assert length == pytest.approx(math.hypot(*row), rel=1e-9)
-        assert math.hypot(*kept) <= clip * (1 + 1e-6)
+        assert math.hypot(*clipped_row) <= clip * (1 + 1e-6)
         if math.hypot(*row) <= clip:
-            assert kept == row
+            assert clipped_row == row
         else:
-            assert kept == pytest.approx([x * clip / math.hypot(*row) for x in row], rel=1e-6, abs=1e-30)
+            assert clipped_row == pytest.approx([x * clip / math.hypot(*row) for x in row], rel=1e-6, abs=1e-30)
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 @settings(max_examples=8, deadline=None)
-def test_what_clients_move_the_model_by_is_bounded_whatever_they_send(length: float, clip: float) -> None:
+def test_the_change_of_the_model_is_bounded_by_the_clip(length: float, clip: float) -> None:
     inner = Recorded()
     inner.length = length
-    found = federation(Private(inner, clip=clip, noise=0.0))
-    before = found.algorithm.model().clone()
-    record, _ = found.step()
-    moved = float((found.algorithm.model() - before).double().norm())
+    trained = federation(Private(inner, clip=clip, noise=0.0))
+    start = trained.algorithm.model().clone()
+    record, _ = trained.step()
+    moved = float((trained.algorithm.model() - start).double().norm())
     # Six clients are expected, and the divisor is six whoever came.
     assert moved == pytest.approx(len(record["clients"]) * min(length, clip) / 6, rel=1e-3)
     assert len(inner.received) == 6
@@ -112,13 +112,13 @@ def test_what_clients_move_the_model_by_is_bounded_whatever_they_send(length: fl
 def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> Tensor:
     """Return the noise on the mean, or on a client's upload, of updates that are zero."""
     inner.length = 0.0
-    found = federation(method, participation=participation)
-    before = found.algorithm.model().clone()
-    found.step()
-    return inner.received["model"].double() - before.double()
+    trained = federation(method, participation=participation)
+    start = trained.algorithm.model().clone()
+    trained.step()
+    return inner.received["model"].double() - start.double()
 
 
-def test_the_noise_has_the_variance_that_it_should_have() -> None:
+def test_noise_has_the_stated_variance() -> None:
     inner = Recorded()
     central = noise_of(Private(inner, clip=0.5, noise=2.0), inner)
     assert bool((central == central[0]).all())  # the inner method receives the noisy mean in place of every reply
@@ -131,10 +131,10 @@ def test_the_noise_has_the_variance_that_it_should_have() -> None:
 
 
 def test_noise_without_a_generator_is_normal_and_never_twice_the_same() -> None:
-    one, two = normal(torch.zeros(4000), None), normal(torch.zeros(4000), None)
-    assert not torch.equal(one, two)
-    for found in (one, two):
-        ordered = found.sort().values
+    draw, second_draw = normal(torch.zeros(4000), None), normal(torch.zeros(4000), None)
+    assert not torch.equal(draw, second_draw)
+    for values in (draw, second_draw):
+        ordered = values.sort().values
         expected = torch.distributions.Normal(0, 1).cdf(ordered.float())
         distance = (expected - (torch.arange(4000) + 0.5) / 4000).abs().max()
         assert float(distance) < 1.95 / math.sqrt(4000)  # Kolmogorov and Smirnov: one failure in a thousand
@@ -146,38 +146,38 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
 
     def model(engine: RowsEngine, expression: str) -> Tensor:
         schedule = Schedule(rounds=1, participation=1.0, evaluate_every=9)
-        found = Federation(build(expression), task(), engine, schedule)
-        found.run()
-        return found.algorithm.model()
+        trained = Federation(build(expression), task(), engine, schedule)
+        trained.run()
+        return trained.algorithm.model()
 
     for expression in ("private(fedavg, noise=1.0)", "local_private(fedavg, noise=1.0)"):
         assert torch.equal(model(RowsEngine(task()), expression), model(RowsEngine(task()), expression))
         assert not torch.equal(model(Sites(task()), expression), model(Sites(task()), expression))
 
 
-# --- who takes part ---
+# --- participation ---
 
 
 def test_in_a_poisson_round_every_client_takes_part_by_itself() -> None:
-    first = Round(1, 400, 7, 10, 3, 0.1, 0.1, poisson=True)
-    drawn = [set(uniform(first.at(number))) for number in range(1, 401)]
-    counts = torch.tensor([[client in one for client in range(10)] for one in drawn]).double()
+    opening = Round(1, 400, 7, 10, 3, 0.1, 0.1, poisson=True)
+    drawn = [set(uniform(opening.at(number))) for number in range(1, 401)]
+    counts = torch.tensor([[client in clients for client in range(10)] for clients in drawn]).double()
     assert bool(((counts.mean(0) - 0.3).abs() < 4 * math.sqrt(0.21 / 400)).all())
     assert float(counts.sum(1).var()) == pytest.approx(10 * 0.21, rel=0.3)  # fixed participation has none
     pairs = torch.cov(counts.T).fill_diagonal_(0)
     assert float(pairs.abs().max()) < 4 * 0.21 / math.sqrt(400)
 
 
-def test_a_round_to_which_nobody_came_is_a_release_like_any_other() -> None:
+def test_a_round_without_clients_counts_as_a_release() -> None:
     class Nobody(Recorded):
         def select(self, round: Round) -> Selection:
             return Selection(uniform(round))
 
-    found = ran(Private(Nobody(), noise=1.0), participation=1 / 12, rounds=12)
-    counts = [len(record["clients"]) for record in found.history]
+    trained = run_federation(Private(Nobody(), noise=1.0), participation=1 / 12, rounds=12)
+    counts = [len(record["clients"]) for record in trained.history]
     assert 0 in counts
-    assert [record["epsilon"] for record in found.history] == [epsilon(1.0, 1 / 12, k, 1e-5) for k in range(1, 13)]
-    models = [record["loss"] for record in found.history]
+    assert [record["epsilon"] for record in trained.history] == [epsilon(1.0, 1 / 12, k, 1e-5) for k in range(1, 13)]
+    models = [record["loss"] for record in trained.history]
     assert len(set(models)) == len(models)  # each round moved the model
 
 
@@ -185,10 +185,10 @@ def test_methods_that_need_as_many_clients_in_every_round_are_refused() -> None:
     for expression in ("fedmr", "clustered(fedavg)", "umf(indep)"):
         with pytest.raises(InvalidValue, match="participation_mode = poisson draws another number"):
             federation(expression)
-    assert ran("fedmut").finished == ran("umf(scaffold)").finished == 4
+    assert run_federation("fedmut").finished == run_federation("umf(scaffold)").finished == 4
 
 
-# --- what it costs ---
+# --- cost in epsilon ---
 
 PUBLISHED = [
     # McMahan et al. 2018, table 1: users, clients in a round, epsilon after 5000 rounds with noise 1 at delta 1e-9
@@ -208,12 +208,13 @@ def test_epsilon_is_that_of_a_published_table(users: int, clients: int, publishe
     accountant.compose(event, 5000)
     # The paper turns Renyi divergences into epsilon as Abadi et al. 2016 did; today's theorem gives less.
     as_then = min(
-        one + math.log(1e9) / (order - 1) for one, order in zip(accountant._rdp, accountant._orders, strict=True)
+        divergence + math.log(1e9) / (order - 1)
+        for divergence, order in zip(accountant._rdp, accountant._orders, strict=True)
     )
     assert as_then == pytest.approx(published, abs=5e-4)
-    found = epsilon(1.0, clients / users, 5000, 1e-9)
-    assert found == accountant.get_epsilon(1e-9)
-    assert 0.8 * published < found < published
+    value = epsilon(1.0, clients / users, 5000, 1e-9)
+    assert value == accountant.get_epsilon(1e-9)
+    assert 0.8 * published < value < published
 
 
 def test_epsilon_is_that_of_the_librarys_own_example() -> None:
@@ -226,85 +227,85 @@ def test_epsilon_is_that_of_the_librarys_own_example() -> None:
 def test_noise_is_chosen_such_that_all_rounds_cost_the_target() -> None:
     noise = noise_for(2.0, 0.5, 4, 1e-5)
     assert epsilon(noise, 0.5, 4, 1e-5) <= 2.0 < epsilon(0.999 * noise, 0.5, 4, 1e-5)
-    found = ran("private(fedavg, target_epsilon=2.0)")
-    assert found.history[-1]["epsilon"] == epsilon(noise, 0.5, 4, 1e-5)
-    assert found.algorithm.needs_total_rounds
-    local = ran("local_private(fedavg, target_epsilon=2.0)", participation=1.0)
+    trained = run_federation("private(fedavg, target_epsilon=2.0)")
+    assert trained.history[-1]["epsilon"] == epsilon(noise, 0.5, 4, 1e-5)
+    assert trained.algorithm.needs_total_rounds
+    local = run_federation("local_private(fedavg, target_epsilon=2.0)", participation=1.0)
     assert 1.99 < local.history[-1]["epsilon"] <= 2.0
 
 
 def test_local_epsilon_is_that_of_the_client_that_was_selected_most_often() -> None:
-    found = ran("local_private(fedmr, noise=4.0)", mode="fixed")
-    taken = [sum(client in record["clients"] for record in found.history) for client in range(12)]
-    assert found.history[-1]["epsilon"] == epsilon(2.0, 1.0, max(taken), 1e-5)
-    assert isinstance(found.algorithm, LocalPrivate)
-    assert found.algorithm.state["releases"].tolist() == taken
-    assert "training_loss" not in found.history[-1]  # which tells of a client's data
+    trained = run_federation("local_private(fedmr, noise=4.0)", mode="fixed")
+    taken = [sum(client in record["clients"] for record in trained.history) for client in range(12)]
+    assert trained.history[-1]["epsilon"] == epsilon(2.0, 1.0, max(taken), 1e-5)
+    assert isinstance(trained.algorithm, LocalPrivate)
+    assert trained.algorithm.state["releases"].tolist() == taken
+    assert "training_loss" not in trained.history[-1]  # which tells of a client's data
 
 
 def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) -> None:
-    def again(rounds: int) -> Any:
+    def budgeted_run(rounds: int) -> Any:
         return run(
             "private(fedavg, noise=2.0, target_epsilon=3.0)", task(), rounds=rounds, participation=0.5,
             participation_mode="poisson", directory=tmp_path, checkpoint_every=100, evaluate_every=50,
         )  # fmt: skip
 
-    found = again(30)
-    done = len(found.history)
+    result = budgeted_run(30)
+    done = len(result.history)
     assert 2 < done < 30
-    assert found.history[-1]["epsilon"] <= 3.0 < epsilon(2.0, 0.5, done + 1, 1e-5)
-    assert found.history[-1]["accuracy"] == found.accuracy  # evaluated although no evaluation was due
-    assert any("budget is spent" in text for timing in found.timings for text in timing.get("notices", ()))
-    longer = again(60)
-    assert longer.history == found.history
+    assert result.history[-1]["epsilon"] <= 3.0 < epsilon(2.0, 0.5, done + 1, 1e-5)
+    assert result.history[-1]["accuracy"] == result.accuracy  # evaluated although no evaluation was due
+    assert any("budget is spent" in text for timing in result.timings for text in timing.get("notices", ()))
+    longer = budgeted_run(60)
+    assert longer.history == result.history
     (row,) = summarise([longer.summary])
     table = comparison([row])
     titles = [column.title for column in table.columns]
-    assert table.lines[0][titles.index("Epsilon")].text == f"{found.history[-1]['epsilon']:.3g}"
+    assert table.lines[0][titles.index("Epsilon")].text == f"{result.history[-1]['epsilon']:.3g}"
 
 
 @pytest.mark.parametrize("wrapper", ["private", "local_private", "dp_sgd"])
-def test_a_budget_that_does_not_reach_for_one_round_is_told_before_it(wrapper: str) -> None:
-    found = federation(f"{wrapper}(fedavg, noise=1.0, target_epsilon=0.1)")
+def test_a_budget_too_small_for_one_round_is_refused_before_it(wrapper: str) -> None:
+    trained = federation(f"{wrapper}(fedavg, noise=1.0, target_epsilon=0.1)")
     with pytest.raises(InvalidValue, match="one round costs more epsilon than target_epsilon: give more noise"):
-        found.run()
-    assert found.history == []
+        trained.run()
+    assert trained.history == []
 
 
 def test_over_real_sites_every_round_is_on_the_disk_before_the_next(tmp_path: Path) -> None:
     class Sites(RowsEngine, RemoteClients):
         largest_share = 1.0
 
-    def saved(expression: str, place: Path) -> int:
-        place.mkdir()
+    def checkpoints(expression: str, folder: Path) -> int:
+        folder.mkdir()
         schedule = Schedule(rounds=3, participation=1.0, checkpoint_every=100)
-        found = Federation(build(expression), task(), Sites(task()), schedule, place)
+        trained = Federation(build(expression), task(), Sites(task()), schedule, folder)
         numbers = []
-        save = found.save
-        found.save = lambda: (numbers.append(found.finished), save())[1]  # type: ignore[method-assign]
-        found.run()
+        save = trained.save
+        trained.save = lambda: (numbers.append(trained.finished), save())[1]  # type: ignore[method-assign]
+        trained.run()
         return len(set(numbers))
 
-    assert saved("private(fedavg, noise=1.0)", tmp_path / "one") == 3
-    assert saved("fedavg", tmp_path / "two") == 1
+    assert checkpoints("private(fedavg, noise=1.0)", tmp_path / "one") == 3
+    assert checkpoints("fedavg", tmp_path / "two") == 1
 
 
 def test_the_clip_follows_the_lengths_of_updates() -> None:
     inner = Recorded()
     inner.length = 3.0
-    found = federation(
+    trained = federation(
         Private(inner, clip=0.1, noise=0.1, quantile=0.5, clip_learning_rate=0.5), rounds=40, participation=1.0
     )
     clips = []
     for _ in range(40):
-        found.step()
-        clips.append(found.history[-1]["clip"])
+        trained.step()
+        clips.append(trained.history[-1]["clip"])
     assert clips[0] == pytest.approx(0.1 * math.exp(-0.5 * (0 - 0.5)), rel=0.15)  # nobody was below, up to noise
     assert 2 < clips[-1] < 5
-    assert found.history[-1]["epsilon"] == epsilon(0.1, 1.0, 40, 1e-5)
+    assert trained.history[-1]["epsilon"] == epsilon(0.1, 1.0, 40, 1e-5)
 
 
-# --- what would be a false promise ---
+# --- refused: methods that would leak more than epsilon says ---
 
 
 @pytest.mark.parametrize(
@@ -325,12 +326,12 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
         ("umf(local_private(fedmr, noise=1))", "put local_private around umf"),
     ],
 )
-def test_what_would_promise_too_much_is_refused(expression: str, message: str) -> None:
+def test_expressions_that_would_break_the_guarantee_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         build(expression)
 
 
-def test_what_a_plan_shows_to_promise_too_much_is_refused() -> None:
+def test_plans_that_would_break_the_guarantee_are_refused() -> None:
     for wrapper in ("private", "local_private"):
         with pytest.raises(InvalidValue, match="upload 'variate' too"):
             federation(f"{wrapper}(scaffold, noise=1)")
@@ -355,11 +356,11 @@ def test_what_a_plan_shows_to_promise_too_much_is_refused() -> None:
     ],
 )
 def test_privacy_goes_with_other_methods(expression: str) -> None:
-    assert ran(expression).history[-1]["epsilon"] > 0
+    assert run_federation(expression).history[-1]["epsilon"] > 0
 
 
 def test_secure_recombination_of_private_uploads() -> None:
-    assert ran("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1]["epsilon"] > 0
+    assert run_federation("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1]["epsilon"] > 0
 
 
 @pytest.mark.parametrize(
@@ -371,25 +372,25 @@ def test_secure_recombination_of_private_uploads() -> None:
     ],
 )
 def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, tmp_path: Path) -> None:
-    def config(noise: float, place: str) -> dict[str, Any]:
-        given = run_config(method.format(noise), tmp_path / place, rounds=2)
-        text = given["configuration"].replace('"flower_support:NormNet"', '"mlp(hidden=[4])"')
+    def config(noise: float, folder: str) -> dict[str, Any]:
+        options = run_config(method.format(noise), tmp_path / folder, rounds=2)
+        text = options["configuration"].replace('"flower_support:NormNet"', '"mlp(hidden=[4])"')
         text = text.replace("batch_size = 8", "batch_size = 1000")  # all samples: sites draw batches of their own
-        return {**given, "configuration": text.replace("participation = 0.5", "participation = 1.0")}
+        return {**options, "configuration": text.replace("participation = 0.5", "participation = 1.0")}
 
-    def model(noise: float, place: str) -> Tensor:
-        given = config(noise, place)
-        found = flower(given, LocalGrid(nodes(CLIENTS, tmp_path / f"{place} memory"), given))
-        found.run()
-        assert not any(record["faults"] for record in found.history)
-        return found.algorithm.model()
+    def model(noise: float, folder: str) -> Tensor:
+        options = config(noise, folder)
+        trained = flower(options, LocalGrid(nodes(CLIENTS, tmp_path / f"{folder} memory"), options))
+        trained.run()
+        assert not any(record["faults"] for record in trained.history)
+        return trained.algorithm.model()
 
     def in_a_simulation(noise: float) -> Tensor:
         settings = deployment(config(noise, "rows"))
-        held = settings.configuration.task(3)
-        found = Federation(build(settings.algorithm), held, RowsEngine(held), schedule(settings))
-        found.run()
-        return found.algorithm.model()
+        site_task = settings.configuration.task(3)
+        trained = Federation(build(settings.algorithm), site_task, RowsEngine(site_task), schedule(settings))
+        trained.run()
+        return trained.algorithm.model()
 
     torch.testing.assert_close(model(0.0, "plain"), in_a_simulation(0.0), rtol=0, atol=1e-5)
     # With the run's streams, whoever knows the seed could subtract the noise.

@@ -1,4 +1,4 @@
-"""Comparisons in Python: the engine room of the command, with objects of a script or a notebook, and what they give."""
+"""Comparisons in Python: the same runs as the command, with objects of a script or a notebook, and their results."""
 
 from __future__ import annotations
 
@@ -65,21 +65,21 @@ def seeded(seed: int) -> fl.Task:
     return fl.make_task("digits", clients=5, model="mlp(hidden=[4])", seed=seed)
 
 
-def test_it_gives_the_runs_of_the_command(tmp_path: Path) -> None:
+def test_it_makes_the_same_runs_as_the_command(tmp_path: Path) -> None:
     result = fl.compare(["fedavg", "fedmr"], seeded, seeds=range(2), directory=tmp_path / "python", **OPTIONS)
     keys = {"rounds": 3, "participation": 0.5, "evaluate_every": 1, "seeds": [0, 1], "algorithms": ["fedavg", "fedmr"]}
     table = {**keys, "model": "mlp(hidden=[4])", "data": {"clients": 5}, "directory": str(tmp_path / "command")}
     Comparison.of(configuration(table)).run(lambda event: None)
     for run in result.runs:
-        same = tmp_path / "command" / run.path.relative_to(tmp_path / "python")
+        reference = tmp_path / "command" / run.path.relative_to(tmp_path / "python")
         for name in ("metrics.jsonl", "split.npz"):
-            assert (run.path / name).read_bytes() == (same / name).read_bytes()
-        models = [read_tensors(path / "model.safetensors")[0] for path in (run.path, same)]
+            assert (run.path / name).read_bytes() == (reference / name).read_bytes()
+        models = [read_tensors(path / "model.safetensors")[0] for path in (run.path, reference)]
         assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
     assert (tmp_path / "python/differences.csv").read_bytes() == (tmp_path / "command/differences.csv").read_bytes()
 
 
-def test_frames_hold_what_single_runs_give(tmp_path: Path) -> None:
+def test_frames_hold_the_figures_of_single_runs(tmp_path: Path) -> None:
     task = small_task()
     result = fl.compare(METHODS, task, seeds=(3, 4), directory=tmp_path, targets=[0.01], last=2, **OPTIONS)
     frame, curves = result.frame(), result.curves()
@@ -102,7 +102,7 @@ def test_frames_hold_what_single_runs_give(tmp_path: Path) -> None:
     assert difference["mean"] == pytest.approx(gaps.mean())
 
 
-def test_it_is_shown_drawn_and_written(tmp_path: Path) -> None:
+def test_a_result_is_shown_plotted_and_read_back(tmp_path: Path) -> None:
     result = fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path, **OPTIONS)
     assert list(result.table().index) == list(METHODS)
     assert "mine (0.9)" in result.latex()
@@ -111,12 +111,14 @@ def test_it_is_shown_drawn_and_written(tmp_path: Path) -> None:
     assert repr(result).splitlines()[2].startswith("mine (0.9)")
     assert result.report().read_text().count("mine (0.9)") > 3
     assert (tmp_path / folder_name("mine (0.9)") / "seed-3/result.json").exists()
-    again = fl.read_comparison(tmp_path)
-    assert repr(again) == repr(result)
-    assert again.frame().equals(result.frame())
+    stored = fl.read_comparison(tmp_path)
+    assert repr(stored) == repr(result)
+    assert stored.frame().equals(result.frame())
 
 
-def test_it_goes_on_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_comparison_continues_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedloom.rounds.federation import Federation
 
     step, steps = Federation.step, [0]
@@ -134,9 +136,9 @@ def test_it_goes_on_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps[0] == 5 + 12 - 4  # the round that was interrupted, and those after it
     longer = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "parts", **OPTIONS)
     assert steps[0] == 5 + 18 - 4
-    whole = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "whole", **OPTIONS)
-    timed = ["seconds"]
-    assert whole.curves().drop(columns=timed).equals(longer.curves().drop(columns=timed))
+    uninterrupted = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "uninterrupted", **OPTIONS)
+    timings = ["seconds"]
+    assert uninterrupted.curves().drop(columns=timings).equals(longer.curves().drop(columns=timings))
     assert len(result.runs) == 4
 
 
@@ -164,9 +166,9 @@ def test_a_finished_run_of_other_code_or_data_is_refused(tmp_path: Path) -> None
 
 def test_a_script_without_a_main_guard_uses_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "['inside', 'mine', 'plain'] 6\n"
+    process = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "['inside', 'mine', 'plain'] 6\n"
 
 
 def test_without_a_directory_nothing_is_left() -> None:
@@ -191,7 +193,7 @@ def test_without_a_directory_nothing_is_left() -> None:
         ({"targets": [80]}, "targets: accuracy must be"),
     ],
 )
-def test_mistakes_are_told_in_one_line(change: dict[str, Any], text: str) -> None:
+def test_bad_arguments_are_refused_in_one_line(change: dict[str, Any], text: str) -> None:
     arguments = {"methods": METHODS, "task": small_task(), **OPTIONS, **change}
     with pytest.raises((InvalidValue, KeyError), match=text) as caught:
         fl.compare(arguments.pop("methods"), arguments.pop("task"), **arguments)
@@ -209,16 +211,16 @@ def test_labels_in_a_configuration(tmp_path: Path) -> None:
         configuration({"algorithms": {"one": "fedavg", "other": "fedavg"}})
 
 
-def test_pandas_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     result = fl.compare("fedavg", small_task(), **OPTIONS)
-    whole = importlib.import_module
+    import_module = importlib.import_module
 
-    def without(name: str) -> Any:
+    def import_without_pandas(name: str) -> Any:
         if name == "pandas":
             raise ImportError(name)
-        return whole(name)
+        return import_module(name)
 
-    monkeypatch.setattr("fedloom.experiment.frames.importlib.import_module", without)
+    monkeypatch.setattr("fedloom.experiment.frames.importlib.import_module", import_without_pandas)
     assert repr(result).startswith("Method")
     with pytest.raises(MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"):
         result.frame()

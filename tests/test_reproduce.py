@@ -1,4 +1,4 @@
-"""`fedloom reproduce`: one cell of each paper run in little, what the command says, estimates and data.
+"""`fedloom reproduce`: one cell of each paper run in small, the command's output and errors, estimates and data.
 
 The cells that are run here have one or two rounds on a few made-up images in the data sets' own file formats; every output of
 them must say PARTIAL.
@@ -38,16 +38,16 @@ def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a little MNIST (idx files) and a little CIFAR-10 (pickled batches); a class is a grey level with noise."""
+    """Make a folder with a small MNIST (idx files) and CIFAR-10 (pickled batches); a class is a grey level with noise."""
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     mnist, cifar = root / "MNIST" / "raw", root / "cifar-10-batches-py"
     mnist.mkdir(parents=True)
     cifar.mkdir()
-    for part, count in (("train", 900), ("t10k", 100)):
+    for split, count in (("train", 900), ("t10k", 100)):
         labels = np.arange(count) % 10
-        idx(mnist / f"{part}-images-idx3-ubyte", 20 * labels[:, None, None] + draw.integers(0, 40, (count, 28, 28)))
-        idx(mnist / f"{part}-labels-idx1-ubyte", labels)
+        idx(mnist / f"{split}-images-idx3-ubyte", 20 * labels[:, None, None] + draw.integers(0, 40, (count, 28, 28)))
+        idx(mnist / f"{split}-labels-idx1-ubyte", labels)
     for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
         labels = np.arange(40) % 10
         pixels = 20 * labels[:, None] + draw.integers(0, 40, (40, 3072))
@@ -57,7 +57,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """`reproduce("fedumf.table-a2", ...)` is (exit code, stdout, stderr) of the command, with the data at hand."""
+    """Run `reproduce("fedumf.table-a2", ...)` with the data at hand; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
@@ -78,11 +78,11 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ("fedala.table-2", "FedALA", "MNIST pathological", 1),
     ],
 )
-def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
+def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
     reproduce: Say, tmp_path: Path, name: str, row: str, column: str, rounds: int
 ) -> None:
-    asked = [name, "--rows", row, "--columns", column, "--rounds", str(rounds), "--seeds", "0", "-q", "threads=1"]
-    code, out, err = reproduce(*asked)
+    arguments = [name, "--rows", row, "--columns", column, "--rounds", str(rounds), "--seeds", "0", "-q", "threads=1"]
+    code, out, err = reproduce(*arguments)
     assert code == 0, err
     [number] = [n for n in numbers_of(name) if n["method"] == row and _is(n, column)] if "first" not in name else [{}]
     folder = tmp_path / "runs" / "reproduce" / name
@@ -99,29 +99,29 @@ def test_a_cell_of_each_paper_runs_in_little_and_says_so_everywhere(
     assert f"{rounds} of" in cell["left_out"]
     assert (cell["row"], cell["runs"], cell["rounds"]) == (row, "1", str(rounds))
     assert "PARTIAL " + name in (folder / "report.html").read_text()
-    kept = ExhibitRecord.read(folder / "cells.json")
-    [result] = kept.results
+    record = ExhibitRecord.read(folder / "cells.json")
+    [result] = record.results
     assert (result.cell.row, result.cell.column) == (row, cell["column"])
     assert result.result is not None
     assert (str(result.result.runs), "; ".join(result.left_out)) == (cell["runs"], cell["left_out"])
     assert ("" if result.result.mean is None else str(result.result.mean)) == cell["here"].replace("*", "")
-    assert kept.command.startswith(f"fedloom reproduce {name} --rows ")
-    assert kept.environment["threads"] == 1
+    assert record.command.startswith(f"fedloom reproduce {name} --rows ")
+    assert record.environment["threads"] == 1
 
-    made = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json"))
-    code, again, err = reproduce(*asked)
+    times = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json"))
+    code, repeated, err = reproduce(*arguments)
     assert code == 0
     assert "all finished before" in err
-    assert again == out
-    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")) == made
+    assert repeated == out
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")) == times
 
 
 def _is(number: Mapping[str, Any], column: str) -> bool:
-    """Return True if a number stands in the column that the test above names."""
-    wanted = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
-    own = wanted.get(column, ("cnn4", "mnist", "pathological:2"))
+    """Return True if a printed number belongs to the named column."""
+    columns = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
+    column_settings = columns.get(column, ("cnn4", "mnist", "pathological:2"))
     share = number["participation"] in (0.1, 0.15, 1.0)
-    return (number["model"], number["dataset"], number["heterogeneity"]) == own and share
+    return (number["model"], number["dataset"], number["heterogeneity"]) == column_settings and share
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,7 @@ def _is(number: Mapping[str, Any], column: str) -> bool:
         ("niid-bench.table-mnist", "SCAFFOLD", "MNIST 2 labels", "96.92 ± 0.52"),
     ],
 )
-def test_cells_of_the_tables_that_are_not_the_main_methods_own_run(
-    reproduce: Say, name: str, row: str, column: str, printed: str
-) -> None:
+def test_cells_of_baseline_papers_run(reproduce: Say, name: str, row: str, column: str, printed: str) -> None:
     small = ("--rounds", "1", "--seeds", "0", "-q", "threads=1", "training.epochs=1")
     code, out, err = reproduce(name, "--rows", row, "--columns", column, *small)
     assert code == 0, err
@@ -143,7 +141,7 @@ def test_cells_of_the_tables_that_are_not_the_main_methods_own_run(
     assert line.rstrip().endswith("PARTIAL")
 
 
-def test_two_papers_share_a_run_and_runs_of_other_lengths_lie_apart(reproduce: Say, tmp_path: Path) -> None:
+def test_papers_share_runs_of_equal_length(reproduce: Say, tmp_path: Path) -> None:
     cell = ("--rows", "FedAvg", "--columns", "CNN CIFAR-10 IID", "-q", "threads=1")
     assert reproduce("fedmr.table-1", *cell, "--rounds", "1")[0] == 0
     _, _, err = reproduce("fedmr-kdd.table-1", *cell, "--rounds", "1")
@@ -152,7 +150,7 @@ def test_two_papers_share_a_run_and_runs_of_other_lengths_lie_apart(reproduce: S
     assert sorted(len(p.read_text().splitlines()) for p in tmp_path.rglob("metrics.jsonl")) == [1, 2]
 
 
-def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reproduce: Say, tmp_path: Path) -> None:
+def test_an_estimate_alone_runs_nothing(reproduce: Say, tmp_path: Path) -> None:
     code, out, err = reproduce("fedumf.table-a2", "--rows", "FedAvg", "--columns", "MNIST IID 15%", "--estimate")
     assert code == 0
     assert out == ""
@@ -163,18 +161,18 @@ def test_an_estimate_comes_first_and_alone_where_it_is_all_that_is_asked(reprodu
 @pytest.mark.parametrize(
     ("name", "runs"), [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)]
 )
-def test_of_each_paper_there_is_a_part_that_takes_an_hour(name: str, runs: int, reproduce: Say, tmp_path: Path) -> None:
-    part = paper(name).hour
+def test_each_paper_has_a_selection_that_takes_an_hour(name: str, runs: int, reproduce: Say, tmp_path: Path) -> None:
+    selection = paper(name).hour
     limits = ("rows", "columns", "rounds", "seeds", "samples")
-    options = ReproduceOptions(directory=tmp_path, **{key: part[key] for key in limits if key in part})
-    wanted = plan(exhibits()[part["exhibit"]], options)
-    assert len(wanted.jobs) == runs
+    options = ReproduceOptions(directory=tmp_path, **{key: selection[key] for key in limits if key in selection})
+    planned = plan(exhibits()[selection["exhibit"]], options)
+    assert len(planned.jobs) == runs
     # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two cores.
-    steps = sum(run.steps for runs in estimate(wanted, 1).values() for run in runs)
+    steps = sum(run.steps for runs in estimate(planned, 1).values() for run in runs)
     assert 0.2 * 3600 < steps * (0.0005 if name in ("fedumf", "mcmahan") else 0.005) / 2 < 3600
 
 
-def test_what_an_hour_shows_is_said_first(reproduce: Say) -> None:
+def test_the_scope_of_an_hour_is_printed_first(reproduce: Say) -> None:
     code, out, err = reproduce(
         "fedumf", "--hour", "--rows", "FedAvg", "--columns", "MNIST IID 15% to 95%", "--estimate"
     )
@@ -211,22 +209,22 @@ def test_figures_of_what_differs_show_the_measure_of_the_cells(reproduce: Say, t
     )
 
 
-# what the command says ----------------------------------------------------------------------------------------------------
+# lists and errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> None:
     code, out, _ = reproduce()
     assert code == 0
-    for name, one in exhibits().items():
+    for name, entry in exhibits().items():
         line = next(line for line in out.splitlines() if line.split()[:1] == [name])
-        assert f" {len(one.cells)} " in line
+        assert f" {len(entry.cells)} " in line
     assert "(Tiny-ImageNet)" in out
     assert "(MNIST)" not in out
     assert {name.partition(".")[0] for name in exhibits()} == set(titles())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["fedmr.tabel-1"], "did you mean 'fedmr.table-1'?"),
         (["fedmrr", "--hour"], "unknown paper 'fedmrr': did you mean 'fedmr'?"),
@@ -245,10 +243,10 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
         (["fedala.table-1", "--rows", "s=5 p=1"], "tiny_imagenet"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(reproduce: Say, arguments: list[str], said: str) -> None:
+def test_bad_arguments_are_refused_in_one_line(reproduce: Say, arguments: list[str], message: str) -> None:
     code, out, err = reproduce(*arguments)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -257,10 +255,10 @@ def test_what_is_wrong_is_said_in_one_line(reproduce: Say, arguments: list[str],
 
 def test_steps_are_counted_as_the_protocol_has_them() -> None:
     def steps(name: str, row: str, column: str) -> int:
-        wanted = plan(exhibit(name), ReproduceOptions(rows=(row,), columns=(column,)))
-        [own] = wanted.configurations.values()
-        known = facts()[parse(own.data.name).name]
-        return cost(own, wanted.jobs[0].name.algorithm, known, 0.1).steps
+        planned = plan(exhibit(name), ReproduceOptions(rows=(row,), columns=(column,)))
+        [settings] = planned.configurations.values()
+        data_facts = facts()[parse(settings.data.name).name]
+        return cost(settings, planned.jobs[0].name.algorithm, data_facts, 0.1).steps
 
     assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
     assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
@@ -281,25 +279,25 @@ def test_data_are_found_where_the_loader_looks(data: Path, monkeypatch: pytest.M
     assert at_hand("cifar10")
 
 
-def test_what_is_known_of_data_is_so(data: Path) -> None:
+def test_recorded_facts_of_data_sets_are_right(data: Path) -> None:
     for name in ("mnist", "cifar10"):
         assert make_dataset(f"{name}(folder='{data}')").spec == facts()[name].spec
     generated = make_dataset("synthetic_feddc(test=train)")
-    known = facts()["synthetic_feddc"]
-    assert (generated.spec, len(generated.train), len(generated.test)) == (known.spec, known.train, known.test)
+    expected = facts()["synthetic_feddc"]
+    assert (generated.spec, len(generated.train), len(generated.test)) == (expected.spec, expected.train, expected.test)
 
 
-def test_a_part_holds_some_of_the_samples_and_keeps_the_rest_as_it_is(data: Path) -> None:
-    whole = make_dataset(f"mnist(folder='{data}')")
-    some = make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)")
-    assert (len(some.train), len(some.test)) == (180, 20)
-    assert (some.mean, some.name, some.spec) == (whole.mean, "mnist", whole.spec)
-    rows = {row.numpy().tobytes() for row in whole.train.inputs}
-    kept = [row.numpy().tobytes() for row in some.train.inputs]
-    assert len(set(kept)) == len(kept)
-    assert set(kept) <= rows
+def test_a_part_holds_a_sample_and_keeps_name_mean_and_shape(data: Path) -> None:
+    full = make_dataset(f"mnist(folder='{data}')")
+    sample = make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)")
+    assert (len(sample.train), len(sample.test)) == (180, 20)
+    assert (sample.mean, sample.name, sample.spec) == (full.mean, "mnist", full.spec)
+    rows = {row.numpy().tobytes() for row in full.train.inputs}
+    sampled_rows = [row.numpy().tobytes() for row in sample.train.inputs]
+    assert len(set(sampled_rows)) == len(sampled_rows)
+    assert set(sampled_rows) <= rows
     assert torch.equal(
-        some.train.labels, make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)").train.labels
+        sample.train.labels, make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)").train.labels
     )
     assert len(make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=5000)").train) == 900
     with pytest.raises(InvalidValue, match="samples must be at least 2, not 1"):

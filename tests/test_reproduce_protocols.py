@@ -1,4 +1,4 @@
-"""The papers' protocols, number by number, and how what is measured becomes a cell beside what is printed."""
+"""The papers' protocols, number by number, and measured values as cells beside the printed ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers_of(name: str) -> Sequence[Mapping[str, Any]]:
 
 
 def appendix(data: str, distribution: str, participation: float = 0.15, method: str = "") -> Setting:
-    """A setting of FedUmf's tables A1 and A2."""
+    """Return a setting of FedUmf's tables A1 and A2."""
     words = {"part": "appendix", "dataset": data, "heterogeneity": distribution}
     return FEDUMF.setting(**words, participation=participation, method=method)
 
@@ -48,7 +48,7 @@ def appendix_method(name: str, data: str, distribution: str) -> str:
 
 
 def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() -> None:
-    cells = [cell for one in exhibits().values() for cell in one.cells]
+    cells = [cell for table in exhibits().values() for cell in table.cells]
     for algorithm in {cell.algorithm for cell in cells}:
         build(algorithm)
     tables: dict[str, PaperCell] = {}
@@ -56,9 +56,9 @@ def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() 
         for rounds in (3, cell.setting.rounds):
             tables[json.dumps(cell.setting.table(rounds))] = cell
     for text, cell in tables.items():
-        own = configuration({**json.loads(text), "algorithm": cell.algorithm})
-        assert own.schedule.rounds >= (own.schedule.evaluate_every or 0)
-        assert parse(own.data.name).name in facts()
+        settings = configuration({**json.loads(text), "algorithm": cell.algorithm})
+        assert settings.schedule.rounds >= (settings.schedule.evaluate_every or 0)
+        assert parse(settings.data.name).name in facts()
 
 
 def test_every_printed_number_has_a_cell() -> None:
@@ -89,26 +89,26 @@ def test_columns_that_compare_two_runs_hold_what_is_printed(
     ]
     for cell in cells:
         assert cell.baseline is not None
-        alone = "FedAvg" if kind == "speedup" else cell.row.removesuffix("+ALA")
-        assert cell.baseline.row == alone
+        baseline_row = "FedAvg" if kind == "speedup" else cell.row.removesuffix("+ALA")
+        assert cell.baseline.row == baseline_row
         assert (cell.baseline.setting.name, cell.baseline.setting.only) == (cell.setting.name, "")
-        assert parse(cell.baseline.algorithm).name == parse(FEDALA.methods[alone]).name
+        assert parse(cell.baseline.algorithm).name == parse(FEDALA.methods[baseline_row]).name
 
 
 @pytest.mark.skipif(not NUMBERS.exists(), reason="the specification is not beside the repository")
 def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
     papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
-    given = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
+    specified = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
     shipped = json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8"))
-    assert [number for number in shipped if number["paper"] in papers.values()] == given
+    assert [number for number in shipped if number["paper"] in papers.values()] == specified
 
 
-def test_protocols_are_the_papers() -> None:
+def test_protocols_equal_the_papers() -> None:
     words = {"model": "cnn", "dataset": "cifar10", "heterogeneity": "iid"}
-    one = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
-    assert one["training"] == {"learning_rate": 0.01, "momentum": 0.5, "batch_size": 50, "epochs": 5}
-    assert (one["participation"], one["evaluate_every"], one["model"]) == (0.1, 10, "fedmr_cnn")
-    assert one["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
+    settings = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
+    assert settings["training"] == {"learning_rate": 0.01, "momentum": 0.5, "batch_size": 50, "epochs": 5}
+    assert (settings["participation"], settings["evaluate_every"], settings["model"]) == (0.1, 10, "fedmr_cnn")
+    assert settings["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
     assert (
         FEDMR.algorithm("FedMR", model="vgg16", dataset="cifar10")
         == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
@@ -146,7 +146,7 @@ def test_protocols_are_the_papers() -> None:
     assert FEDALA.setting(dataset="mnist", heterogeneity="dir:0.1").seeds == [0, 1, 2, 3, 4]
 
 
-def test_methods_are_those_of_the_papers_code_where_it_made_the_tables() -> None:
+def test_methods_follow_the_papers_code_that_made_the_tables() -> None:
     def fields(text: str) -> dict[str, Any]:
         return vars(build(text))
 
@@ -165,8 +165,8 @@ def test_methods_are_those_of_the_papers_code_where_it_made_the_tables() -> None
     assert fields(FEDALA.algorithm("FedPHP"))["deployed"] == "local"
     learning = ("threshold", "sampling", "epoch_loss", "rate", "percent", "p")
     for name in ("FedALA", "Ditto+ALA"):
-        own = fields(FEDALA.algorithm(name))
-        assert [own[key] for key in learning] == [0.01, "window", "last", 1.0, 80.0, 1]
+        options = fields(FEDALA.algorithm(name))
+        assert [options[key] for key in learning] == [0.01, "window", "last", 1.0, 80.0, 1]
     assert {cell.setting.partition for cell in exhibit("fedala.figure-3").cells} == {"dirichlet(0.1, minimum=40)"}
 
 
@@ -175,8 +175,8 @@ def test_batch_norm_statistics_never_travel_with_resnet_in_the_fedala_tables() -
     cells = [c for name in "123" for c in exhibit(f"fedala.table-{name}").cells if c.setting.model == "resnet18"]
     assert {cell.row for cell in cells} >= {name for name in FEDALA.methods if "+" not in name}
     for cell in cells:
-        own = build(cell.algorithm)
-        assert getattr(own, "buffers") == "local"  # noqa: B009
+        method = build(cell.algorithm)
+        assert getattr(method, "buffers") == "local"  # noqa: B009
     prox = build(FEDALA.algorithm("FedProx", model="resnet18"))
     assert (vars(prox)["mu"], vars(prox)["finetune_epochs"]) == (0.001, 0)
 
@@ -195,21 +195,24 @@ def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_few
     assert steps("mnist", unbalanced, "FedDC") is None  # its code fixes the divisor, not the steps
     assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients are of one size
 
-    def planned(**asked: Any) -> dict[str, int | None]:
-        chosen = ReproduceOptions(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **asked)
-        return {key: own.training.steps for key, own in plan(exhibit("fedumf.table-a2"), chosen).configurations.items()}
+    def planned(**limits: Any) -> dict[str, int | None]:
+        chosen = ReproduceOptions(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **limits)
+        return {
+            key: settings.training.steps
+            for key, settings in plan(exhibit("fedumf.table-a2"), chosen).configurations.items()
+        }
 
     assert planned() == {"MNIST unbalanced 15% (SCAFFOLD)": 12, "MNIST unbalanced 15%": None}
     assert planned(samples=14_000) == {"MNIST unbalanced 15% (SCAFFOLD)": 3, "MNIST unbalanced 15%": None}
 
 
-def test_what_is_compared_with_is_run_too() -> None:
+def test_baselines_are_run_too() -> None:
     options = ReproduceOptions(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
-    wanted = plan(exhibit("fedala.table-4"), options)
-    assert [parse(job.name.algorithm).name for job in wanted.jobs] == ["ditto", "ala"]
+    planned = plan(exhibit("fedala.table-4"), options)
+    assert [parse(job.name.algorithm).name for job in planned.jobs] == ["ditto", "ala"]
     options = ReproduceOptions(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
-    wanted = plan(exhibit("fedumf.table-a2"), options)
-    assert [(job.name.setting, parse(job.name.algorithm).name) for job in wanted.jobs] == [
+    planned = plan(exhibit("fedumf.table-a2"), options)
+    assert [(job.name.setting, parse(job.name.algorithm).name) for job in planned.jobs] == [
         ("MNIST unbalanced 15%", "fedavg"),
         ("MNIST unbalanced 15% (SCAFFOLD)", "scaffold"),
     ]
@@ -218,24 +221,24 @@ def test_what_is_compared_with_is_run_too() -> None:
 _FAST = (("mnist", "cnn4"), ("ag_news", "fasttext"), ("tiny_imagenet", "resnet18"))
 
 
-def test_changes_are_partial_unless_they_change_nothing_of_what_is_measured() -> None:
-    whole = plan(exhibit("fedala.table-7"), ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")))
-    assert whole.reasons == []
-    assert len(whole.jobs) == 10
+def test_changes_make_a_result_partial_unless_they_leave_the_numbers_alone() -> None:
+    full = plan(exhibit("fedala.table-7"), ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")))
+    assert full.reasons == []
+    assert len(full.jobs) == 10
     options = ReproduceOptions(
         rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",)
     )
-    part = plan(exhibit("fedala.table-7"), options)
-    assert part.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
-    [own] = part.configurations.values()
-    assert parse(own.data.name).named == {"of": "mnist(normalise=half)", "samples": 500}
-    assert (own.model, own.schedule.rounds, own.seeds) == ("mlp", 5, [3])
+    partial = plan(exhibit("fedala.table-7"), options)
+    assert partial.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
+    [settings] = partial.configurations.values()
+    assert parse(settings.data.name).named == {"of": "mnist(normalise=half)", "samples": 500}
+    assert (settings.model, settings.schedule.rounds, settings.seeds) == ("mlp", 5, [3])
 
 
 def test_more_rounds_than_the_protocol_has_are_not_run() -> None:
     options = ReproduceOptions(columns=("MNIST IID 10% rate 0.01 to 92%",), rounds=10**6)
-    [own] = plan(exhibit("fedumf.table-1"), options).configurations.values()
-    assert own.schedule.rounds == 150
+    [settings] = plan(exhibit("fedumf.table-1"), options).configurations.values()
+    assert settings.schedule.rounds == 150
 
 
 def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
@@ -259,8 +262,8 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
 # measures -----------------------------------------------------------------------------------------------------------------
 
 
-def _run(records: list[dict[str, Any]], seed: int = 0, **rest: Any) -> RunSummary:
-    return RunSummary("fedavg", seed, [{"round": k, **record} for k, record in enumerate(records, start=1)], **rest)
+def _run(records: list[dict[str, Any]], seed: int = 0, **fields: Any) -> RunSummary:
+    return RunSummary("fedavg", seed, [{"round": k, **record} for k, record in enumerate(records, start=1)], **fields)
 
 
 def _cell(measure: Measure, paper: Printed | None = None) -> PaperCell:
@@ -271,10 +274,10 @@ def test_the_end_is_the_mean_of_the_last_ten_with_the_deviation_within_a_run() -
     draw = np.random.default_rng(1)
     curves = draw.random((3, 14))
     runs = [_run([{"accuracy": float(value)} for value in curve], seed) for seed, curve in enumerate(curves)]
-    here = measured(_cell(Measure("end")), runs)
-    assert here is not None
-    assert here.mean == pytest.approx(100 * curves[:, 4:].mean())
-    assert here.std == pytest.approx(100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1))))
+    measurement = measured(_cell(Measure("end")), runs)
+    assert measurement is not None
+    assert measurement.mean == pytest.approx(100 * curves[:, 4:].mean())
+    assert measurement.std == pytest.approx(100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1))))
 
 
 def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
@@ -291,10 +294,10 @@ def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
 def test_an_interpolated_target_is_crossed_by_the_best_so_far_between_two_rounds() -> None:
     run = _run([{"accuracy": a} for a in (0.5, 0.9, 0.7)] + [{}, {"accuracy": 0.98}])
     measure = Measure("rounds", 96.0, interpolated=True)
-    here = measured(_cell(measure), [run])
+    measurement = measured(_cell(measure), [run])
     # From 0.9, the best so far and at the last evaluation in round 3, to 0.98 in round 5.
-    assert here is not None
-    assert here.mean == pytest.approx(3 + 2 * (0.96 - 0.9) / (0.98 - 0.9))
+    assert measurement is not None
+    assert measurement.mean == pytest.approx(3 + 2 * (0.96 - 0.9) / (0.98 - 0.9))
     early = measured(_cell(Measure("rounds", 40.0, interpolated=True)), [run])
     assert early is not None
     assert early.mean == pytest.approx(0.4 / 0.5)
@@ -306,29 +309,29 @@ def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
     quick = [_run([{"accuracy": 0.1}, {"accuracy": 0.9}], seed) for seed in (0, 1)]
     never = _run([{"accuracy": 0.1}], 1)
     cell = _cell(Measure("speedup", 90.0), Printed(3.64))
-    here = measured(cell, quick, base)
-    assert here is not None
-    assert here.mean == pytest.approx((3 / 2 + 1 / 2) / 2)
-    assert here.std == pytest.approx(statistics.stdev([3 / 2, 1 / 2]))
+    measurement = measured(cell, quick, base)
+    assert measurement is not None
+    assert measurement.mean == pytest.approx((3 / 2 + 1 / 2) / 2)
+    assert measurement.std == pytest.approx(statistics.stdev([3 / 2, 1 / 2]))
     assert measured(cell, [quick[0], never], base) == Measured(None, None, 2, 1, 2)
     assert measured(cell, quick, []) is None
 
     ala = [_run([{"personal_accuracy": a}, {"personal_accuracy": 0.1}], seed) for seed, a in enumerate((0.8, 0.7))]
-    alone = [_run([{"personal_accuracy": a}], seed) for seed, a in ((1, 0.4), (0, 0.3))]
-    gain = measured(_cell(Measure("improvement")), ala, alone)
+    without_ala = [_run([{"personal_accuracy": a}], seed) for seed, a in ((1, 0.4), (0, 0.3))]
+    gain = measured(_cell(Measure("improvement")), ala, without_ala)
     assert gain is not None
     assert gain.mean == pytest.approx((50 + 30) / 2)
 
 
 def test_differences_are_in_standard_deviations_of_paper_and_measurement() -> None:
-    here = Measured(50.0, 3.0, 3, 3, 10)
-    assert deviations(here, Printed(40.0, 4.0)) == pytest.approx(10 / 5)
-    assert deviations(here, Printed(53.0)) == pytest.approx(-1.0)
+    measurement = Measured(50.0, 3.0, 3, 3, 10)
+    assert deviations(measurement, Printed(40.0, 4.0)) == pytest.approx(10 / 5)
+    assert deviations(measurement, Printed(53.0)) == pytest.approx(-1.0)
     assert deviations(Measured(50.0, None, 1, 1, 10), Printed(40.0)) is None
-    assert difference(here, Printed(None)) is None
+    assert difference(measurement, Printed(None)) is None
 
 
-def test_joining_clients_are_those_who_train_in_the_round_that_the_models_begin() -> None:
+def test_joining_clients_are_those_that_train_in_the_next_round() -> None:
     records = [{"clients": [0, 1]}, {"clients": [1, 2]}, {"clients": [0, 2]}]
     tables = [
         {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [1.0, 0.5, 0.1]},
@@ -336,19 +339,19 @@ def test_joining_clients_are_those_who_train_in_the_round_that_the_models_begin(
         {"clients": [0, 1, 2], "samples": [10, 20, 30], "accuracy": [1.0, 1.0, 1.0]},
     ]
     lines = [{"round": k, "personal": table} for k, table in enumerate(tables, start=1)]
-    here = measured(_cell(Measure("joining")), [_run(records, clients=lines)])
-    assert here is not None
+    measurement = measured(_cell(Measure("joining")), [_run(records, clients=lines)])
+    assert measurement is not None
     after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
-    assert here.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
+    assert measurement.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
 
 
 def test_runs_are_judged_by_the_first_measure_that_is_an_accuracy() -> None:
     records = [{"accuracy": 0.9, "personal_accuracy": 0.8}, *({"accuracy": 0.5, "personal_accuracy": 0.3},) * 10]
     run = _run([{"clients": [0], **record} for record in records])
     for kind, value in (("best", 0.9), ("end", 0.5), ("personal", 0.8)):
-        by = judged([_cell(Measure("weights")), _cell(Measure(kind)), _cell(Measure("joining"))])
-        assert by is not None
-        assert by.of(run) == pytest.approx(value)
+        measure = judged([_cell(Measure("weights")), _cell(Measure(kind)), _cell(Measure("joining"))])
+        assert measure is not None
+        assert measure.of(run) == pytest.approx(value)
     assert judged([_cell(Measure("rounds", 95.0))]) is None
 
 
@@ -369,11 +372,11 @@ def test_times_traffic_and_classes() -> None:
     assert means == pytest.approx({
         "minutes": statistics.median([66, 126]) / 60, "total": 1.1, "slower": 1.0, "classes": 2.5, "models": 4.0,
     })  # fmt: skip
-    each = measured(cell, [run])
-    assert each is not None
-    assert each.mean == pytest.approx(2.0)
+    per_client = measured(cell, [run])
+    assert per_client is not None
+    assert per_client.mean == pytest.approx(2.0)
 
 
-def test_the_weights_that_ala_learns_are_counted_as_the_paper_counts_them() -> None:
+def test_learned_weights_of_ala_are_counted_as_in_the_paper() -> None:
     cells = [c for c in exhibit("fedala.table-6").cells if c.measure.kind == "weights" and "AG News" in c.column]
     assert [difference(measured(cell, []), cell.printed) for cell in cells] == [0.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The successors of recombination, and methods that other libraries have, against a second computation of their definitions."""
+"""Successors of recombination and methods of other libraries against a second computation of their definitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rounds = list[list[int]]
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
-    """KL of the softmaxes, summed over the classes of each row in a plain loop, the mean over rows."""
+    """KL divergence of the softmaxes, summed over classes in a plain loop; the mean over rows."""
     total = student.new_zeros(())
     for t, s in zip(teacher, student, strict=True):
         p, q = torch.softmax(t / temperature, 0), torch.softmax(s / temperature, 0)
@@ -33,13 +33,13 @@ def kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     return total / len(teacher)
 
 
-def others(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits without that of the label, row by row."""
+def without_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Remove the label's logit from each row."""
     return torch.stack([torch.cat([row[:y], row[y + 1 :]]) for row, y in zip(logits, labels.tolist(), strict=True)])
 
 
 def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iterator[State]:
-    """FedAvg whose clients add `term(module, x, y, client, sent)` to the loss of each batch, or replace it."""
+    """FedAvg whose clients use `term(world, logits, features, x, y, client, sent)` as the loss of each batch."""
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []
@@ -58,7 +58,7 @@ def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iter
 
 def not_true(world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any) -> Tensor:
     teacher = sent(x).detach()
-    return F.cross_entropy(logits, y) + 0.7 * 4 * kl(others(teacher, y), others(logits, y), 2.0)
+    return F.cross_entropy(logits, y) + 0.7 * 4 * kl(without_label(teacher, y), without_label(logits, y), 2.0)
 
 
 def calibrated(world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any) -> Tensor:
@@ -137,8 +137,8 @@ def test_a_term_of_no_weight_changes_no_method(wrapped: str, term: str) -> None:
 def test_terms_nest_in_any_order(wrapped: str) -> None:
     world = World()
     pair = [f"fedntd(feddecorr({wrapped}, beta=0.2), beta=0.5)", f"feddecorr(fedntd({wrapped}, beta=0.5), beta=0.2)"]
-    first, second = (world.run(build(name)).models for name in pair)
-    assert_same(first, second)
+    nested, swapped = (world.run(build(name)).models for name in pair)
+    assert_same(nested, swapped)
 
 
 def test_two_classes_leave_nothing_to_distil() -> None:
@@ -155,7 +155,7 @@ def test_two_classes_leave_nothing_to_distil() -> None:
 def travelling(
     world: World, rounds: Rounds, mix: Callable[[int, list[State]], list[State]], loss_of: Any = None
 ) -> Iterator[State]:
-    """Models by slot that clients train and `mix(number, uploads)` changes; their mean after each round."""
+    """Train a pool of models, one a slot, mix them by `mix(number, uploads)` and yield their mean after each round."""
     pool = [world.initial() for _ in rounds[0]]
     for number, clients in enumerate(rounds, start=1):
         mean = average(pool, uniform(clients))
@@ -173,18 +173,20 @@ def crossing(
         count, vectors = len(uploads), [flat(world, upload) for upload in uploads]
         mixed = []
         for k, upload in enumerate(uploads):
-            others = [j for j in range(count) if j != k]
-            cosine = {j: float(F.cosine_similarity(vectors[k], vectors[j], 0)) for j in others}
+            peers = [j for j in range(count) if j != k]
+            cosine = {j: float(F.cosine_similarity(vectors[k], vectors[j], 0)) for j in peers}
             partners = {
-                "lowest": [min(others, key=lambda j: cosine[j])],
-                "highest": [max(others, key=lambda j: cosine[j])],
+                "lowest": [min(peers, key=lambda j: cosine[j])],
+                "highest": [max(peers, key=lambda j: cosine[j])],
                 "in_order": [(k + (number - 1) % (count - 1) + 1) % count],
             }[partner]
             if propellers:
                 partners = [(k + (number - 1 + p) % (count - 1) + 1) % count for p in range(propellers)]
-            other = average([uploads[j] for j in partners], uniform(partners))
+            partner_model = average([uploads[j] for j in partners], uniform(partners))
             a = alpha(number)
-            mixed.append({n: a * t + (1 - a) * other[n] if t.is_floating_point() else t for n, t in upload.items()})
+            mixed.append(
+                {n: a * t + (1 - a) * partner_model[n] if t.is_floating_point() else t for n, t in upload.items()}
+            )
         return mixed
 
     return mix
@@ -214,7 +216,7 @@ def test_fedcross_agrees_with_the_second_computation(name: str, options: dict[st
 
 
 @pytest.mark.parametrize("partner", ["lowest", "highest", "in_order"])
-def test_with_two_models_every_partner_is_the_other_one(partner: str) -> None:
+def test_fedcross_of_two_models_is_the_uniform_mean(partner: str) -> None:
     world = World(participation=2 / 7)
     run = world.run(build(f"fedcross(alpha=0.5, partner={partner})"))
     assert len(run.selected[0]) == 2
@@ -226,8 +228,8 @@ def test_partners_in_order_keep_the_mean_of_the_pool() -> None:
     run = world.run(build("fedcross(alpha=0.4, partner=in_order)"))
     pool = run.federation.algorithm.state["pool"]
     assert float((pool - pool.mean(0)).norm()) > 1e-3
-    first = world.run(build("indep")).models[0]
-    assert_same(run.models[:1], [first])
+    independent = world.run(build("indep")).models[0]
+    assert_same(run.models[:1], [independent])
 
 
 def test_fedcross_needs_two_models() -> None:
@@ -299,7 +301,7 @@ def test_qfedavg_agrees_with_the_second_computation(q: float, norm: bool) -> Non
 
 
 def simplex(values: list[float]) -> list[float]:
-    """The projection by bisection of theta in sum max(v - theta, 0) = 1."""
+    """Project on the simplex by bisection of theta in sum max(v - theta, 0) = 1."""
     low, high = min(values) - 1, max(values)
     for _ in range(200):
         theta = (low + high) / 2
@@ -333,14 +335,14 @@ def test_afl_agrees_with_the_second_computation(norm: bool) -> None:
 # --- clusters ---
 
 
-def test_ifca_trains_the_model_that_fits_each_client_best() -> None:
+def test_ifca_trains_the_model_of_least_loss_on_each_client() -> None:
     world = World()
     method = build("ifca(k=3)")
     run = world.run(method)
     task, layout = run.federation.task, method.layout
-    again = build("ifca(k=3)")
-    again.setup(run.federation.algorithm.plan)
-    models = [layout_state(world, layout, row) for row in again.state["models"]]
+    untrained = build("ifca(k=3)")
+    untrained.setup(run.federation.algorithm.plan)
+    models = [layout_state(world, layout, row) for row in untrained.state["models"]]
     assert len({tuple(flat(world, model).tolist()) for model in models}) == 3
     chosen: set[int] = set()
     for number, clients in enumerate(run.selected, start=1):
@@ -363,8 +365,8 @@ def layout_state(world: World, layout: Any, row: Tensor) -> State:
 def test_cfl_splits_groups_whose_updates_are_orthogonal() -> None:
     updates = torch.zeros(6, 4, dtype=torch.float64)
     updates[[0, 2, 5], 0], updates[[1, 3, 4], 1] = 1.0, 2.0
-    first, second = bipartition(updates)
-    assert (first.tolist(), second.tolist()) == ([0, 2, 5], [1, 3, 4])
+    group, other_group = bipartition(updates)
+    assert (group.tolist(), other_group.tolist()) == ([0, 2, 5], [1, 3, 4])
 
 
 def test_cfl_agrees_with_the_second_computation() -> None:
@@ -380,14 +382,14 @@ def test_cfl_agrees_with_the_second_computation() -> None:
             updates[client] = {n: upload[n] - models[cluster[client]][n] for n in world.trained}
         for c in list(models):
             members = [client for client in everybody if cluster[client] == c]
-            parts = [members]
+            groups = [members]
             if number > 1 and len(members) > 2:
-                parts = complete_linkage(members, {i: flat(world, updates[i]) for i in members})
-                for client in parts[1]:
+                groups = complete_linkage(members, {i: flat(world, updates[i]) for i in members})
+                for client in groups[1]:
                     cluster[client] = len(models)
                 models[len(models)] = models[c]
-            for index, part in zip((c, len(models) - 1), parts, strict=False):
-                move = {n: sum(updates[i][n] for i in part) / len(part) for n in world.trained}
+            for index, group in zip((c, len(models) - 1), groups, strict=False):
+                move = {n: sum(updates[i][n] for i in group) / len(group) for n in world.trained}
                 models[index] = {n: models[index][n] + move[n] for n in world.trained}
     assert method.state["cluster"].tolist() == [cluster[client] for client in everybody]
     assert len(models) > 2
@@ -396,7 +398,7 @@ def test_cfl_agrees_with_the_second_computation() -> None:
 
 
 def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[list[int]]:
-    """Join the two groups whose farthest members are nearest, until two groups are left; that of the first member first."""
+    """Join the two groups whose farthest members are nearest until two are left; sorted by their first member."""
     groups = [[member] for member in members]
 
     def gap(a: list[int], b: list[int]) -> float:
@@ -414,23 +416,23 @@ def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[lis
 def test_power_of_choice_takes_the_candidates_of_highest_loss() -> None:
     world = World()
     run = world.run(build("power_of_choice(fedavg, candidates=5)"))
-    known = dict.fromkeys(range(world.clients), math.inf)
+    losses = dict.fromkeys(range(world.clients), math.inf)
     for number, clients in enumerate(run.selected, start=1):
         uniforms = torch.rand(
             world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64
         )
         keys = [math.log(float(u)) / n for u, n in zip(uniforms, world.sizes, strict=True)]
         candidates = sorted(range(world.clients), key=lambda i: -keys[i])[:5]
-        expected = sorted(candidates, key=lambda i: -known[i])[: len(clients)]
+        expected = sorted(candidates, key=lambda i: -losses[i])[: len(clients)]
         assert clients == expected
         for client in clients:
-            known[client] = loss_of_round(world, run, number, client)
-    known_losses = torch.tensor([known[client] for client in range(world.clients)], dtype=torch.float64)
-    torch.testing.assert_close(run.federation.algorithm.state["losses"], known_losses)
+            losses[client] = loss_of_round(world, run, number, client)
+    expected_losses = torch.tensor([losses[client] for client in range(world.clients)], dtype=torch.float64)
+    torch.testing.assert_close(run.federation.algorithm.state["losses"], expected_losses)
 
 
 def loss_of_round(world: World, run: Any, number: int, client: int) -> float:
-    """The client's mean loss over the steps of that round, from fedloom's models, which other tests hold to the definition."""
+    """Return the client's mean loss over the steps of that round, starting from fedloom's own global model."""
     start = world.initial() if number == 1 else run.models[number - 2]
     steps: list[float] = []
 
@@ -451,13 +453,15 @@ def test_power_of_choice_with_as_many_candidates_draws_by_size() -> None:
     for number in range(1, 2001):
         round = plain.plan.opening()
         object.__setattr__(round, "number", number)
-        first = plain.select(round).clients
-        counts[list(first)] += 1
+        selected = plain.select(round).clients
+        counts[list(selected)] += 1
     assert counts[world.sizes.index(max(world.sizes))] > 2 * counts[world.sizes.index(min(world.sizes))]
     assert len(run.selected[0]) == 3
 
 
 def test_power_of_choice_weighs_replies_alike() -> None:
     world = World(norm=True)
-    one, two = (world.run(build(f"power_of_choice({inner})")).models for inner in ("fedavg", "fedavg(weighted=false)"))
-    assert_same(one, two)
+    weighted, uniform_weights = (
+        world.run(build(f"power_of_choice({inner})")).models for inner in ("fedavg", "fedavg(weighted=false)")
+    )
+    assert_same(weighted, uniform_weights)

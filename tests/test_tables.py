@@ -1,4 +1,4 @@
-"""The statistics of comparisons against SciPy and plain loops, and the files that show them."""
+"""Statistics of comparisons against SciPy and plain loops, and the tables and files that show them."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from fedloom.report.summary import RunSummary, measured
 differing = st.lists(st.integers(-50, 50).map(lambda k: k / 100), min_size=2, max_size=8)
 
 
-def run_of(accuracies: list[float], method: str, seed: int, **more: float) -> RunSummary:
+def run_of(accuracies: list[float], method: str, seed: int, **figures: float) -> RunSummary:
     records: list[dict[str, Any]] = [
         {"round": k, "accuracy": accuracy, "bytes_down": 100, "bytes_up": 50}
         for k, accuracy in enumerate(accuracies, 1)
     ]
-    records[-1] |= more
+    records[-1] |= figures
     return RunSummary(method, seed, records, [{"round": k, "seconds": 1.0} for k in range(1, len(records) + 1)])
 
 
 def methods(seeds: int, **shifts: float) -> list[RunSummary]:
-    """Runs of some methods, each `shift` above a level of the seed, with a little noise of its own."""
+    """Make runs of methods, each `shift` above a level of the seed, with a little noise."""
     chance = random.Random(1)
     levels = [0.5 + 0.2 * chance.random() for _ in range(seeds)]
     return [
@@ -68,31 +68,31 @@ def methods(seeds: int, **shifts: float) -> list[RunSummary]:
 
 @settings(deadline=None, max_examples=60)
 @given(differing)
-def test_the_t_test_is_scipys(found: list[float]) -> None:
-    p, low, high = t_test(found)
-    if max(found) - min(found) < 1e-12:
+def test_the_t_test_equals_scipy(gaps: list[float]) -> None:
+    p, low, high = t_test(gaps)
+    if max(gaps) - min(gaps) < 1e-12:
         assert (p, low, high) == (None, None, None)  # no spread: nothing to test with
     else:
-        assert p == pytest.approx(stats.ttest_rel(found, [0.0] * len(found)).pvalue, rel=1e-9, abs=1e-300)
+        assert p == pytest.approx(stats.ttest_rel(gaps, [0.0] * len(gaps)).pvalue, rel=1e-9, abs=1e-300)
 
 
 @settings(deadline=None, max_examples=60)
 @given(differing)
-def test_the_sign_flip_test_counts_every_way_to_change_signs(found: list[float]) -> None:
+def test_the_sign_flip_test_counts_every_way_to_change_signs(gaps: list[float]) -> None:
     hits = 0
-    for signs in itertools.product((1, -1), repeat=len(found)):
-        total = sum(sign * round(100 * value) for sign, value in zip(signs, found, strict=True))
-        hits += abs(total) >= abs(sum(round(100 * value) for value in found))
-    assert sign_flip_test(found) == pytest.approx(hits / 2 ** len(found))
+    for signs in itertools.product((1, -1), repeat=len(gaps)):
+        total = sum(sign * round(100 * value) for sign, value in zip(signs, gaps, strict=True))
+        hits += abs(total) >= abs(sum(round(100 * value) for value in gaps))
+    assert sign_flip_test(gaps) == pytest.approx(hits / 2 ** len(gaps))
 
 
 def test_many_seeds_are_flipped_at_random_and_agree_with_all_ways() -> None:
     chance = np.random.default_rng(0)
-    found = chance.normal(0.3, 1, 20).tolist()
-    sizes = np.abs(np.array(found))
+    gaps = chance.normal(0.3, 1, 20).tolist()
+    sizes = np.abs(np.array(gaps))
     signs = 1 - 2 * ((np.arange(2**20)[:, None] >> np.arange(20)) & 1)
-    exact = float(np.mean(np.abs(signs @ sizes) >= abs(sum(found)) - 1e-12))
-    p = sign_flip_test(found)
+    exact = float(np.mean(np.abs(signs @ sizes) >= abs(sum(gaps)) - 1e-12))
+    p = sign_flip_test(gaps)
     assert p is not None
     assert abs(p - exact) < 5 * math.sqrt(exact * (1 - exact) / FLIPS)
     assert sign_flip_test([0.1] * 40) == pytest.approx(2 / (FLIPS + 1))  # never 0
@@ -123,8 +123,8 @@ def test_few_seeds_cannot_reach_the_level_and_the_number_needed_can() -> None:
     assert (comparisons(5, "best"), comparisons(5, "first")) == (10, 4)
 
 
-def verdicts(one: Sheet) -> dict[str, str]:
-    return {found.method: found.verdict for found in one.tests["last"]}
+def verdicts(comparison: Sheet) -> dict[str, str]:
+    return {test.method: test.verdict for test in comparison.tests["last"]}
 
 
 def test_verdicts_say_what_the_seeds_can_show() -> None:
@@ -137,30 +137,30 @@ def test_verdicts_say_what_the_seeds_can_show() -> None:
     assert many.marks["last"]["far"] == ""
     assert few.marks["last"]["far"] == T_TEST_ONLY
     assert NOT_SIGNIFICANT in few.marks["last"].values()
-    same = sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
-    assert verdicts(same) == {"b": "equal"}
-    one = sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
-    assert not one.tests["last"]
-    assert reading([one]) == []
+    equal = sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
+    assert verdicts(equal) == {"b": "equal"}
+    single_seed = sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
+    assert not single_seed.tests["last"]
+    assert reading([single_seed]) == []
 
 
 def test_equal_differences_are_no_proof_by_themselves() -> None:
     """Two seeds that differ by the same number have no spread; the t-test must not make certainty of that."""
-    one = sheet(
+    comparison = sheet(
         [
             run_of([level + shift], name, k)
             for name, shift in (("a", 0.1), ("b", 0))
             for k, level in enumerate((0.5, 0.6))
         ]
     )
-    found = one.tests["last"][0]
-    assert (found.t_test, found.exact, found.verdict) == (None, 0.5, "not significant")
+    test = comparison.tests["last"][0]
+    assert (test.t_test, test.exact, test.verdict) == (None, 0.5, "not significant")
 
 
 def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
     values = {"a": {0: 0.5, 1: 0.6, 2: 0.7}, "b": {1: 0.1, 2: 0.3, 5: 0.9}, "c": {9: 0.2}}
     verdicts = differences(values, "first")
-    assert [(one.method, one.other, one.seeds) for one in verdicts] == [("b", "a", 2)]
+    assert [(difference.method, difference.other, difference.seeds) for difference in verdicts] == [("b", "a", 2)]
     assert verdicts[0].mean == pytest.approx(((0.1 - 0.6) + (0.3 - 0.7)) / 2)
     theirs = stats.ttest_rel([0.1, 0.3], [0.6, 0.7])
     assert verdicts[0].t_test == pytest.approx(theirs.pvalue)
@@ -170,39 +170,45 @@ def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
 
 def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> None:
     runs = methods(7, a=0.0, b=0.05, c=0.1, d=0.1)
-    best, first = sheet(runs, against="best"), sheet(runs, against="first")
-    assert {one.other for one in first.tests["last"]} == {"a"}
-    reference = {one.other for one in best.tests["last"]}
+    best, against_first = sheet(runs, against="best"), sheet(runs, against="first")
+    assert {test.other for test in against_first.tests["last"]} == {"a"}
+    reference = {test.other for test in best.tests["last"]}
     assert reference < {"c", "d"}
     values = {name: [measured(run, "last") or 0 for run in runs if run.algorithm == name] for name in "abcd"}
     exact = {}
-    for one, other in itertools.combinations("abcd", 2):
-        exact[frozenset((one, other))] = sign_flip_test(
-            [x - y for x, y in zip(values[one], values[other], strict=True)]
+    for first_method, second_method in itertools.combinations("abcd", 2):
+        exact[frozenset((first_method, second_method))] = sign_flip_test(
+            [x - y for x, y in zip(values[first_method], values[second_method], strict=True)]
         )
     corrected = dict(zip(exact, holm(list(exact.values())), strict=True))
-    for found in best.tests["last"]:
-        assert found.exact_corrected == pytest.approx(corrected[frozenset((found.method, found.other))])
-        assert found.mean < 0  # minus the best
+    for test in best.tests["last"]:
+        assert test.exact_corrected == pytest.approx(corrected[frozenset((test.method, test.other))])
+        assert test.mean < 0  # minus the best
 
 
 def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -> None:
-    own = {"personal_accuracy": 0.9, "personal_accuracy_std": 0.1, "personal_accuracy_worst": 0.7}
-    others = {"client_accuracy": 0.8, "client_accuracy_std": 0.2, "client_accuracy_worst": 0.3}
-    one = sheet([run_of([0.5], "a", 0, **own, **others), run_of([0.5], "b", 0, **others), run_of([0.5], "c", 0)])
-    found = [(row.personal, row.client_std, row.client_worst) for row in one.rows]
-    assert [[None if s is None else s.mean for s in spreads] for spreads in found] == [
+    personal = {"personal_accuracy": 0.9, "personal_accuracy_std": 0.1, "personal_accuracy_worst": 0.7}
+    global_model = {"client_accuracy": 0.8, "client_accuracy_std": 0.2, "client_accuracy_worst": 0.3}
+    comparison = sheet(
+        [
+            run_of([0.5], "a", 0, **personal, **global_model),
+            run_of([0.5], "b", 0, **global_model),
+            run_of([0.5], "c", 0),
+        ]
+    )
+    spreads = [(row.personal, row.client_std, row.client_worst) for row in comparison.rows]
+    assert [[None if s is None else s.mean for s in triple] for triple in spreads] == [
         [0.9, 0.1, 0.7],
         [0.8, 0.2, 0.3],
         [None, None, None],
     ]
-    titles = [column.title for column in one.table.columns]
-    assert one.table.best_lines[titles.index("Std over clients, %")] == {0}
+    titles = [column.title for column in comparison.table.columns]
+    assert comparison.table.best_lines[titles.index("Std over clients, %")] == {0}
     assert "Worst tenth, %" not in [c.title for c in sheet([run_of([0.5], "c", 0)]).table.columns]
 
 
-def several() -> list[Sheet]:
-    """Three settings of three methods with three seeds."""
+def three_settings() -> list[Sheet]:
+    """Make sheets of three settings with three methods and three seeds each."""
     return [
         sheet(
             methods(3, **{"fedavg": 0.0, "ala(fedavg, s=80)": shift, "a_b|c": 0.1}),
@@ -216,21 +222,21 @@ def several() -> list[Sheet]:
 
 
 def test_one_table_over_all_settings_ranks_the_methods() -> None:
-    table, titles = overall(several()), ["Method", "iid", "dirichlet(0.1)", "dirichlet(1.0)"]
+    table, titles = overall(three_settings()), ["Method", "iid", "dirichlet(0.1)", "dirichlet(1.0)"]
     assert [column.title for column in table.columns] == [*titles, "Mean rank"]
     means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2, 3)]
-    ranks = [[1 + sum(other > mean for other in column) for mean in column] for column in means]
+    ranks = [[1 + sum(higher > mean for higher in column) for mean in column] for column in means]
     assert [line[4].value for line in table.lines] == [sum(three) / 3 for three in zip(*ranks, strict=True)]
-    assert caption(several()).endswith("Rank 1 is the best.")
+    assert caption(three_settings()).endswith("Rank 1 is the best.")
     # Of two settings the mean rank says nothing: whoever wins one and loses the other is in the middle, like everybody.
-    two = several()[:2]
-    assert [column.title for column in overall(two).columns] == titles[:3]
-    assert {len(line) for line in overall(two).lines} == {3}
-    assert "ank" not in caption(two)
+    two_settings = three_settings()[:2]
+    assert [column.title for column in overall(two_settings).columns] == titles[:3]
+    assert {len(line) for line in overall(two_settings).lines} == {3}
+    assert "ank" not in caption(two_settings)
 
 
 def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
-    sheets = several()
+    sheets = three_settings()
     lines = list(csv.DictReader(io.StringIO(to_csv(sheets))))
     assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3 + ["dirichlet(1.0)"] * 3
     expected = sheets[1].rows[1].last
@@ -245,13 +251,13 @@ def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
 def test_every_setting_says_how_often_clients_failed_where_any_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sheets, parts = [], []
+    sheets, comparisons_and_runs = [], []
     for number, count in enumerate((3, 0, 1, 0)):
         runs = [run_of([0.5, 0.6], name, 0) for name in ("a", "b")]
         runs[0].records[0]["faults"] = [{"client": 1, "reason": "late"}] * count
         sheets.append(sheet(runs, setting=f"epochs={number}", changes={"epochs": number}))
-        parts.append((sheets[-1], runs))
-    wanted = [
+        comparisons_and_runs.append((sheets[-1], runs))
+    expected = [
         "3 times a client was absent, failed or was refused",
         "",
         "once a client was absent, failed or was refused",
@@ -263,19 +269,25 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
         print_tables(sheets)
         blocks = " ".join(capsys.readouterr().out.split()).split("epochs=")[1:]
         assert [
-            re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", one) for one in blocks
-        ] == [[text] if text else [] for text in wanted]
+            re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", block) for block in blocks
+        ] == [[text] if text else [] for text in expected]
 
-    stored = [StoredRun(one.setting, tmp_path, run, one.changes) for one, runs in parts for run in runs]
+    stored = [
+        StoredRun(comparison.setting, tmp_path, run, comparison.changes)
+        for comparison, runs in comparisons_and_runs
+        for run in runs
+    ]
     overview, *pages = [page.read_text() for page in write_reports(tmp_path, stored, ReportOptions("Epochs"))]
-    for page, one, text in zip(pages, sheets, wanted, strict=True):
+    for page, comparison, text in zip(pages, sheets, expected, strict=True):
         assert ("a client was absent" in page) is bool(text)
         assert not text or f"{text[0].upper()}{text[1:]}." in page
-        assert (f"{one.setting}</a> <small>{text}</small></li>" if text else f"{one.setting}</a></li>") in overview
+        assert (
+            f"{comparison.setting}</a> <small>{text}</small></li>" if text else f"{comparison.setting}</a></li>"
+        ) in overview
 
 
 def test_markdown_marks_the_best_and_escapes_names() -> None:
-    text = to_markdown(several(), "job")
+    text = to_markdown(three_settings(), "job")
     assert "## data.partition=iid" in text
     assert r"a\_b\|c" in text
     assert re.search(r"\| \*\*\d\d\.\d\d ± \d\.\d\d\*\* \|", text)
@@ -286,23 +298,23 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs LaTeX")
 def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
-    (tmp_path / "tables.tex").write_text(to_latex(several(), "50 % & more"))
+    (tmp_path / "tables.tex").write_text(to_latex(three_settings(), "50 % & more"))
     long = {"stages(fedavg:100, fedmr(unit=segment, fraction=0.5))": 0.1, "fedprox(mu=0.01)": 0.0}
     wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace("{tab:", "{tab:wide-")
     (tmp_path / "wide.tex").write_text(wide)
     preamble = "\\documentclass{article}\\usepackage{booktabs,graphicx}"
     document = preamble + "\\begin{document}\\input{tables}\\input{wide}\\end{document}"
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", document]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "Undefined" not in done.stdout
-    assert "Overfull" not in done.stdout
-    assert "too large" not in done.stdout
-    assert "multiply" not in done.stdout  # two labels of one name
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-2000:]
+    assert "Undefined" not in process.stdout
+    assert "Overfull" not in process.stdout
+    assert "too large" not in process.stdout
+    assert "multiply" not in process.stdout  # two labels of one name
 
 
 def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
-    text = to_latex(several(), "50 % & more")
+    text = to_latex(three_settings(), "50 % & more")
     assert text.count(r"\begin{table}") == text.count(r"\end{table}") == 7
     assert r"50 \% \& more, data.partition=iid" in text
     assert r"a\_b|c" in text
@@ -316,28 +328,28 @@ def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
     assert escape_latex(r"\a_b^c~{d}#$") == (r"\textbackslash{}a\_b\textasciicircum{}c\textasciitilde{}\{d\}\#\$")
 
 
-def test_how_differences_are_tested_is_said_once_and_in_the_same_words_everywhere(
+def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runs = methods(3, best=0.2, near=0.2, far=0.0)
-    one = sheet(runs)
-    print_tables([one])
+    comparison = sheet(runs)
+    print_tables([comparison])
     shown = {
         "terminal": capsys.readouterr().out,
         "page": re.sub(
-            'data-title=".*?"', "", html.unescape(render("Three", runs, sheet=one).replace(get_plotlyjs(), ""))
+            'data-title=".*?"', "", html.unescape(render("Three", runs, sheet=comparison).replace(get_plotlyjs(), ""))
         ),
-        "markdown": to_markdown([one]),
+        "markdown": to_markdown([comparison]),
     }
-    for place, text in shown.items():
+    for surface, text in shown.items():
         plain = " ".join(text.split())
-        for said in reading([one]):
-            assert said in plain, place
-        assert [plain.count(word) for word in ("sign-flip", "Holm's method")] == [1, 1], place
-        assert plain.count("Holm") == 3, place  # both columns of p say by what they are corrected
-    paper = to_latex([one])
-    assert all(escape_latex(said) in paper for said in reading([one]))
+        for sentence in reading([comparison]):
+            assert sentence in plain, surface
+        assert [plain.count(word) for word in ("sign-flip", "Holm's method")] == [1, 1], surface
+        assert plain.count("Holm") == 3, surface  # both columns of p say by what they are corrected
+    paper = to_latex([comparison])
+    assert all(escape_latex(sentence) in paper for sentence in reading([comparison]))
     assert [paper.count(word) for word in ("sign-flip", "Holm")] == [1, 1]
     captions = re.findall(r"\\caption\{(.*)\}", paper)
     assert captions == ["Comparison: accuracy.", "Comparison: cost. Rounds and bytes until the target; * never."]
@@ -355,8 +367,8 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
         f"{-100 * (far.low or 0):.1f}, p = {p:.2g}, significant)."
     ) in text
     assert ", not significant); far" in text
-    first = conclusions([sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)])
-    assert first[0].startswith("With clean labels, best has the best mean accuracy of the last evaluation, ")
+    against_first = conclusions([sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)])
+    assert against_first[0].startswith("With clean labels, best has the best mean accuracy of the last evaluation, ")
     few = conclusions([sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
     assert "(95 % interval 18.9 to 21.3, p < 0.001, significant by the t-test only: " in few
     assert f"the exact test needs {seeds_needed(3)} seeds)" in few
@@ -365,14 +377,14 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     many = conclusions([sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
     assert ": m7 is 5.0 points below m8 (" in many
     assert many.endswith("; 5 more in the table.")
-    same = [run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)]
-    assert conclusions([sheet(same)])[0].endswith(": b equals a with every seed.")
-    one = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
-    assert conclusions([sheet(one)]) == [
+    equal_runs = [run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)]
+    assert conclusions([sheet(equal_runs)])[0].endswith(": b equals a with every seed.")
+    single_seed = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
+    assert conclusions([sheet(single_seed)]) == [
         "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell whether another would show "
         "the same."
     ]
-    assert conclusions([sheet(one[:1])]) == ["a: mean accuracy of the last evaluation 50.00 %."]
+    assert conclusions([sheet(single_seed[:1])]) == ["a: mean accuracy of the last evaluation 50.00 %."]
     slow = [run_of([0.1, 0.1, 0.9], "slow", seed) for seed in range(7)]
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
     costs = conclusions([sheet([*slow, *quick], [0.8], measure="rounds")])
@@ -391,7 +403,7 @@ def test_the_page_begins_with_its_conclusions() -> None:
 
 def test_the_terminal_shows_everything_in_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    sheets = several()
+    sheets = three_settings()
     for table in (
         *comparison_tables(sheets[0], 80),
         *overall_tables(sheets * 6, 80),
@@ -417,22 +429,22 @@ def test_the_terminal_shows_everything_in_80_columns() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_columns_that_have_no_room_stand_in_another_table(width: int) -> None:
+def test_columns_without_room_move_to_another_table(width: int) -> None:
     """Errors with their deviations, of clients too, take more room than accuracies."""
     runs = methods(3, fedavg=0.2, **{"stages(fedavg:10, fedmr)": 0.1})
     for run in runs:
         for record in run.records:
             for name in ("personal_accuracy", "personal_accuracy_std", "personal_accuracy_worst"):
                 record[name] = 0.0123 * (1 + run.seed)
-    one = sheet([replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"])
+    comparison = sheet([replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"])
     console = Console(width=width, record=True, file=io.StringIO())
-    tables = comparison_tables(one, width)
+    tables = comparison_tables(comparison, width)
     for table in tables:
         console.print(table)
     text = console.export_text()
     assert len(tables) > 2
     assert max(map(len, text.splitlines())) <= width
-    for column in one.table.columns[3:-1]:
+    for column in comparison.table.columns[3:-1]:
         for word in column.title.split():
             assert re.search(rf"(^| ){re.escape(word)}( |$)", text, re.MULTILINE), word
-    assert all(cell.text in text for line in one.table.lines for cell in line[3:-1])
+    assert all(cell.text in text for line in comparison.table.lines for cell in line[3:-1])

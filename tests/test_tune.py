@@ -1,4 +1,4 @@
-"""The search for parameters: what is tried, what it is judged by, and that test data are left alone."""
+"""Parameter search: the trials, their validation score, and that test data are never read."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fedloom.task import make_dataset
 
 @datasets.register("small-digits")
 def small_digits(*, garbled: bool = False) -> Dataset:
-    """A few digits; the test labels are right, or garbage."""
-    whole = make_dataset("digits")
-    train, test = whole.train[:300], whole.test[:60]
+    """Return 300 training and 60 test digits; `garbled` permutes the test labels."""
+    digits = make_dataset("digits")
+    train, test = digits.train[:300], digits.test[:60]
     labels = (test.labels * 7 + 3) % 10 if garbled else test.labels
-    return dataclasses.replace(whole, name="small-digits", train=train, test=Samples(test.inputs, labels))
+    return dataclasses.replace(digits, name="small-digits", train=train, test=Samples(test.inputs, labels))
 
 
-def table(folder: Path, **more: object) -> dict[str, Any]:
+def table(folder: Path, **keys: object) -> dict[str, Any]:
     return {
         "name": "job",
         "directory": str(folder),
@@ -50,15 +50,15 @@ def table(folder: Path, **more: object) -> dict[str, Any]:
         "evaluate_every": 1,
         "model": "logistic",
         "data": {"name": "small-digits", "clients": 3, "partition": "iid"},
-        **more,
+        **keys,
     }
 
 
 def searched(*texts: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    search: dict[str, Any] = {}
     for text in texts:
-        put(found, text)
-    return found
+        put(search, text)
+    return search
 
 
 RATES = "training.learning_rate=[0.001, 0.5]"
@@ -74,27 +74,29 @@ def grid(content: dict[str, Any], *texts: str, events: list[Event] | None = None
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 1000), st.sampled_from([0.1, 0.25, 0.5]), st.booleans())
-def test_validation_data_are_training_data_of_the_clients_and_nothing_else(seed: int, share: float, own: bool) -> None:
+def test_validation_data_are_training_data_of_the_clients_and_nothing_else(
+    seed: int, share: float, local: bool
+) -> None:
     task = fl.make_task(
-        "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if own else None
+        "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if local else None
     )
     validation = withhold(task, share, seed)
-    kept: list[int] = []
+    withheld: list[int] = []
     for client in range(4):
-        before, training = set(task.partition[client].tolist()), set(validation.partition[client].tolist())
-        held = before - training
-        assert training < before
-        assert len(training) == max(1, int((1 - share) * len(before) + 1e-9))
-        kept += sorted(held)
-        if own:
+        all_samples, training = set(task.partition[client].tolist()), set(validation.partition[client].tolist())
+        validation_samples = all_samples - training
+        assert training < all_samples
+        assert len(training) == max(1, int((1 - share) * len(all_samples) + 1e-9))
+        withheld += sorted(validation_samples)
+        if local:
             assert validation.local_test is not None
-            assert set(validation.local_test[client].tolist()) == held
-    assert (validation.local_test is None) == (not own)
-    assert torch.equal(validation.test.inputs, task.train.inputs[torch.tensor(sorted(kept))])
+            assert set(validation.local_test[client].tolist()) == validation_samples
+    assert (validation.local_test is None) == (not local)
+    assert torch.equal(validation.test.inputs, task.train.inputs[torch.tensor(sorted(withheld))])
     repeated = withhold(task, share, seed)
     assert (repeated.partition.indices == validation.partition.indices).all()
-    other = withhold(task, share, seed + 1)
-    assert not np.array_equal(other.partition.indices, validation.partition.indices)
+    other_seed = withhold(task, share, seed + 1)
+    assert not np.array_equal(other_seed.partition.indices, validation.partition.indices)
 
 
 def test_parameters_are_set_wherever_they_stand() -> None:
@@ -112,7 +114,7 @@ def test_parameters_are_set_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         (("algorithm.mo=[1]",), "unknown key 'algorithm.mo': did you mean 'algorithm.mu'?"),
         (("algorithm.mu=[0.1, -1]",), "algorithm.mu=-1: mu must be at least 0 and at most 3.4e+38, not -1"),
@@ -124,16 +126,18 @@ def test_parameters_are_set_wherever_they_stand() -> None:
         ((), "nothing to search"),
     ],
 )
-def test_whatever_is_wrong_is_told_before_the_first_run(tmp_path: Path, texts: tuple[str, ...], said: str) -> None:
+def test_a_bad_search_space_is_refused_before_the_first_run(
+    tmp_path: Path, texts: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(FedloomError) as caught:
         Search(table(tmp_path), searched(*texts))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("keys", "message"),
     [
         ({"algorithm": "none", "algorithms": ["fedavg", "fedmr"]}, "no method to tune"),
         ({"measure": "personal"}, "data.local_test"),
@@ -143,36 +147,36 @@ def test_whatever_is_wrong_is_told_before_the_first_run(tmp_path: Path, texts: t
         ),
     ],
 )
-def test_a_file_that_cannot_be_tuned_is_told(tmp_path: Path, more: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidValue, match=re.escape(said)):
-        Search(table(tmp_path, **more), searched(RATES))
+def test_a_configuration_that_cannot_be_tuned_is_refused(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(message)):
+        Search(table(tmp_path, **keys), searched(RATES))
 
 
 def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Path) -> None:
     search, trials = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
     assert [tuple(trial.changes.values()) for trial in trials] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
     for trial in trials:
-        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in places(trial)]
+        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in run_folders(trial)]
         assert trial.score == pytest.approx(sum(finals) / 2)
-        settled = json.loads((places(trial)[0] / "configuration.json").read_text())
+        settled = json.loads((run_folders(trial)[0] / "configuration.json").read_text())
         assert settled["data"]["validation"] == 0.2
     assert best_of(trials).score == max(trial.score or 0 for trial in trials)
     assert best_of(trials).changes["training.learning_rate"] == 0.5
-    some = search.grid(2)
-    assert len(some) == 2
-    assert [trial.changes for trial in some] == [trial.changes for trial in search.grid(2)]
+    sample = search.grid(2)
+    assert len(sample) == 2
+    assert [trial.changes for trial in sample] == [trial.changes for trial in search.grid(2)]
 
 
-def places(trial: Trial) -> list[Path]:
+def run_folders(trial: Trial) -> list[Path]:
     return [job.path for job in jobs_of([trial]).values()]
 
 
-@pytest.mark.parametrize("own", [None, 0.25])
-def test_the_test_labels_do_not_matter(tmp_path: Path, own: float | None) -> None:
-    """Garbage for test labels changes no validation figure and no choice."""
+@pytest.mark.parametrize("local_test", [None, 0.25])
+def test_the_test_labels_do_not_matter(tmp_path: Path, local_test: float | None) -> None:
+    """Scores are the same with garbled test labels."""
     scores = []
     for name in ("small-digits", "small-digits(garbled=true)"):
-        data = {"name": name, "clients": 3, "partition": "iid", "local_test": own}
+        data = {"name": name, "clients": 3, "partition": "iid", "local_test": local_test}
         _, trials = grid(table(tmp_path / name, data=data), RATES)
         scores.append([trial.score for trial in trials])
     assert scores[0] == scores[1]
@@ -191,21 +195,21 @@ def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_trials(search.grid(), SerialPool(), lambda event: None, stopped)
-    _, first = grid(table(tmp_path), RATES, events=events)
+    _, resumed = grid(table(tmp_path), RATES, events=events)
     assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
     events.clear()
     _, repeated = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
     assert sum(event.kind == "skipped" for event in events) == 2  # without momentum is how the others were
-    assert [trial.score for trial in repeated[::2]] == [trial.score for trial in first]
+    assert [trial.score for trial in repeated[::2]] == [trial.score for trial in resumed]
 
 
 def test_a_trial_that_fails_is_not_chosen_and_stops_no_other(tmp_path: Path) -> None:
-    _, found = grid(table(tmp_path), "training.learning_rate=[1e38, 0.1]")
-    assert found[0].score is None
-    assert "diverged" in found[0].reason
-    assert best_of(found) is found[1]
+    _, trials = grid(table(tmp_path), "training.learning_rate=[1e38, 0.1]")
+    assert trials[0].score is None
+    assert "diverged" in trials[0].reason
+    assert best_of(trials) is trials[1]
     with pytest.raises(InvalidValue, match="none of 1 trials"):
-        best_of(found[:1])
+        best_of(trials[:1])
 
 
 def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
@@ -213,12 +217,12 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
     tested = final_trial(search, best_of(trials))
     run_trials([tested], SerialPool(), lambda event: None, lambda: False)
     task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
-    alone = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
-    assert tested.score == alone.accuracy  # on all training data, scored on the test data
+    single_run = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
+    assert tested.score == single_run.accuracy  # on all training data, scored on the test data
     events: list[Event] = []
-    again = final_trial(search, best_of(trials))
-    run_trials([again], SerialPool(), events.append, lambda: False)
-    assert again.score == tested.score
+    repeated = final_trial(search, best_of(trials))
+    run_trials([repeated], SerialPool(), events.append, lambda: False)
+    assert repeated.score == tested.score
     assert [event.kind for event in events] == ["skipped"]
     with pytest.raises(InvalidValue, match=r"used once, for training\.learning_rate=0\.5"):
         final_trial(search, trials[0])
@@ -233,24 +237,24 @@ def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.Ca
         "algorithm.mu=[0, 1]",
     )
 
-    def search_again(events: list[Event]) -> list[Trial]:
+    def optuna_trials(events: list[Event]) -> list[Trial]:
         search = Search(content, searched(*texts), steps_needed=False)
         return search_optuna(search, lambda batch: run_trials(batch, SerialPool(), events.append, lambda: False), 10)
 
     events: list[Event] = []
-    first, again = search_again([]), search_again(events)
+    trials, repeated = optuna_trials([]), optuna_trials(events)
     assert {event.kind for event in events} == {"skipped"}
-    assert [trial.changes for trial in first] == [trial.changes for trial in again]
-    assert [trial.values for trial in first] == [trial.values for trial in again]
-    for trial in first:
+    assert [trial.changes for trial in trials] == [trial.changes for trial in repeated]
+    assert [trial.values for trial in trials] == [trial.values for trial in repeated]
+    for trial in trials:
         assert 0.02 <= trial.changes["training.learning_rate"] <= 1
         assert trial.changes["training.epochs"] in (1, 2)
         assert trial.changes["algorithm.mu"] in (0, 1)
     assert capsys.readouterr() == ("", ""), "Optuna says of itself what it does"
-    assert len({trial.changes["training.learning_rate"] for trial in first}) == 10
+    assert len({trial.changes["training.learning_rate"] for trial in trials}) == 10
 
 
-def test_the_command_prints_trials_and_what_to_run_next(
+def test_the_command_prints_its_trials_and_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

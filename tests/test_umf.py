@@ -1,4 +1,4 @@
-"""FedUmf against plain loops in which every client trains in every round, and what a simulation may leave out."""
+"""FedUmf against plain loops in which every client trains in every round; idle clients that a simulation may skip."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from naive import State, World, assert_same, average, flat, shares, uniform, zer
 def naive_umf(
     world: World, selected: list[list[int]], alpha: float, *, weighted: bool, mu: float = 0.0, pool: bool = False
 ) -> list[State]:
-    """FedUmf over FedAvg (uniform or by samples), over FedProx (mu), or over Indep (pool): every client trains always."""
+    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client trains in every round."""
     state = world.initial()
     slots = [world.initial() for _ in selected[0]] if pool else []
     stored: dict[int, State] = {}
-    before: list[int] = []
+    previous: list[int] = []
     models = []
     for number, clients in enumerate(selected, start=1):
         ratio = world.rate(number) / world.rate(number - 1) if number > 1 else 1.0
@@ -43,7 +43,7 @@ def naive_umf(
             chosen = client in clients
             sent = slots[clients.index(client)] if pool and chosen else state
             start = copy.deepcopy(sent)
-            if chosen and client not in before and client in stored:
+            if chosen and client not in previous and client in stored:
                 for name in world.trained:
                     start[name] = start[name] + alpha * ratio * stored[client][name]
 
@@ -63,7 +63,7 @@ def naive_umf(
             for slot in slots:
                 slot.update({name: t for name, t in counters.items() if not t.is_floating_point()})
         state = average(replies, shares(world, clients) if weighted else uniform(clients))
-        before = clients
+        previous = clients
         models.append(state)
     return models
 
@@ -84,8 +84,8 @@ def test_rounds_equal_plain_loops(norm: bool, alpha: float, weighted: bool) -> N
     assert_differ(run.models[-1], world.run(FedAvg(weighted=weighted)).models[-1])
 
 
-def assert_differ(one: State, two: State) -> None:
-    assert not torch.allclose(one["head.weight"], two["head.weight"], atol=1e-4)
+def assert_differ(state: State, other_state: State) -> None:
+    assert not torch.allclose(state["head.weight"], other_state["head.weight"], atol=1e-4)
 
 
 def test_a_proximal_term_keeps_the_sent_model_for_its_centre() -> None:
@@ -94,41 +94,41 @@ def test_a_proximal_term_keeps_the_sent_model_for_its_centre() -> None:
     assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=True, mu=0.5))
 
 
-def test_where_every_client_has_a_model_of_its_own_the_idle_train_the_global_one() -> None:
+def test_idle_clients_train_the_global_model_under_indep() -> None:
     world = World(norm=True, rounds=LONG)
     run = world.run(build("umf(indep)"))
     assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False, pool=True))
 
 
-def test_drifts_of_feddc_include_the_fused_part_and_its_gradients_do_not() -> None:
+def test_drifts_of_feddc_include_the_fused_update_and_its_gradients_do_not() -> None:
     """umf(feddc): the local objective is centred on the sent model, start and slot are FedUmf's."""
     world, alpha = World(rounds=LONG, participation=0.45), 0.05
     run = world.run(build(f"umf(feddc(alpha={alpha}))"))
     assert_same(run.models, naive_umf_feddc(world, run.selected, alpha), 1e-8)
-    seen = {client for clients in run.selected for client in clients}
+    selected = {client for clients in run.selected for client in clients}
     for client in range(world.clients):  # the idle leave their drift alone
-        assert ("feddc_drift" in run.engine.store.read(client)) == (client in seen)
+        assert ("feddc_drift" in run.engine.store.read(client)) == (client in selected)
 
 
 def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> list[State]:
     count = world.clients
     cloud, general, drift_mean = world.initial(), zeros(world), zeros(world)
     drift = {client: zeros(world) for client in range(count)}
-    own = {client: zeros(world) for client in range(count)}
+    gradients = {client: zeros(world) for client in range(count)}
     stored: dict[int, State] = {}
-    before: list[int] = []
+    previous: list[int] = []
     models = []
     for number, clients in enumerate(selected, start=1):
         ratio = world.rate(number) / world.rate(number - 1) if number > 1 else 1.0
         uploads, changes = [], []
-        for client in [*clients, *(other for other in range(count) if other not in clients)]:
+        for client in [*clients, *(idle for idle in range(count) if idle not in clients)]:
             scale = world.sizes[client] / (sum(world.sizes) / count)
             start = copy.deepcopy(cloud)
-            if client in clients and client not in before and client in stored:
+            if client in clients and client not in previous and client in stored:
                 for name in world.trained:
                     start[name] = start[name] + ratio * stored[client][name]
             centre = {name: cloud[name] - drift[client][name] for name in world.trained}
-            shift = {name: general[name] / scale - own[client][name] for name in world.trained}
+            shift = {name: general[name] / scale - gradients[client][name] for name in world.trained}
 
             def correct(
                 parameters: dict[str, nn.Parameter],
@@ -145,14 +145,14 @@ def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> li
             if client not in clients:
                 continue
             uploads.append(trained)
-            new = {
-                name: own[client][name]
+            gradient = {
+                name: gradients[client][name]
                 - general[name] / scale
                 + (start[name] - trained[name]) / (steps * world.rate(number))
                 for name in world.trained
             }
-            changes.append({name: (new[name] - own[client][name]) * scale for name in world.trained})
-            own[client] = new
+            changes.append({name: (gradient[name] - gradients[client][name]) * scale for name in world.trained})
+            gradients[client] = gradient
             for name in world.trained:
                 moved = trained[name] - cloud[name]
                 drift[client][name] = drift[client][name] + moved
@@ -162,7 +162,7 @@ def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> li
         cloud = average(uploads, uniform(clients))
         for name in world.trained:
             cloud[name] = cloud[name] + drift_mean[name]
-        before = clients
+        previous = clients
         models.append(copy.deepcopy(cloud))
     return models
 
@@ -175,7 +175,7 @@ def test_without_a_share_or_without_idle_clients_it_is_the_inner_method(inner: s
     assert_same(everybody.run(build(f"umf({inner})")).models, everybody.run(build(inner)).models, 0)
 
 
-# --- what a simulation may leave out ---
+# --- idle clients that a simulation may skip ---
 
 COMPOSITIONS = [
     "fedavg",
@@ -193,17 +193,17 @@ COMPOSITIONS = [
 
 
 @pytest.mark.parametrize("inner", [inner for inner in COMPOSITIONS if inner.partition("(")[0] in algorithms])
-def test_only_clients_selected_next_need_to_train_while_idle(inner: str) -> None:
+def test_skipping_idle_clients_not_selected_next_changes_nothing(inner: str) -> None:
     world = World(norm=True, rounds=LONG)
     some, every = world.run(build(f"umf({inner})")), world.run(build(f"umf({inner}, simulate_all=true)"))
-    for found, expected in zip(some.models, every.models, strict=True):
+    for tensors, expected in zip(some.models, every.models, strict=True):
         for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(tensors[name], tensor), name
     assert some.selected == every.selected
 
 
 def idle_work(method: Algorithm, world: World) -> list[tuple[int, int]]:
-    """Return how many clients train, and how many of them without uploading, in each round."""
+    """Return (training clients, idle clients among them) of each round."""
     task = world.task()
     schedule = Schedule(rounds=world.rounds, participation=world.participation, seed=world.seed)
     federation = Federation(method, task, RowsEngine(task), schedule)
@@ -215,7 +215,7 @@ def idle_work(method: Algorithm, world: World) -> list[tuple[int, int]]:
     return counts
 
 
-def test_the_idle_that_train_are_those_selected_next_and_not_now() -> None:
+def test_idle_clients_train_only_before_a_round_that_selects_them() -> None:
     world = World(rounds=LONG)
     run = world.run(FedAvg())
     expected = [len(set(run.selected[t + 1]) - set(run.selected[t])) for t in range(LONG - 1)]
@@ -224,7 +224,7 @@ def test_the_idle_that_train_are_those_selected_next_and_not_now() -> None:
 
 
 @pytest.mark.parametrize("inner", ["clusamp", "stages(fedavg:auto, fedmr)", "stages(fedavg:2, clusamp)"])
-def test_where_the_next_selection_is_not_known_all_idle_clients_train(inner: str) -> None:
+def test_all_idle_clients_train_if_the_next_selection_is_unknown(inner: str) -> None:
     world = World(rounds=3)
     assert all(busy + idle == world.clients for busy, idle in idle_work(build(f"umf({inner})"), world))
 
@@ -237,17 +237,17 @@ def test_clusamp_under_umf_equals_plain_loops() -> None:
     assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False))
 
 
-# --- the update is one round old, or gone ---
+# --- an update older than one round is dropped ---
 
 
 class Faulty(RowsEngine):
-    """Some clients cannot be reached in some rounds while they are idle."""
+    """Loses idle clients in the rounds listed in `lost`."""
 
     lost: frozenset[tuple[int, int]] = frozenset()
 
     def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
-        there = [o for o in client_tasks if o.slot is not None or (round.number, o.client) not in self.lost]
-        return super().train(algorithm, round, there)
+        reachable = [o for o in client_tasks if o.slot is not None or (round.number, o.client) not in self.lost]
+        return super().train(algorithm, round, reachable)
 
 
 def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
@@ -267,8 +267,8 @@ def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
     torch.testing.assert_close(run(everybody), plain.model(), rtol=1e-9, atol=1e-9)
     # An update of round 1 must not be fused later: losing the idle from round 2 on leaves what round 1 gave to round 2.
     late = run({(number, client) for number, client in everybody if number > 1})
-    second = naive_umf(replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True)[-1]
-    state, selected = second, world.run(FedAvg()).selected
+    after_two_rounds = naive_umf(replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True)[-1]
+    state, selected = after_two_rounds, world.run(FedAvg()).selected
     for number in range(3, LONG + 1):
         clients = selected[number - 1]
         state = average([world.train(state, number, c)[0] for c in clients], shares(world, clients))
@@ -276,7 +276,7 @@ def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
 
 
 class Exploding(FedAvg):
-    """The idle run into infinity."""
+    """Idle clients diverge to infinity."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         model = super().train(cohort, inbox)["model"]
@@ -288,14 +288,14 @@ def test_an_update_that_is_not_finite_is_forgotten() -> None:
     assert_same(world.run(Umf(Exploding())).models, world.run(FedAvg()).models)
 
 
-def test_what_an_inner_method_remembers_of_the_idle_is_dropped() -> None:
+def test_memory_that_an_inner_method_writes_for_idle_clients_is_dropped() -> None:
     world = World(rounds=2)
     run = world.run(build("umf(moon, simulate_all=true)"))
-    seen = {client for clients in run.selected for client in clients}
+    selected = {client for clients in run.selected for client in clients}
     for client in range(world.clients):
-        known = run.engine.store.read(client)
-        assert "umf_update" in known
-        assert ("moon_model" in known) == (client in seen)
+        memory = run.engine.store.read(client)
+        assert "umf_update" in memory
+        assert ("moon_model" in memory) == (client in selected)
 
 
 def test_memory_of_a_cohort_of_uploading_and_idle_clients() -> None:
@@ -321,9 +321,9 @@ def test_memory_of_a_cohort_of_uploading_and_idle_clients() -> None:
 def test_every_client_is_counted_as_a_receiver_and_the_selected_as_senders() -> None:
     world = World(rounds=2)
     plain, fused = world.run(build("feddc")), world.run(build("umf(feddc)"))
-    for one, two in zip(plain.federation.history, fused.federation.history, strict=True):
-        assert two["bytes_down"] * 3 == one["bytes_down"] * world.clients
-        assert two["bytes_up"] == one["bytes_up"]
+    for plain_record, fused_record in zip(plain.federation.history, fused.federation.history, strict=True):
+        assert fused_record["bytes_down"] * 3 == plain_record["bytes_down"] * world.clients
+        assert fused_record["bytes_up"] == plain_record["bytes_up"]
 
 
 def test_a_pool_counts_one_model_for_each_receiver() -> None:
@@ -333,7 +333,7 @@ def test_a_pool_counts_one_model_for_each_receiver() -> None:
     assert run.federation.history[0]["bytes_down"] == world.clients * row
 
 
-# --- what it refuses ---
+# --- refusals ---
 
 
 class Parted(FedAvg):
