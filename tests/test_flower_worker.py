@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,21 @@ def test_a_folder_that_others_can_open_is_not_used(
     assert site_worker.handed_over(run[1][0].message, here) is None
     assert workers == []
     assert folder.is_dir()
+
+
+def test_where_the_temporary_folder_has_a_long_name_the_socket_lies_in_tmp(
+    run: tuple[LocalGrid, list[Told]],
+    workers: list[subprocess.Popen[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(site_worker.tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    here = context(run[0], tmp_path / "memory")
+    assert content(app(run[1][0].message, here)) == run[1][0].answer
+    folder = site_worker._folder(here, os.getpid())
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
+    shutil.rmtree(folder)  # so its worker ends
+    assert [worker.wait(PATIENCE) for worker in workers] == [1]
 
 
 def test_a_worker_that_does_not_start_is_done_without(

@@ -42,6 +42,8 @@ IDLE_MINUTES = 5
 
 _STARTING = 60.0  # seconds that a worker may take to listen
 
+_LONGEST_FOLDER = 70  # bytes: the path of a socket may take 107 on Linux, 103 on macOS
+
 _logger = logging.getLogger("flwr.fedloom")
 
 
@@ -105,7 +107,10 @@ def _superexec() -> int | None:
 def _folder(context: Context, superexec: int) -> Path:
     """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again."""
     name = digest(f"{context.run_id} {context.node_id} {superexec}")
-    return Path(tempfile.gettempdir()) / f"fedloom-{name[:16]}"  # a socket's path may take about 100 characters
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
+        temporary = "/tmp"
+    return Path(temporary) / f"fedloom-{name[:16]}"
 
 
 def _connected(folder: Path) -> Connection | None:
