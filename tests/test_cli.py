@@ -443,7 +443,7 @@ def test_the_schema_knows_the_examples_and_marks_mistakes(fed: Say, tmp_path: Pa
 
 
 def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
-    def keys(value: Any) -> Any:  # without the names of methods and models, which an editor suggests
+    def keys(value: object) -> object:  # without the names of methods and models, which an editor suggests
         if isinstance(value, dict):
             return {key: keys(item) for key, item in value.items() if key != "examples"}
         return value
@@ -453,7 +453,7 @@ def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
         directive, _, name = path.read_text().splitlines()[0].partition(" ")
         assert directive == "#:schema", path
         written = json.loads(path.with_name(name).read_text())
-        assert keys(written) == keys(json.loads(fed("schema")[1])), f"write it anew: fedloom schema examples/{path.name}"
+        assert keys(written) == keys(json.loads(fed("schema")[1])), f"to mend: fedloom schema examples/{path.name}"
 
 
 def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import fedloom as fl
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.serving.exporting import SUFFIXES, export
+from fedloom.serving.prediction_files import prediction_columns
 from forking_cli import main
 
 TRAINING = {"learning_rate": 0.1, "batch_size": 10, "epochs": 5}
@@ -178,7 +179,7 @@ def test_predictions_at_a_terminal(
     assert Path("m.safetensors").exists()
     for words, line in (
         (["predict", "run", "odd.csv"], "no column 'age', which the model was trained on"),
-        (["predict", "run", "new.csv", "--to", "out.xls"], "predictions are written as .csv or .parquet"),
+        (["predict", "run", "new.csv", "--to", "out.xls"], "predictions are written as .csv, .parquet or .npz"),
         (["predict", "run", "new.csv", "--client", "1"], "client=1: run has no such personal model"),
         (["predict", "nowhere", "new.csv"], "nowhere must be or hold one finished run (there are: none)"),
         (["export", "run", "--to", "onx"], "--to 'onx' is not allowed: did you mean 'onnx'?"),
@@ -187,6 +188,98 @@ def test_predictions_at_a_terminal(
         assert main(words) == 2
         error = capfdbinary.readouterr().err.decode()
         assert line in error.splitlines()[-1]
+
+
+def test_texts_in_a_file_get_a_class_or_a_continuation_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {"sport": ["goal", "team"], "money": ["bank", "price"]}
+    draw = np.random.default_rng(0)
+    topics = draw.choice(list(words), 60)
+    rows = pd.DataFrame({"text": [" ".join(draw.choice(words[topic], 5)) for topic in topics], "topic": topics})
+    trained(tmp_path / "topics", rows, "topic", model="fasttext")
+    Path("new.txt").write_text("goal team goal\nbank, price\n")
+    assert main(["predict", "topics", "new.txt", "--to", "out.csv", "--probabilities"]) == 0
+    written = pd.read_csv("out.csv")
+    assert list(written) == ["text", "prediction", "probability of money", "probability of sport"]
+    assert written.text.tolist() == ["goal team goal", "bank, price"]
+    model = fl.load("topics")
+    assert written.prediction.tolist() == model.predict(["goal team goal", "bank, price"]).tolist()
+    np.testing.assert_allclose(written.iloc[:, 2:], model.predict_proba(["goal team goal", "bank, price"]), rtol=1e-5)
+    Path("play.txt").write_text("\n\n".join(f"{name}:\n{'to be or not. ' * 8}" for name in ("HAMLET", "YORICK")))
+    data = f"shakespeare(folder='{tmp_path}', length=8)"
+    task = fl.make_task(
+        data, clients=0, partition="natural", model="transformer(layers=1, width=8, heads=2)", training=TRAINING
+    )
+    fl.run("fedavg", task, rounds=1, directory="plays", engine="rows")
+    assert main(["predict", "plays", "new.txt", "--to", "next.npz", "--tokens", "7"]) == 0
+    model = fl.load("plays")
+    expected = [model.generate(line, 7)[len(line) :] for line in ("goal team goal", "bank, price")]
+    assert np.load("next.npz")["prediction"].tolist() == expected
+    assert all(len(text) == 7 for text in expected)
+    Path("gap.txt").write_text("to be\n\nor not\n")
+    capfdbinary.readouterr()
+    assert main(["predict", "plays", "gap.txt"]) == 2
+    assert b"gap.txt: line 2 is empty: give a text a line" in capfdbinary.readouterr().err
+
+
+def test_arrays_in_a_file_are_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = fl.make_task("digits", clients=3, model="logistic", training=TRAINING)
+    fl.run("fedavg", task, rounds=2, directory="run", engine="rows")
+    inputs, model = task.test.inputs[:7].double().numpy(), fl.load("run")
+    np.savez("new.npz", inputs=inputs, labels=task.test.labels[:7].numpy())
+    assert main(["predict", "run", "new.npz"]) == 0
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    expected = model.predict(inputs.astype(np.float32)).tolist()
+    assert lines == ['"sample","prediction"', *(f"{k},{digit}" for k, digit in enumerate(expected))]
+    assert main(["predict", "run", "new.npz", "--to", "out.npz", "--probabilities"]) == 0
+    written = np.load("out.npz")
+    assert written["prediction"].tolist() == expected
+    np.testing.assert_allclose(written["probability"], model.predict_proba(inputs.astype(np.float32)))
+    np.savez("flat.npz", inputs=inputs.reshape(7, -1))
+    np.savez("other.npz", x=inputs)
+    np.savez("none.npz", inputs=inputs[:0])
+    Path("broken.npz").write_bytes(Path("new.npz").read_bytes()[:200])
+    for name, line in (
+        ("flat", "flat.npz: the model was trained on [n, 1, 8, 8] of float32, not on [7, 64] of float32"),
+        ("other", "other.npz: no array 'inputs' (it has: x)"),
+        ("none", "none.npz: there are no samples to predict"),
+        ("broken", "broken.npz: damaged, or neither an npz file nor a folder of npy files"),
+    ):
+        capfdbinary.readouterr()
+        assert main(["predict", "run", f"{name}.npz"]) == 2
+        error = capfdbinary.readouterr().err.decode()
+        assert line in error
+        assert len(error.splitlines()) == 1
+
+
+def test_several_answers_to_a_sample_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    inputs = draw.normal(size=(40, 4)).astype(np.float32)
+    labels = (inputs[:, :3] > 0).astype(np.int64)
+    task = fl.make_task(
+        fl.Samples(inputs, labels),
+        clients=2,
+        partition="iid",
+        model="logistic",
+        objective="multilabel",
+        training=TRAINING,
+    )
+    fl.run("fedavg", task, rounds=1, directory="run", engine="rows")
+    np.savez("new.npz", inputs=inputs[:5])
+    assert main(["predict", "run", "new.npz", "--to", "out.csv", "--probabilities"]) == 0
+    written, model = pd.read_csv("out.csv"), fl.load("run")
+    assert list(written)[1:4] == [f"prediction of {name}" for name in model.classes]
+    assert written.iloc[:, 1:4].to_numpy().tolist() == model.predict(inputs[:5]).tolist()
+    np.testing.assert_allclose(written.iloc[:, 4:], model.predict_proba(inputs[:5]), rtol=1e-5)
+    answers = np.zeros((3, 8, 8), np.int64)
+    with pytest.raises(InvalidValue, match=r"predictions of shape \[8, 8\] are no row of a table: --to FILE.npz"):
+        prediction_columns(model, {"prediction": answers})
 
 
 def test_the_model_card_describes_the_data_without_them(tmp_path: Path) -> None:

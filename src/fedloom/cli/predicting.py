@@ -8,23 +8,31 @@ import typer
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
-To = Annotated[Path | None, typer.Option("--to", metavar="OUT", help="A .csv or .parquet file, not the terminal.")]
+To = Annotated[Path | None, typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file, by default CSV.")]
 Client = Annotated[int | None, typer.Option("--client", metavar="N", help="Predict by the personal model of client N.")]
 Probabilities = Annotated[bool, typer.Option("--probabilities", help="Also write the probability of each class.")]
+Tokens = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens that follow each text, of such a model.")]
 Formats = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False)]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")]
 
 
-def predict(run: Run, file: Data, to: To = None, client: Client = None, probabilities: Probabilities = False) -> None:
+def predict(
+    run: Run,
+    file: Data,
+    to: To = None,
+    client: Client = None,
+    probabilities: Probabilities = False,
+    tokens: Tokens = 100,
+) -> None:
     """Predict new samples by the model of a finished run.
 
-    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data in any order, or a picture
-    or a folder of them. Predictions follow the columns of FILE.
+    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data in any order; a picture or a
+    folder of them; a .txt file with a text a line; or an .npz file with the array inputs. Predictions follow the columns of FILE.
     """
     from fedloom.serving.prediction_files import predict_file
     from fedloom.serving.predictor import load
 
-    count = predict_file(load(run, client=client), file, to, probabilities=probabilities)
+    count = predict_file(load(run, client=client), file, to, probabilities=probabilities, tokens=tokens)
     if to is not None:
         print(f"{count} predictions: {to}", file=sys.stderr)
 

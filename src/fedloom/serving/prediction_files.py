@@ -1,48 +1,101 @@
 """Files of samples to predict, and of the predictions."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from fedloom.data.formats.arrow import read_any
-from fedloom.data.formats.limits import reading
+from fedloom.data.formats.limits import read_text, reading
+from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import pictures
-from fedloom.data.preprocessing import PictureInputs
-from fedloom.errors import InvalidValue
+from fedloom.data.preprocessing import PictureInputs, TextInputs
+from fedloom.errors import DataError, InvalidValue, shortened
 from fedloom.serving.predictor import Predictor
 
 
-def predict_file(predictor: Predictor, path: Path, to: Path | None = None, *, probabilities: bool = False) -> int:
+def predict_file(
+    predictor: Predictor, path: Path, to: Path | None = None, *, probabilities: bool = False, tokens: int = 100
+) -> int:
     """Predict the samples of a file or folder, write a table with a row each, and return their number.
 
     Args:
         predictor: The model.
-        path: A CSV or parquet file with the columns of the training data; or a picture, or a folder of them.
-        to: A `.csv` or `.parquet` file; by default CSV on the standard output.
-        probabilities: Add a column for the probability of each class.
+        path: A CSV or parquet file with the columns of the training data; a picture, or a folder of them; a text file with a
+            text a line; or an npz file with the array `inputs`.
+        to: A `.csv` or `.parquet` file, or `.npz` for arrays; by default CSV on the standard output.
+        probabilities: Add the probability of each class.
+        tokens: Tokens with which a model of the next token goes on with each text.
 
     Raises:
         DataError: The file cannot be read, or does not fit the model.
-        InvalidValue: `to` is neither.
+        InvalidValue: `to` is none of these, or predictions of a sample that are no row of a table.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    if to is not None and to.suffix not in (".csv", ".parquet"):
-        raise InvalidValue(f"--to {to}: predictions are written as .csv or .parquet")
-    if isinstance(predictor.preprocessing.inputs, PictureInputs):
-        paths = pictures(path) if path.is_dir() else [path]
-        data, table = paths, pa.table({"file": list(map(str, paths))})
+    if to is not None and to.suffix not in (".csv", ".parquet", ".npz"):
+        raise InvalidValue(f"--to {to}: predictions are written as .csv, .parquet or .npz")
+    data, table = _samples(predictor, path)
+    if isinstance(data, list) and predictor.preprocessing.outputs.answer == "token":
+        arrays = {"prediction": np.array([_continuation(predictor, text, tokens) for text in data])}
     else:
-        data = table = read_any(path)[0]
-    columns = {"prediction": predictor.predict(data).tolist()}
-    if probabilities:
-        shares = zip(predictor.classes, predictor.predict_proba(data).T, strict=True)
-        columns |= {f"probability of {name}": share.tolist() for name, share in shares}
-    for name, values in columns.items():
-        table = table.append_column(f"{name} (model)" if name in table.column_names else name, [values])
+        outputs = predictor.outputs(data, str(path))
+        arrays = {"prediction": predictor.answers(outputs)}
+        if probabilities:
+            arrays["probability"] = predictor.probabilities(outputs)
     with reading(to or path, "cannot be written"):
+        if to is not None and to.suffix == ".npz":
+            np.savez(to, **arrays)  # type: ignore[arg-type]
+            return int(table.num_rows)
+        for name, values in prediction_columns(predictor, arrays).items():
+            title = f"{name} (model)" if name in table.column_names else name
+            table = table.append_column(title, pa.array(values.tolist()))
         if to is None or to.suffix == ".csv":
             csv.write_csv(table, sys.stdout.buffer if to is None else to)
         else:
             parquet.write_table(table, to)
     return int(table.num_rows)
+
+
+def _samples(predictor: Predictor, path: Path) -> tuple[Any, Any]:
+    """Return the samples of a file or folder, and the Arrow table that predictions follow."""
+    import pyarrow as pa
+
+    inputs = predictor.preprocessing.inputs
+    if path.suffix == ".npz":
+        arrays = read_arrays(path)
+        if "inputs" not in arrays:
+            raise DataError(f"{path}: no array 'inputs' (it has: {shortened(', '.join(sorted(arrays))) or 'none'})")
+        return arrays["inputs"], pa.table({"sample": range(len(arrays["inputs"]))})
+    if isinstance(inputs, PictureInputs):
+        paths = pictures(path) if path.is_dir() else [path]
+        return paths, pa.table({"file": list(map(str, paths))})
+    if isinstance(inputs, TextInputs) and path.suffix == ".txt":
+        texts = read_text(path).splitlines()
+        if not all(texts):
+            raise DataError(f"{path}: line {texts.index('') + 1} is empty: give a text a line")
+        return texts, pa.table({"text": texts})
+    table = read_any(path)[0]
+    return table, table
+
+
+def _continuation(predictor: Predictor, text: str, tokens: int) -> str:
+    return predictor.generate(text, tokens).removeprefix(text)
+
+
+def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a table with the predictions `[n, ...]` and probabilities of n samples."""
+    columns = {}
+    for name, values in arrays.items():
+        if values.ndim > 2:
+            raise InvalidValue(f"predictions of shape {list(values.shape[1:])} are no row of a table: --to FILE.npz")
+        if values.ndim == 1:
+            columns[name] = values
+            continue
+        named = len(predictor.classes) == values.shape[1]
+        for k in range(values.shape[1]):
+            columns[f"{name} of {predictor.classes[k]}" if named else f"{name} {k}"] = values[:, k]
+    return columns

@@ -88,7 +88,11 @@ class Predictor:
             DataError: A column is missing or of another type, a cell is empty, a picture is unreadable.
             InvalidValue: An array has another shape.
         """
-        outputs, answer = self.outputs(data), self.preprocessing.outputs.answer
+        return self.answers(self.outputs(data))
+
+    def answers(self, outputs: Tensor) -> npt.NDArray[Any]:
+        """Return the predictions that the model's outputs stand for, as `predict` does."""
+        answer = self.preprocessing.outputs.answer
         if answer == "class":
             names: npt.NDArray[Any] = np.array(self.classes)[outputs.argmax(1).numpy()]
             return names.astype(np.int64) if all(name.lstrip("-").isdecimal() for name in self.classes) else names
@@ -110,16 +114,22 @@ class Predictor:
         Raises:
             InvalidValue: The model predicts no classes.
         """
-        outputs, answer = self.outputs(data), self.preprocessing.outputs.answer
+        return self.probabilities(self.outputs(data))
+
+    def probabilities(self, outputs: Tensor) -> npt.NDArray[Any]:
+        """Return the probabilities that the model's outputs stand for, and raise, as `predict_proba` does."""
+        answer = self.preprocessing.outputs.answer
         if answer not in ("class", "classes"):
             raise InvalidValue("predict_proba is for classes: this model predicts others, which `predict` returns")
         probabilities: npt.NDArray[Any] = (outputs.softmax(1) if answer == "class" else outputs.sigmoid()).numpy()
         return probabilities
 
     @torch.no_grad()
-    def outputs(self, data: Any) -> Tensor:
-        """Return the model's outputs for each sample, logits or numbers in the target's own units. Takes what `predict` takes."""
-        inputs, notices = self.preprocessing.apply(data)
+    def outputs(self, data: Any, source: str = "data") -> Tensor:
+        """Return the model's outputs for each sample of what `predict` takes: logits, or numbers in the target's own units."""
+        inputs, notices = self.preprocessing.apply(data, source)
+        if not len(inputs):
+            raise InvalidValue(f"{source}: there are no samples to predict")
         for notice in notices:
             _logger.warning(notice)
         parameter = next(self.module.parameters(), torch.empty(0))
@@ -128,8 +138,6 @@ class Predictor:
             batch = self.preprocessing.prepare(batch.to(parameter.device))
             batch = batch.to(parameter.dtype) if batch.is_floating_point() else batch
             blocks.append(prediction(self.module(batch)).cpu())
-        if not blocks:
-            raise InvalidValue("there are no samples to predict")
         return self.preprocessing.outputs.in_units(torch.cat(blocks).float())
 
     @torch.no_grad()
