@@ -106,8 +106,8 @@ def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:
     lines = "document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length"
     assert browser.run(lines) == 2 * len(METHODS)  # a line and a band each
     assert browser.run("document.querySelectorAll('#labels .points path').length") > 20
-    assert browser.run("document.querySelectorAll('#bytes .bars path').length") == 2 * len(METHODS)
-    names = browser.run("[...document.querySelectorAll('#bytes .ytick text')].map(t => t.textContent).join('|')")
+    assert browser.run("document.querySelectorAll('#seeds .points path').length") == 3 * len(METHODS)  # two and a mean
+    names = browser.run("[...document.querySelectorAll('#seeds .ytick text')].map(t => t.textContent).join('|')")
     assert "<script>" in names  # shown as text
 
 
@@ -134,7 +134,7 @@ def test_columns_sort_both_ways_and_what_is_missing_stays_last(browser: Browser,
 
 def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page: Path) -> None:
     browser.open(page)
-    slots = ("seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "bytes", "seconds")
+    slots = ("seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine")
     assert all(visible(browser, slot) == set(METHODS) for slot in slots)
     press(browser, '.chip[data-method="fedmr"]')
     assert all(visible(browser, slot) == set(METHODS) - {"fedmr"} for slot in slots)

@@ -14,10 +14,8 @@ from fedloom.report.curves import Curve, curve, learning_curves
 from fedloom.report.figures import (
     COLOURS,
     accuracy_by_seed,
-    byte_bars,
     evenly_spaced,
     label_distribution,
-    second_bars,
     styles,
     wrapped,
 )
@@ -160,17 +158,6 @@ def test_many_clients_are_drawn_evenly_spaced() -> None:
     assert set(label_distribution([[1]] * 1000).data[0].x) == set(map(str, shown))
 
 
-def test_bars_show_the_means_of_bytes_and_seconds() -> None:
-    runs = [made_up_run("a", seed, rounds=10 + 10 * seed) for seed in (0, 1)]
-    figure = byte_bars(runs)
-    down, up = figure.data
-    assert (down.x[0], up.x[0], figure.layout.xaxis.title.text) == (15.0, 13.5, "Sent in a run, kB")
-    bar = second_bars(runs).data[0]
-    assert bar.x[0] == 7.5
-    assert bar.error_x.array[0] == pytest.approx(np.std([5, 10], ddof=1))
-    assert not second_bars([replace(run, timings=[]) for run in runs]).data
-
-
 def test_each_seed_is_a_dot_and_their_mean_a_bar() -> None:
     runs = [made_up_run("a", seed) for seed in (3, 5)]
     mean, dots = accuracy_by_seed(runs).data
@@ -182,7 +169,7 @@ def test_each_seed_is_a_dot_and_their_mean_a_bar() -> None:
 
 def test_names_from_users_are_escaped_in_every_figure() -> None:
     runs = [made_up_run(EVIL, seed) for seed in (0, 1)]
-    for figure in (learning_curves(runs), byte_bars(runs), second_bars(runs), accuracy_by_seed(runs)):
+    for figure in (learning_curves(runs), accuracy_by_seed(runs)):
         for trace in figure.data:
             assert "<script" not in trace.name
             labels = [] if trace.y is None else [label for label in trace.y if isinstance(label, str)]

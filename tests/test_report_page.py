@@ -65,7 +65,7 @@ def test_the_embedded_figures_are_json_of_every_kind() -> None:
     assert match is not None
     slots = json.loads(match[1])
     assert set(slots) == {
-        "seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "bytes", "seconds", "labels",
+        "seeds", "curve-accuracy", "curve-loss", "curve-training_loss", "curve-pool_cosine", "labels",
     }  # fmt: skip
     assert set(slots["curve-accuracy"]["variants"]) == {"round", "bytes", "seconds"}
     assert {f'<div id="{name}"' in page for name in slots} == {True}

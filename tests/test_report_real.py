@@ -23,7 +23,7 @@ from fedloom.experiment.finished import StoredRun, read_runs, with_trajectories
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
-from fedloom.report.units import byte_text
+from fedloom.report.summary import summarise
 from report_support import CHROMIUM, Browser
 
 METHODS = ("fedavg", "fedmr", "ala(fedavg)")
@@ -75,7 +75,7 @@ def kept(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, Any]:
 
 def test_every_figure_is_there(figures: dict[str, Any]) -> None:
     names = {folder_name(method) for method in METHODS}
-    expected = {"seeds", "bytes", "seconds", "labels", "objective", "similarity", "landscape-cuts"}
+    expected = {"seeds", "labels", "objective", "similarity", "landscape-cuts"}
     expected |= {f"curve-{m}" for m in ("accuracy", "loss", "training_loss", "personal_accuracy", "client_accuracy")}
     expected |= {"curve-pool_cosine", "ala-3-ala-fedavg"}
     expected |= {
@@ -156,16 +156,15 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
     assert list(cuts[0].y) == pytest.approx([10**z for z in surfaces[0].z[2]], rel=1e-9)
 
 
-def test_bars_are_the_sums_over_all_rounds(folder: Path, figures: dict[str, Any]) -> None:
-    for direction, trace in zip(("down", "up"), figures["bytes"].data[:2], strict=True):
-        totals = [
-            sum(x[f"bytes_{direction}"] for x in lines(place(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)
-        ]
-        assert trace.hovertemplate.startswith(f"{direction} {byte_text(statistics.mean(totals))}<")
-        assert 1e3 * trace.x[0] == pytest.approx(statistics.mean(totals))
-    assert figures["bytes"].layout.xaxis.title.text == "Sent in a run, kB"
+def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun]) -> None:
+    row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"])[0]
+    for spread, key in ((row.bytes_down, "bytes_down"), (row.bytes_up, "bytes_up")):
+        totals = [sum(x[key] for x in lines(place(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
+        assert spread is not None
+        assert spread.mean == pytest.approx(statistics.mean(totals))
     seconds = [math.fsum(x["seconds"] for x in lines(place(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)]
-    assert figures["seconds"].data[0].x[0] == pytest.approx(statistics.mean(seconds))
+    assert row.seconds is not None
+    assert row.seconds.mean == pytest.approx(statistics.mean(seconds))
 
 
 def test_the_objective_is_drawn_as_the_mean_of_what_the_seeds_noted(

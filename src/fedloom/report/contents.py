@@ -26,7 +26,6 @@ def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[
         "result": _seeds(runs),
         "effects": effect_figures(runs, by),
         "curves": _curves(runs),
-        "costs": _costs(runs),
         "clients": _labels(runs),
         "recorded": recorded_figures(runs),
     }
@@ -102,16 +101,6 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
             name = f"curve-{measure}" if measure in usual else f"other-{measure}"
             curves.append(ReportFigure(slug(name), title, caption, variants, "x"))
     return curves
-
-
-def _costs(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    caption = "of a run; full colour down to the clients, pale up."
-    costs = [ReportFigure.of("bytes", "Bytes", caption, figures.byte_bars(runs))]
-    seconds = figures.second_bars(runs)
-    if seconds.data:
-        deviation = ", ± one standard deviation over seeds" if _seed_count(runs) > 1 else ""
-        costs.append(ReportFigure.of("seconds", "Time", f"of a run, evaluation included{deviation}.", seconds))
-    return costs
 
 
 def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:

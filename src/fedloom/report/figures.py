@@ -15,8 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from fedloom.objectives import ACCURACY
-from fedloom.report.summary import RunSummary, Spread, by_algorithm, bytes_down, bytes_up, final, seconds
-from fedloom.report.units import byte_text, byte_unit, time_text
+from fedloom.report.summary import RunSummary, by_algorithm, final
 from fedloom.state.files import slug
 
 # After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near black alike.
@@ -81,8 +80,11 @@ def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
             look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
             traces.append(go.Scatter(x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look))
             traces.append(go.Scatter(x=x, y=y, marker=dot, **seeds, **look))
+    names = [wrapped(name) for name in by_algorithm(runs)]
+    height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
     ticks = {"tickformat": ".2~%"} if metric.share else {}
-    return _by_method(traces, runs, {"title": f"Final test {metric.noun}", **ticks})
+    yaxis = {"autorange": "reversed", "type": "category"}
+    return framed(traces, height, xaxis={"title": f"Final test {metric.noun}", **ticks}, yaxis=yaxis)
 
 
 def label_distribution(
@@ -121,59 +123,12 @@ def evenly_spaced(count: int, limit: int = 60) -> list[int]:
     return sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit)).round()}) if count else []
 
 
-def byte_bars(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw bytes of a whole run, mean over seeds: full colour down to the clients, pale up from them."""
-    totals = [
-        (name, sum(map(sent, group)) / len(group), direction, opacity)
-        for name, group in by_algorithm(runs).items()
-        for direction, sent, opacity in (("down", bytes_down, 0.95), ("up", bytes_up, 0.5))
-    ]
-    size, unit = byte_unit(max((total for _, total, *_ in totals), default=0.0))
-    bars = [(name, opacity, total / size, f"{way} {byte_text(total)}", 0.0) for name, total, way, opacity in totals]
-    return _bars(runs, bars, f"Sent in a run, {unit}")
-
-
-def second_bars(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw seconds of a whole run, mean over seeds with ± one standard deviation; methods without times are left out."""
-    times = {name: [seconds(run) for run in group] for name, group in by_algorithm(runs).items()}
-    spreads = {name: Spread.of([value for value in values if value is not None]) for name, values in times.items()}
-    bars = [(name, 0.95, each.mean, time_text(each.mean), each.std) for name, each in spreads.items() if each]
-    return _bars(runs, bars, "Seconds of a run")
-
-
 def wrapped(name: str, width: int = 24) -> str:
     """Return a name as escaped lines of about `width` characters, broken at commas and brackets, then at dots and equals."""
     text = re.sub(r"([,(])(?=\S)", r"\1 ", name)
     text = re.sub(rf"\S{{{width + 1},}}", lambda word: re.sub(r"([=.])(?=\D)", r"\1 ", word[0]), text)
     lines = textwrap.wrap(text, width, break_long_words=True) or [""]
     return "<br>".join(html.escape(re.sub(r"([(=.]) ", r"\1", line)) for line in lines)
-
-
-def _bars(runs: Sequence[RunSummary], bars: Sequence[tuple[str, float, float, str, float]], title: str) -> go.Figure:
-    """Draw bars of a method, an opacity, a value, its text and its deviation."""
-    looks = styles(runs)
-    traces = [
-        go.Bar(
-            y=[wrapped(name)],
-            x=[value],
-            error_x={"type": "data", "array": [deviation], "visible": deviation > 0, "color": "#808080"},
-            orientation="h",
-            marker={"color": looks[name].colour, "opacity": opacity},
-            hovertemplate=f"{text}<extra>%{{fullData.name}}</extra>",
-            name=html.escape(name),
-            legendgroup=name,
-            showlegend=False,
-        )
-        for name, opacity, value, text, deviation in bars
-    ]
-    return _by_method(traces, runs, {"title": title, "rangemode": "tozero"})
-
-
-def _by_method(traces: Sequence[Any], runs: Sequence[RunSummary], xaxis: Mapping[str, Any]) -> go.Figure:
-    names = [wrapped(name) for name in by_algorithm(runs)]
-    height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
-    yaxis = {"autorange": "reversed", "type": "category", "showgrid": not traces or not isinstance(traces[0], go.Bar)}
-    return framed(traces, height, barmode="stack", bargap=0.35, xaxis=xaxis, yaxis=yaxis)
 
 
 def pale(colour: str, opacity: float) -> str:
