@@ -205,7 +205,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
     table = {**JOB, **TASK, "directory": str(folder)}
     assert Comparison.of(configuration(table)).run(lambda event: None) == {}
-    add_landscapes(read_runs(folder), ["all"], Landscape(grid=3))
+    add_landscapes(read_runs(folder), Landscape(grid=3), print)
     return folder
 
 

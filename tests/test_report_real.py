@@ -209,30 +209,31 @@ def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytes
 
 
 def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--landscape", "fedmr", "--landscape", "fedavg", "--landscape-options", "grid=3, data=test, samples=20"]
-    assert main(["report", str(folder), *options]) == 0
-    assert "loss landscape of fedmr, seed 0" in capsys.readouterr().err
-    found = {run.path: run.summary for run in read_runs(folder)}
-    later = [next(one for one in found[place(folder, m)].recorded if one["kind"] == "landscape") for m in METHODS]
-    assert [one["data"] for one in later] == ["test", "test", "train"]
-    page = (folder / "report.html").read_text()
-    assert '<div id="landscape-fedmr"' in page
-    assert '<div id="landscape-ala-fedavg"' not in page  # its points are others
-    for method in ("fedavg", "fedmr"):
-        kept_there = place(folder, method) / "landscape.json"
-        kept_there.unlink()
+    def recorded(method: str) -> dict[str, Any]:
         summary = next(run.summary for run in read_runs(folder) if run.path == place(folder, method))
-        assert next(one for one in summary.recorded if one["kind"] == "landscape")["data"] == "train"
+        (entry,) = [entry for entry in summary.recorded if entry["kind"] == "landscape"]
+        return entry
+
+    assert main(["report", str(folder), "--record", "landscape(grid=3, data=test, samples=20)"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"loss landscape of {method}, seed 0" for method in METHODS]
+    assert [recorded(method)["data"] for method in METHODS] == ["test"] * 3
+    page = (folder / "report.html").read_text()
+    assert {f'<div id="landscape-{folder_name(method)}"' in page for method in METHODS} == {True}
+    assert main(["report", str(place(folder, METHODS[2])), "--record", "landscape(grid=3)", "--quiet"]) == 0
+    assert (recorded(METHODS[2])["data"], capsys.readouterr().err) == ("train", "")
+    for method in METHODS:
+        (place(folder, method) / "landscape.json").unlink()
+        assert len(recorded(method)["x"]) == 5  # what the run itself recorded
     assert main(["report", str(folder)]) == 0
-    assert '<div id="landscape-ala-fedavg"' in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--landscape", "fedmt"], "unknown method 'fedmt': did you mean 'fedmr'? (there are: fedavg, fedmr, ala(fedavg), all)"),
-        (["--landscape-options", "grid=3"], "--landscape-options needs --landscape METHOD, or --landscape all"),
-        (["--landscape", "all", "--landscape-options", "gird=3"], "landscape has no parameter 'gird': did you mean 'grid'?"),
+        (["--record", "landscpe"], "unknown recorder 'landscpe': did you mean 'landscape'?"),
+        (["--record", "similarity"], "--record 'similarity': only landscape can be recorded afterwards"),
+        (["--record", "landscape(gird=3)"], "landscape has no parameter 'gird': did you mean 'grid'?"),
         (["--images", "gif"], "image format 'gif' is not allowed (allowed: png, svg, pdf)"),
     ],
 )  # fmt: skip
@@ -256,7 +257,7 @@ def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
 def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = fl.make_task("digits", clients=3, partition="iid", model="logistic")
     fl.run("fedavg", task, rounds=1, directory=tmp_path / "mine")
-    assert main(["report", str(tmp_path / "mine"), "--landscape", "all"]) == 2
+    assert main(["report", str(tmp_path / "mine"), "--record", "landscape"]) == 2
     assert "its task cannot be made again" in capsys.readouterr().err
 
 

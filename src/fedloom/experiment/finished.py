@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue, suggestion
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory, locked, read_json, readable, setting_folder, write_json
 from fedloom.experiment.identity import task_digests
@@ -23,9 +23,6 @@ from fedloom.serving.artifact import load_model
 from fedloom.task import Task
 
 PAGE = "report.html"
-
-ALL = "all"
-"""Stands for every method where methods are named."""
 
 REPORT_LOCK = ".report.lock"
 """Held in a folder while its tables and reports are written, which takes no longer than seconds."""
@@ -142,27 +139,15 @@ def report_options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:
     return dataclasses.replace(options, targets=options.targets or tuple(first.configuration.get("targets", ())))
 
 
-def add_landscapes(
-    runs: Sequence[StoredRun],
-    names: Sequence[str],
-    recorder: Landscape,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[StoredRun]:
-    """Compute the loss around final models of `names`: methods (their first run in each setting), `all`, or folders of runs.
+def add_landscapes(runs: Sequence[StoredRun], recorder: Landscape, say: Callable[[str], None]) -> None:
+    """Compute the loss around the final model of each method's first run in each setting, for `read_runs` to find.
 
-    Returns all runs, with landscapes of these alone. Raises `InvalidValue` for an unknown method or a run that is not finished.
+    Raises `InvalidValue` for a run that is not finished, or whose task cannot be made again.
     """
-    chosen = _chosen(runs, names)
-    shown = []
-    for run in runs:
-        if run in chosen:
-            say(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
-            write_json(run.path / _FILE, landscape_of(run.path, recorder))
-            summary = _summary(run.path, run.summary.algorithm)
-        else:
-            summary = dataclasses.replace(run.summary, recorded=_without_landscape(run.summary))
-        shown.append(dataclasses.replace(run, summary=summary))
-    return shown
+    firsts = {(run.setting, run.summary.algorithm): run for run in reversed(runs)}
+    for run in reversed(firsts.values()):
+        say(f"loss landscape of {run.labelled.algorithm}, seed {run.summary.seed}")
+        write_json(run.path / _FILE, landscape_of(run.path, recorder))
 
 
 def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
@@ -215,26 +200,8 @@ def _summary(path: Path, name: str | None) -> RunSummary:
     landscape = read_json(path / _FILE, dict, "remove it")
     with readable(path / _FILE):
         landscape["kind"]
-    return dataclasses.replace(summary, recorded=[*_without_landscape(summary), landscape])
-
-
-def _without_landscape(summary: RunSummary) -> list[dict[str, Any]]:
-    return [entry for entry in summary.recorded if entry["kind"] != "landscape"]
-
-
-def _chosen(runs: Sequence[StoredRun], names: Sequence[str]) -> list[StoredRun]:
-    methods = list(dict.fromkeys(run.summary.algorithm for run in runs))
-    firsts = {(run.setting, run.summary.algorithm): run for run in reversed(runs)}
-    chosen: list[StoredRun] = []
-    for name in names:
-        in_folder = [run for run in runs if run.path.resolve() == Path(name).resolve()]
-        of_method = [run for (_, method), run in firsts.items() if name in (method, ALL)]
-        if not in_folder and not of_method:
-            raise InvalidValue(
-                f"unknown method {name!r}{suggestion(name, methods)} (there are: {', '.join((*methods, ALL))})"
-            )
-        chosen += in_folder or of_method
-    return chosen
+    others = [entry for entry in summary.recorded if entry["kind"] != "landscape"]
+    return dataclasses.replace(summary, recorded=[*others, landscape])
 
 
 def _task(path: Path) -> Task:
