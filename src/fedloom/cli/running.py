@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +42,7 @@ def run(
     algorithm = configuration.only_method("run")
     name = RunName(str(parse(algorithm)), configuration.seed)
     path = run_directory(configuration, algorithm, configuration.seed).path
+    make_task = cache(configuration.task)
     with shown(1, configuration.rounds, quiet) as (watch, stopped):
 
         def watch_or_stop(event: Any) -> None:
@@ -48,7 +50,7 @@ def run(
             if stopped():
                 raise KeyboardInterrupt
 
-        summary = run_configured(configuration, name, watch_or_stop, fresh=fresh)
+        summary = run_configured(configuration, name, watch_or_stop, fresh=fresh, make_task=make_task)
     page = path / "report.html"
     if fresh or not page.exists():
         write_page(page, render(str(name), [summary], configuration.targets, this_command()))
@@ -61,7 +63,7 @@ def run(
             (t["train_seconds"], len(r["clients"])) for r, t in zip(summary.records, summary.timings, strict=False)
         ]
         seconds, clients = min(pairs, key=lambda pair: pair[0] / max(1, pair[1]))
-        speed, product = training_speed(configuration.task(configuration.seed), clients, seconds)
+        speed, product = training_speed(make_task(configuration.seed), clients, seconds)
         share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
         print(f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, {share}")
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
