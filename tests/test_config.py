@@ -154,7 +154,7 @@ WRONG = [
 @pytest.mark.parametrize(("override", "said"), WRONG, ids=[override for override, _ in WRONG])
 def test_whatever_is_wrong_is_told_in_one_line(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(FedloomError) as caught:
-        load(write(tmp_path, 'algorithm = "fedavg"\nmodel = "mlp"'), [override])
+        load(write(tmp_path, 'algorithm = "fedavg"\nmodel = "mlp"'), [override]).task(0)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -420,17 +420,23 @@ def test_a_search_takes_the_trial_of_least_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"targets": [60.0], "data": {"name": "wine"}}, "targets: accuracy must be between 0 and 1, not 60"),
+        (
+            {"targets": [60.0], "data": {"name": "wine", "clients": 5}},
+            "targets: accuracy must be between 0 and 1, not 60",
+        ),
         ({"objective": "regresion"}, "objective = 'regresion': unknown objective"),
         ({"objective": "regression", "targets": [-1.0]}, "targets"),
         ({"targets": ["los <= 0.2"]}, "targets: 'los <= 0.2': no 'los' is recorded: did you mean 'loss'?"),
         ({"targets": ["loss < 0.2"]}, "'loss < 0.2' is neither a number nor a figure with its limit"),
-        ({"targets": ["client_accuracy >= 80"]}, "targets: client_accuracy must be between 0 and 1"),
+        (
+            {"targets": ["client_accuracy >= 80"], "data": {"name": "wine", "clients": 5}},
+            "targets: client_accuracy must be between 0 and 1",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(FedloomError, match=words):
-        configuration(job(tmp_path, algorithm="fedavg", **keys))
+        configuration(job(tmp_path, algorithm="fedavg", **keys)).task(0)
 
 
 def test_a_bare_target_is_a_value_of_the_objectives_metric(tmp_path: Path) -> None:
@@ -532,4 +538,4 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
     assert [metric.name for metric in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
     for objective in ("regression", None):  # what the data are
         with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"):
-            configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"]))
+            configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"])).task(0)

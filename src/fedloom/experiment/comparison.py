@@ -25,7 +25,6 @@ from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import PythonObjects, TaskOf
 from fedloom.experiment.settings import require_key
 from fedloom.report.page import ReportOptions
-from fedloom.report.summary import Target
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import Schedule, Stop
 
@@ -154,13 +153,10 @@ def python_configuration(
     seeds, objects = list(seeds), PythonObjects(methods, task)
     if not seeds:
         raise InvalidValue("nothing to compare: give at least one seed")
-    sample, targets = objects.task(seeds[0]), list(options.get("targets", ()))
-    for target in targets:
-        Target.of(target, sample.objective.metric)
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
     table = {key: asdict(value) if isinstance(value, Clock | Stop) else value for key, value in options.items()}
-    table |= {"name": options.get("name", Path(folder).name), "seeds": seeds, "directory": folder, "targets": []}
-    return replace(configuration(table), objects=objects, targets=targets, device=str(sample.initial.device))
+    table |= {"name": options.get("name", Path(folder).name), "seeds": seeds, "directory": folder}
+    return replace(configuration(table), objects=objects, device=str(objects.task(seeds[0]).initial.device))
 
 
 def _labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:

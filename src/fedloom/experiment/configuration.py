@@ -25,19 +25,15 @@ from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, UnknownName, one_line, quoted, shortened
+from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
 from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.experiment.validation import withhold
 from fedloom.models import models
-from fedloom.objectives import ACCURACY, Objective, objectives
-from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
-from fedloom.objectives.metrics import NamedMetric, build_metrics
-from fedloom.objectives.regression import Regression
 from fedloom.recording.recorder import Recorder, build_recorders, expression
-from fedloom.report.summary import TO_TARGET, Target
+from fedloom.report.summary import TO_TARGET, Target, TargetValue
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
 from fedloom.task import Task, make_dataset, make_task
@@ -179,7 +175,7 @@ class Configuration(Schedule):
         return Path(self.directory) if self.directory is not None else Path("runs") / self.name
 
     def task(self, seed: int, read: Callable[[str], Dataset] = make_dataset) -> Task:
-        """Make the task of a seed; `read` may know the data set already."""
+        """Make the task of a seed, which the targets must fit; `read` may know the data set already."""
         if self.objects is not None:
             task = self.objects.task(seed)
         else:
@@ -195,6 +191,7 @@ class Configuration(Schedule):
                 seed=seed,
                 device=self.device,
             )
+        _require_targets(self.targets, task)
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
@@ -372,33 +369,10 @@ def _check(checked: Configuration) -> None:
         _named("data.partition", checked.data.partition, partitions.read)
     _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
     _named("data.shift", checked.data.shift, shifts.build_unless_none)
-    objective = None if checked.objective is None else _named("objective", checked.objective, build_objective)
-    recorded = _recorded(checked, objective) if checked.metrics or checked.targets else set()
-    for value in checked.targets:
-        if objective is None and not isinstance(value, str) and value > 1:  # no accuracy: the data say what is learned
-            objective = _named("data.name", checked.data.name, make_dataset).objective
-        figure = Target.of(value, ACCURACY if objective is None else objective.metric).figure
-        near = difflib.get_close_matches(figure, recorded, n=1, cutoff=0.8)  # methods record figures of their own
-        if isinstance(value, str) and near and figure not in recorded and not figure.endswith(("_std", "_worst")):
-            raise InvalidValue(f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
+    if checked.objective is not None:
+        _named("objective", checked.objective, build_objective)
     if ":" not in checked.model:
         _named("model", checked.model, models.read)
-
-
-def _recorded(checked: Configuration, objective: Objective | None) -> set[str]:
-    """Return the figures that every run records."""
-    learned = [entry.make() for entry in objectives] if objective is None else [objective]
-    prefixes = ("", "client_", "personal_", "new_client_")
-    figures = {f"{prefix}{name}" for objective in learned for name in objective.figure_names for prefix in prefixes}
-    return figures | {"training_loss", "epsilon"} | {metric.name for metric in _metrics(checked, objective)}
-
-
-def _metrics(checked: Configuration, objective: Objective | None) -> tuple[NamedMetric, ...]:
-    """Return the metrics. Without an objective those of classes or of numbers are tried first: the data may be elsewhere."""
-    for candidate in (CLASSIFICATION, Regression()) if objective is None else ():
-        with suppress(UnknownName):
-            return build_metrics(checked.metrics, candidate)
-    return build_metrics(checked.metrics, objective or make_dataset(checked.data.name).objective)
 
 
 def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
@@ -407,3 +381,15 @@ def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
         return make(value)
     except FedloomError as error:
         raise InvalidValue(f"{key} = {quoted(value)}: {error}") from None
+
+
+def _require_targets(targets: Sequence[TargetValue], task: Task) -> None:
+    """Raise `InvalidValue` for a target that no figure of the task can be."""
+    prefixes, metrics = ("", "client_", "personal_", "new_client_"), [metric.name for metric in task.dataset.metrics]
+    recorded = {prefix + name for prefix in prefixes for name in task.objective.figure_names}
+    for value in targets:
+        figure = Target.of(value, task.objective.metric).figure
+        # Methods record figures of their own: only what looks like a slip of the pen is refused.
+        near = difflib.get_close_matches(figure, recorded | {"training_loss", "epsilon", *metrics}, n=1, cutoff=0.8)
+        if near and figure != near[0] and not figure.endswith(("_std", "_worst")):
+            raise InvalidValue(f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
