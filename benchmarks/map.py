@@ -37,7 +37,7 @@ from outcome import tell
 SEEDS = 3
 EVALUATIONS = 20
 AVERAGING = "fedavg"
-METHODS = (AVERAGING, "fedmr", "stages", "fedmr(blend='auto')", "fedprox(mu=0.1)")
+METHODS = (AVERAGING, "fedmr", "stages", "fedmr(blend='auto')", "fedprox(mu=0.1)", "fedavg(weighted=false)")
 SKEWS = ("iid", "dirichlet(1.0)", "dirichlet(0.1)")
 NOISES = (0.0, 0.2, 0.4)
 EARLY = 2
@@ -81,8 +81,8 @@ class WatchedFedMR(fl.FedMR):
         return super().diagnose() | getattr(self, "figures", {})
 
 
-def settings() -> list[Setting]:
-    """All settings, the cheapest and most telling first."""
+def groups() -> list[list[Setting]]:
+    """All settings, the cheapest and most telling group first."""
     digits = [Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200) for skew, noise in product(SKEWS, NOISES)]
     corners = [setting for setting in digits if setting.noise != 0.2]
     variants: list[dict[str, Any]] = [
@@ -94,7 +94,12 @@ def settings() -> list[Setting]:
     mnist = [Setting("mnist", "mcmahan_2nn", skew, noise, 100) for noise, skew in product((0.0, 0.4, 0.2), SKEWS)]
     slower = [setting._replace(rate=0.02) for setting in mnist if setting.noise != 0.2]
     pictures = [setting._replace(model="mcmahan_cnn", rounds=20, epochs=1) for setting in mnist if setting.noise != 0.2]
-    return [*digits, *around, *mnist, *deeper, *slower, *pictures]
+    return [digits, around, mnist, deeper, slower, pictures]
+
+
+def settings() -> list[Setting]:
+    """All settings in the order of their groups."""
+    return [setting for group in groups() for setting in group]
 
 
 def measure(setting: Setting, method: str, seed: int, data: Dataset) -> dict[str, Any]:
@@ -273,9 +278,9 @@ def draw(done: Runs, path: Path) -> None:
 
 
 def work() -> Iterator[Key]:
-    """Yield the runs: all settings with one seed before the next seed."""
-    for seed, setting in product(range(SEEDS), settings()):
-        for method in METHODS:
+    """Yield the runs: group by group, all settings of a group with one seed before the next seed."""
+    for group in groups():
+        for seed, setting, method in product(range(SEEDS), group, METHODS):
             yield setting, method, seed
 
 
