@@ -20,7 +20,7 @@ from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.directory import fingerprint
 from fedloom.experiment.events import Event
-from fedloom.experiment.settings import Range, combinations, label
+from fedloom.experiment.settings import Range, label
 from fedloom.report import image_files as images
 from report_support import ablations_drawn
 
@@ -64,14 +64,6 @@ def test_settings_are_every_value_with_every_other() -> None:
     assert one.data.clients == found.data.clients
 
 
-def test_settings_can_be_zipped() -> None:
-    table = {"combine": "zip", "rounds": [3, 4], "data": {"clients": [5, 6]}}
-    assert combinations(table, ["rounds", "data.clients"]) == [
-        {"rounds": 3, "data.clients": 5},
-        {"rounds": 4, "data.clients": 6},
-    ]
-
-
 @pytest.mark.parametrize(
     ("given", "values"),
     [
@@ -104,7 +96,7 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values
         ("settings.rounds={from=1, to=4, stps=2}", "did you mean 'settings.rounds.steps'?"),
         ("settings.participation={from=0, to=1, steps=2, scale=log}", "must be greater than 0, not 0"),
         ("settings.data.partition=[iid, dirichlt(1)]", "did you mean 'dirichlet'?"),
-        ("settings.combine=zipp", "did you mean 'zip'?"),
+        ("settings.combine=zip", "unknown key 'settings.combine'"),
         ("against=frist", "did you mean 'first'?"),
         ("measure=lst", "did you mean 'last'?"),
         (
@@ -120,11 +112,6 @@ def test_whatever_is_wrong_is_told_in_one_line(override: str, said: str) -> None
         configuration(told(override))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_lists_of_different_lengths_are_not_zipped() -> None:
-    with pytest.raises(InvalidValue, match=r"rounds has 2, training\.epochs has 1"):
-        configuration(told("settings.rounds=[1, 2]", "settings.training.epochs=[3]", "settings.combine=zip"))
 
 
 def test_a_setting_that_no_run_can_have_is_named_before_the_first_round(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli.options import option
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
 To = Annotated[Path | None, typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file, by default CSV.")]
 Client = Annotated[int | None, typer.Option("--client", metavar="N", help="Predict by the personal model of client N.")]
 Probabilities = Annotated[bool, typer.Option("--probabilities", help="Also write the probability of each class.")]
-Tokens = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens that follow each text, of such a model.")]
+Tokens = Annotated[int, option(metavar="N", help="Tokens that follow each text, of such a model: 100 by default.")]
 Formats = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False)]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")]
 

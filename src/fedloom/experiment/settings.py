@@ -1,9 +1,8 @@
-"""Settings: configuration keys with several values each, as a list or a range, and how they combine.
+"""Settings: configuration keys with several values each, as a list or a range, and all their combinations.
 
 [settings]
 data.partition = ["dirichlet(0.1)", "iid"]
 participation = { from = 0.1, to = 0.5, steps = 3 }
-combine = "product"    # every value with every other; "zip" takes the first of each, the second of each, ...
 """
 
 import copy
@@ -80,23 +79,9 @@ def read_axes(table: object, keys: Sequence[str], prefix: str = "", *, steps_nee
 
 def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
     """Return every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
-    options = {"combine": table["combine"]} if isinstance(table, Mapping) and "combine" in table else {}
-    axes = {key: value for key, value in table.items() if key != "combine"} if isinstance(table, Mapping) else table
-    lists = {key: values_of(axis) for key, axis in read_axes(axes, keys, "settings.").items()}
-    options = checked(_combined, options, "settings.")
-    return [dict(zip(lists, values, strict=True)) for values in _combined(lists, **options)]
-
-
-def _combined(lists: Mapping[str, list[Any]], *, combine: Literal["product", "zip"] = "product") -> Iterator[Any]:
-    if not lists:
-        return iter(())
-    if combine == "product":
-        require_few([len(values) for values in lists.values()])
-        return itertools.product(*lists.values())
-    if len({len(values) for values in lists.values()}) > 1:
-        lengths = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
-        raise InvalidValue(f"settings with combine = 'zip' need lists of one length: {lengths}")
-    return zip(*lists.values(), strict=True)
+    lists = {key: values_of(axis) for key, axis in read_axes(table, keys, "settings.").items()}
+    require_few([len(values) for values in lists.values()])
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())] if lists else []
 
 
 def require_few(sizes: Sequence[int]) -> None:
