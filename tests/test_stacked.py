@@ -381,7 +381,7 @@ def test_every_kind_of_step_takes_the_gradients_of_a_chain(
     begin = StackedEngine.begin
 
     def without_autograd(self: StackedEngine, task: Task, directory: Path | None) -> None:
-        monkeypatch.setattr(StackedModule, "_by_vmap", None)
+        monkeypatch.setattr("fedloom.flat.stacked_module.vmap", None)
         begin(self, task, directory)
 
     monkeypatch.setattr(StackedEngine, "begin", without_autograd)

@@ -9,9 +9,8 @@ from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Share
-from fedloom.flat.module import Batch, Net
+from fedloom.flat.module import Batch, Context, Net
 from fedloom.local.cohort import Cohort
-from fedloom.local.optimizer import Context
 from fedloom.round import Round
 
 

@@ -87,19 +87,22 @@ FILTERS_PER_ACTIVATION = 8
 """Convolution weights per output number of a sample, above which channels stay first on a CPU: turning the filters in every step
 would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
 
-LossFn = Callable[[Net, Batch, Mapping[str, Tensor]], Tensor]
+Context = Mapping[str, Tensor]
+"""Named tensors that a method passes to its hooks, with one row a client, `[k, ...]`."""
+
+LossFn = Callable[[Net, Batch, Context], Tensor]
 """One client's loss: (net, batch, the client's row of each tensor of the context) -> a scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
 """(rows `[k, P]`, velocity `[k, T]` with momentum, batch) -> loss `[k]`: forward, backward and update at once."""
 
 
-def data_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+def data_loss(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return the loss of the task's objective on the batch."""
     return net.objective.loss(net(batch.inputs), batch.labels)
 
 
-def head_loss(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+def head_loss(net: Net, batch: Batch, context: Context) -> Tensor:
     """Return the same for a batch of features that enter the classifier (`Cohort.for_classifier`)."""
     return net.objective.loss(net.head(batch.inputs), batch.labels)
 
@@ -177,9 +180,7 @@ class FlatModule:
             self.layout.bind(self.module, row)
         self._row = row
 
-    def gradient(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
         """Return the loss `[k]` and its gradient `[k, T]`, valid until the next call. Statistics of `rows` are updated."""
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
@@ -192,9 +193,7 @@ class FlatModule:
                 buffer[:, entry.slice] = gradient
         return loss, buffer
 
-    def partial_gradient(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def partial_gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
         """Return the loss `[k]` and the gradient of the parameters that train, side by side, `[k, n]`."""
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         return loss, torch.cat(self._as_rows(gradients), 1)
@@ -216,7 +215,7 @@ class FlatModule:
         return False
 
     def tensor_gradients(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, which may share memory."""
         self.bind(rows)
@@ -227,9 +226,7 @@ class FlatModule:
         gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
-    def sample_gradients(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
         """Return the loss `[b]` of each sample of a client's batch alone, and its gradient `[b, n]`, by `vmap` if it can."""
         tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
 

@@ -16,9 +16,9 @@ from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
+from fedloom.flat.module import Context as Context
 from fedloom.local.batches import ClientLoader, LockStep, lock_steps
 from fedloom.local.changed_loss import ChangedLoss, LossChange
-from fedloom.local.optimizer import Context as Context
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
 from fedloom.local.optimizer import LocalOptimizer, StepRates

@@ -10,12 +10,9 @@ from torch import Tensor
 from fedloom.config.rates import CONSTANT, rate_factor
 from fedloom.flat.device import moved
 from fedloom.flat.layout import Unit
-from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss
+from fedloom.flat.module import Batch, Context, FlatModule, LossFn, data_loss
 from fedloom.local.batches import LockStep
 from fedloom.training import Training
-
-Context = Mapping[str, Tensor]
-"""Named tensors that a method passes to its hooks, with one row a client, `[k, ...]`."""
 
 Correction = Callable[[Tensor, Tensor, Context], Tensor]
 """(weights `[k, T]`, gradient `[k, T]`, context) -> the gradient to use; it may change the gradient in place."""
