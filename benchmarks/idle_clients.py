@@ -26,9 +26,9 @@ class Counting(RowsEngine):
 
     trained = 0
 
-    def train(self, algorithm, round, client_tasks, expected=None):  # type: ignore[no-untyped-def]
+    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
         self.trained += len(client_tasks)
-        return super().train(algorithm, round, client_tasks, expected)
+        return super().train(algorithm, round, client_tasks)
 
 
 def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, Any], torch.Tensor]:

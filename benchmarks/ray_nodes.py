@@ -22,7 +22,8 @@ from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply
+from fedloom.round import Round
+from fedloom.rounds.engine import ClientTask, FoldedBlock, Reply, Result
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
@@ -44,13 +45,13 @@ class Counting(RayEngine):
     victim: Any = None
     cluster: Any = None
 
-    def train_folding(
-        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
-    ) -> Iterator[Reply | Fault | FoldedBlock]:
-        for result in super().train_folding(algorithm, exchange, client_tasks):
+    def train(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+    ) -> Iterator[Result]:
+        for result in super().train(algorithm, round, client_tasks, fold):
             self.received += isinstance(result, FoldedBlock) or (isinstance(result, Reply) and bool(result.tensors))
             yield result
-            if self.victim is not None and exchange.round.number == 2:
+            if self.victim is not None and round.number == 2:
                 self.cluster.remove_node(self.victim, allow_graceful=False)
                 self.victim = None
 

@@ -23,7 +23,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -49,14 +49,8 @@ class Poisoned(RowsEngine):
         super().__init__(task)
         self.malicious, self.attack = set(malicious), attack
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec] | None = None,
-    ) -> Iterator[Reply | Fault]:
-        for result in super().train(algorithm, round, client_tasks, expected):
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        for result in super().train(algorithm, round, client_tasks):
             if isinstance(result, Reply) and result.client_task.client in self.malicious:
                 tensors = {**result.tensors, "model": self._poisoned(round, result.client_task, result.tensors)}
                 result = replace(result, tensors=tensors)

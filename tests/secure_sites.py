@@ -10,7 +10,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 from flwr.common.serde import message_to_proto
 
-from fedloom.secure.wire import Letter, Request
+from fedloom.secure.wire import Letter, PeerMessage
 from fedloom.sites.keys import make_keys
 from fedloom.sites.messages import PARCEL, parcel_of
 from flower_support import CLIENTS, LocalGrid, Node, nodes, travelled, words_of
@@ -49,7 +49,7 @@ class PeerNode(Node):
         if words.get("upload"):
             self.left = chosen and self.drops_upload and not self.left
             return message
-        request = Request.decode(parcel)
+        request = PeerMessage.decode(parcel)
         self.attempt = self.attempt if request.terms is None else request.terms.attempt
         self.steps = self.steps + 1 if request.terms is None else 0
         if not chosen or self.attempt or request.kind == "abort":
@@ -57,7 +57,7 @@ class PeerNode(Node):
         self.left = self.steps == self.leaves
         for step, change in filter(None, (self.change, self.also)):
             if self.steps == step:
-                changed = Request(request.kind, request.terms, change(request.letters))
+                changed = PeerMessage(request.kind, request.terms, change(request.letters))
                 message.content[PARCEL] = ConfigRecord({"bytes": changed.encode()})
         return message
 

@@ -24,7 +24,7 @@ from fedloom.secure import (
 )
 from fedloom.secure.envelopes import PrivateIdentity
 from fedloom.secure.exchange import Choices
-from fedloom.secure.wire import RETURNED, SENT, Answer, Letter, Request, read_note
+from fedloom.secure.wire import RETURNED, SENT, Letter, PeerMessage, read_note
 
 SIZES = (40, 24, 96)
 KEY = ServerKey()
@@ -59,7 +59,7 @@ class WatchedTransport(InMemoryTransport):
         self._count(requests)
         for peer, request in requests.items():
             self.captured.append(request)
-            asked = Request.decode(request)
+            asked = PeerMessage.decode(request)
             if self._attempt == 0 and asked.kind != "abort":
                 if self._step >= self.gone.get(peer, self._step + 1):
                     self._left.add(peer)
@@ -69,11 +69,11 @@ class WatchedTransport(InMemoryTransport):
                 answers |= super().carry({peer: request})
                 self.captured.append(answers[peer])
                 with suppress(ProtocolViolation):  # what cannot be read is for the server to find
-                    self.letters += Answer.decode(answers[peer], peer).letters
+                    self.letters += PeerMessage.decode(answers[peer], peer).letters
         return answers
 
     def _count(self, requests: Mapping[int, bytes]) -> None:
-        terms = [Request.decode(request).terms for request in requests.values()]
+        terms = [PeerMessage.decode(request).terms for request in requests.values()]
         first = next((found for found in terms if found is not None), None)
         if first is None:
             self._step += 1

@@ -14,7 +14,7 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
+from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.sites.template import write_app
 from fedloom.state.tensors import read_tensors
@@ -111,15 +111,9 @@ class Absences(RowsEngine):
         super().__init__(task)
         self.absent = absent
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec] | None = None,
-    ) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         gone = self.absent.get(round.number, [])
-        yield from super().train(algorithm, round, [task for task in client_tasks if task.client not in gone], expected)
+        yield from super().train(algorithm, round, [task for task in client_tasks if task.client not in gone])
         before = self.absent.get(round.number - 1, [])  # who was gone by then is not sent anything
         for client_task in client_tasks:
             if client_task.client in gone:

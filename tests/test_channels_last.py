@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.flat.layout import Layout
-from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, convolutions_weigh_little, data_loss
+from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, data_loss, light_convolutions
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -52,9 +52,9 @@ def test_the_numbers_are_those_of_channels_first_and_repeat() -> None:
 def test_it_depends_on_the_filters_beside_what_they_put_out() -> None:
     """8 filters of 3x3x3 and 8 of 8x3x3 put out 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544."""
     image = torch.zeros(1, 3, 10, 10)
-    assert convolutions_weigh_little(convolutions().eval(), image)
-    assert not convolutions_weigh_little(convolutions(600).eval(), image)
-    assert not convolutions_weigh_little(nn.Flatten(), image)
+    assert light_convolutions(convolutions().eval(), image)
+    assert not light_convolutions(convolutions(600).eval(), image)
+    assert not light_convolutions(nn.Flatten(), image)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

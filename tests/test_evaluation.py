@@ -87,7 +87,8 @@ def random_row(task: Task, seed: int) -> Tensor:
 @pytest.mark.parametrize("batch_size", [1, 7, 500])
 def test_scores_equal_plain_loops(batch_size: int) -> None:
     task = small_task()
-    evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
+    evaluator = Evaluator(task.model, task.layout, task.dataset)
+    evaluator.batch_size = batch_size
     row = random_row(task, 2)
     score = evaluator.score(row, task.test)
     hits, loss = naive(task.module(row), task.test)
@@ -108,7 +109,8 @@ def test_shared_batches_give_the_same_figures_as_client_by_client(batch_size: in
     local_test = task.local_test
     assert local_test is not None
     task = replace(task, dataset=replace(task.dataset, metrics=build_metrics([own_recall], task.objective)))
-    evaluator = Evaluator(task.model, task.layout, task.dataset, batch_size)
+    evaluator = Evaluator(task.model, task.layout, task.dataset)
+    evaluator.batch_size = batch_size
     clients, row = [0, 1, 2, 4, 5], random_row(task, 1)
     batched = evaluator.tally(row, task.train, local_test, clients)
     separate = Tally.joined([evaluator.tally(row, task.train, local_test, [client]) for client in reversed(clients)])

@@ -22,7 +22,7 @@ from fedloom.flat.layout import Layout
 from fedloom.rounds.engine import INTEGERS, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers
-from fedloom.secure.wire import Answer, Letter, Request, Terms, unpack
+from fedloom.secure.wire import Letter, PeerMessage, Terms, unpack
 from fedloom.secure.wire import pack as pack_parts
 from fedloom.sites.agreement import deployment
 from fedloom.sites.client_app import app
@@ -203,7 +203,7 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
 
 def begun(**changes: Any) -> bytes:
     """A request to begin an exchange between sites 0 and 1."""
-    return Request(
+    return PeerMessage(
         "begin", replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32), Rules(1), (1,)), **changes)
     ).encode()
 
@@ -259,7 +259,7 @@ def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_us
     assert all(layer in found for found, layer in zip(layers, to_layers(original[2], UNITS), strict=True))
     assert record["bytes_up"] == 2 * (4 * original.shape[1] + 8)
     begun = [message for message in grid.sent if message.metadata.message_type == "query.exchange"]
-    attempts = [Request.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
+    attempts = [PeerMessage.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
     last = [terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)]
     assert {terms.run for terms in last} == {last[0].run}
     assert {terms.attempt for terms in last} == {0}
@@ -280,7 +280,7 @@ def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> N
         if m.metadata.message_type == "query.exchange" and words_of(m)["site"] == number and parcel_of(m)
     )
     assert words_of(one.answer(trainings[0], grid.run_config, 1))["site"] == number  # it trains the same model again
-    answer = Answer.decode(parcel_of(one.answer(begin, grid.run_config, 1)), number)
+    answer = PeerMessage.decode(parcel_of(one.answer(begin, grid.run_config, 1)), number)
     assert answer.fault is not None
     assert answer.fault.detail == "this model was uploaded before"
 

@@ -186,7 +186,8 @@ def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
     data = Dataset("far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression())
     cuts = [0, *(len(targets) * k * k // clients**2 for k in range(1, clients)), len(targets)]
     partition = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
-    evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data, batch_size=7)
+    evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data)
+    evaluator.batch_size = 7
     evaluator.__dict__["module"] = nn.Identity()
     evaluator.layout.load = lambda module, row, integers: None  # type: ignore[method-assign]
     tally = evaluator.tally(torch.zeros(2), data.test, partition, range(clients))

@@ -156,14 +156,14 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
     results: list[Reply | Fault | FoldedBlock] = []
-    train_folding = engine.train_folding
+    train = engine.train
 
-    def noted(*arguments: Any) -> Any:
-        for result in train_folding(*arguments):
+    def noted(*arguments: Any, **options: Any) -> Any:
+        for result in train(*arguments, **options):
             results.append(result)
             yield result
 
-    monkeypatch.setattr(engine, "train_folding", noted)
+    monkeypatch.setattr(engine, "train", noted)
     folded = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
     plain = KeepsClientMemory() if method == "deadly" else build(method)
     federation = run(folded, engine, task=many, rounds=2, participation=share)

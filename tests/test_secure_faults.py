@@ -31,10 +31,9 @@ from fedloom.secure.wire import (
     ANNOUNCEMENT,
     RETURNED,
     SENT,
-    Answer,
     Introduction,
     Letter,
-    Request,
+    PeerMessage,
     pack,
     read_note,
 )
@@ -167,11 +166,11 @@ def sends(step_of: int, change: Change) -> type[Peer]:
             self.asked = -1
 
         def handle(self, request: bytes) -> bytes:
-            answer = Answer.decode(super().handle(request), self.number)
-            self.asked = 0 if Request.decode(request).kind == "begin" else self.asked + 1
+            answer = PeerMessage.decode(super().handle(request), self.number)
+            self.asked = 0 if PeerMessage.decode(request).kind == "begin" else self.asked + 1
             letters = change(answer.letters, self.seen) if self.asked == step_of else answer.letters
             self.seen += answer.letters
-            return Answer(letters, answer.fault).encode()
+            return replace(answer, letters=letters).encode()
 
     return Changed
 
@@ -274,8 +273,8 @@ class Forging(Peer):
     """Writes in another's name."""
 
     def handle(self, request: bytes) -> bytes:
-        answer = Answer.decode(super().handle(request), self.number)
-        return Answer(tuple(e._replace(sender=10) for e in answer.letters), answer.fault).encode()
+        answer = PeerMessage.decode(super().handle(request), self.number)
+        return replace(answer, letters=tuple(e._replace(sender=10) for e in answer.letters)).encode()
 
 
 class Babbling(Peer):
@@ -359,9 +358,9 @@ def accusing(kind: str, accused: int, step_of: int, detail: str = "") -> type[Pe
 
         def handle(self, request: bytes) -> bytes:
             answer = super().handle(request)
-            self.asked = 0 if Request.decode(request).kind == "begin" else self.asked + 1
+            self.asked = 0 if PeerMessage.decode(request).kind == "begin" else self.asked + 1
             fault = ProtocolViolation(kind, accused, detail)
-            return Answer(fault=fault).encode() if self.asked == step_of else answer
+            return PeerMessage("fault", fault=fault).encode() if self.asked == step_of else answer
 
     return Accusing
 
@@ -418,7 +417,7 @@ def test_texts_of_peers_are_short_and_plain() -> None:
     assert len(str(fault)) < 500
     assert str(fault).isprintable()
     raw = pack(b"fault", b"altered", (10).to_bytes(8, signed=True), text.encode())
-    decoded = Answer.decode(raw, 13).fault
+    decoded = PeerMessage.decode(raw, 13).fault
     assert decoded is not None
     assert str(decoded).isprintable()
     assert len(str(decoded)) < 500
@@ -431,16 +430,16 @@ def test_no_bytes_whatever_raise_anything_else(data: st.DataObject) -> None:
     world = World(3)
     world.offer()
     peer = world.peers[10]
-    request = Request("begin", world.terms()).encode()
+    request = PeerMessage("begin", world.terms()).encode()
     answer = peer.handle(request)
-    messages = (request, answer, Request("letters", letters=Answer.decode(answer, 10).letters).encode(), b"")
+    messages = (request, answer, PeerMessage("letters", letters=PeerMessage.decode(answer, 10).letters).encode(), b"")
     content = bytearray(data.draw(st.sampled_from(messages)))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(content)))
         content[start : start + data.draw(st.integers(0, 12))] = data.draw(st.binary(max_size=12))
     assert isinstance(peer.handle(bytes(content)), bytes)
     with suppress(ProtocolViolation):
-        Answer.decode(bytes(content), 10)
+        PeerMessage.decode(bytes(content), 10)
     world = World(3)
     world.peers[12].handle = lambda request: bytes(content)  # type: ignore[method-assign]
     terms, _ = world.exchange(InMemoryTransport(world.peers))
@@ -455,9 +454,9 @@ def test_a_server_key_of_its_own_for_one_peer_shows_up_at_once() -> None:
         """A server that gives one peer a key of its own, to know that peer's layers by it."""
 
         def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
-            asked = {k: Request.decode(data) for k, data in requests.items()}
+            asked = {k: PeerMessage.decode(data) for k, data in requests.items()}
             if asked[11].terms is not None:
-                asked[11] = Request("begin", replace(asked[11].terms, server_key=key))
+                asked[11] = PeerMessage("begin", replace(asked[11].terms, server_key=key))
             return super().carry({k: request.encode() for k, request in asked.items()})
 
     key = ServerKey().public
@@ -468,17 +467,17 @@ def test_a_server_key_of_its_own_for_one_peer_shows_up_at_once() -> None:
         world.exchange(transport)
     world.offer()
     # By itself the honest server above refuses to carry what 11 signs; a dishonest one carries it, and the peers notice.
-    begun = transport.carry({k: Request("begin", world.terms(run="another")).encode() for k in world.numbers})
+    begun = transport.carry({k: PeerMessage("begin", world.terms(run="another")).encode() for k in world.numbers})
     for _ in range(2):
-        letters = [letter for k, answer in begun.items() for letter in Answer.decode(answer, k).letters]
+        letters = [letter for k, answer in begun.items() for letter in PeerMessage.decode(answer, k).letters]
         begun = transport.carry(
             {
-                k: Request("letters", letters=tuple(e for e in letters if e.recipient == k)).encode()
+                k: PeerMessage("letters", letters=tuple(e for e in letters if e.recipient == k)).encode()
                 for k in world.numbers
             }
         )
     for k, answer in begun.items():
-        fault = Answer.decode(answer, k).fault
+        fault = PeerMessage.decode(answer, k).fault
         assert fault is not None
         violations.append(fault)
     assert {fault.kind for fault in violations} == {"disagrees"}
@@ -502,7 +501,7 @@ LOW_ORDER = [
 def test_keys_with_which_nothing_is_secret_are_refused(key: bytes) -> None:
     world = World(3)
     world.offer()
-    answer = Answer.decode(world.peers[10].handle(Request("begin", world.terms(server_key=key)).encode()), 10)
+    answer = PeerMessage.decode(world.peers[10].handle(PeerMessage("begin", world.terms(server_key=key)).encode()), 10)
     assert answer.fault is not None
     assert (answer.fault.peer, answer.fault.detail) == (SERVER, "no server key")
     with pytest.raises(ProtocolViolation, match=r"peer 11: .*a key for which nothing can be sealed"):
@@ -526,7 +525,7 @@ def test_what_the_server_must_not_ask_is_refused() -> None:
         (world.terms(round=2, server_key=key), "disagrees", "another key than before"),
     ):
         world.offer()
-        answer = Answer.decode(world.peers[10].handle(Request("begin", terms).encode()), 10)
+        answer = PeerMessage.decode(world.peers[10].handle(PeerMessage("begin", terms).encode()), 10)
         if kind is None:
             assert answer.fault is None
             continue
@@ -534,9 +533,9 @@ def test_what_the_server_must_not_ask_is_refused() -> None:
         assert (answer.fault.kind, answer.fault.peer) == (kind, SERVER)
         assert text in str(answer.fault)
         assert world.peers[10].layers == world.models[10]
-    for request in (Request("letters").encode(), b"nonsense", b"", pack(b"[" * 200_000), bytes(16 << 20)):
+    for request in (PeerMessage("letters").encode(), b"nonsense", b"", pack(b"[" * 200_000), bytes(16 << 20)):
         began = time.monotonic()
-        answer = Answer.decode(world.peers[10].handle(request), 10)
+        answer = PeerMessage.decode(world.peers[10].handle(request), 10)
         assert time.monotonic() - began < 2
         assert answer.fault is not None
         assert answer.fault.peer == SERVER

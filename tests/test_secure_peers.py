@@ -24,9 +24,8 @@ from fedloom.secure.envelopes import OVERHEAD, PrivateIdentity, unseal
 from fedloom.secure.wire import (
     NOTE_OVERHEAD,
     SENT,
-    Answer,
     Note,
-    Request,
+    PeerMessage,
     read_note,
 )
 from secure_support import KEY, SIZES, WatchedTransport, World, choices_of, is_parcel
@@ -156,7 +155,7 @@ def test_keys_belong_to_a_run_and_envelopes_are_never_the_same() -> None:
     introductions, held = [], []
     for run, round in (("one", 1), ("one", 2), ("two", 1)):
         peer.offer(world.models[10])
-        answer = Answer.decode(peer.handle(Request("begin", world.terms(round=round, run=run)).encode()), 10)
+        answer = PeerMessage.decode(peer.handle(PeerMessage("begin", world.terms(round=round, run=run)).encode()), 10)
         introductions.append(answer.letters[0].body)
         held += peer.holding.items
     assert introductions[0] == introductions[1] != introductions[2]

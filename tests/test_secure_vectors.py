@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedloom.secure import SERVER, InMemoryTransport, Peer, ProtocolViolation, Rules, ServerKey, Terms, run_exchange
 from fedloom.secure.envelopes import is_signed, unseal
-from fedloom.secure.wire import INDEX, Answer, Introduction, PeerSession, Request, pack, read_note
+from fedloom.secure.wire import INDEX, Introduction, PeerMessage, PeerSession, pack, read_note
 from secure_reader import Reader
 
 PATH = Path(__file__).parent / "vectors" / "secure_exchange.json"
@@ -137,8 +137,8 @@ def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
     introductions: dict[int, Introduction] = {}
     for one in case["steps"][0]:
         peer = one["peer"]
-        assert Request("begin", terms).encode().hex() == one["request"]
-        answer = Answer.decode(bytes.fromhex(one["answer"]), peer)
+        assert PeerMessage("begin", terms).encode().hex() == one["request"]
+        answer = PeerMessage.decode(bytes.fromhex(one["answer"]), peer)
         assert answer.encode().hex() == one["answer"]
         introductions[peer] = keys = Introduction.decode(answer.letters[0].body, peer)
         identity = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["identities"][str(peer)]))
@@ -149,9 +149,9 @@ def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
     assert PeerSession(terms, introductions).digest.hex() == case["session"]
     for step in case["steps"][1:]:
         for one in step:
-            request = Request.decode(bytes.fromhex(one["request"]))
+            request = PeerMessage.decode(bytes.fromhex(one["request"]))
             assert request.encode().hex() == one["request"]
-            for letter in Answer.decode(bytes.fromhex(one["answer"]), one["peer"]).letters:
+            for letter in PeerMessage.decode(bytes.fromhex(one["answer"]), one["peer"]).letters:
                 note = read_note(letter.body, letter.sender)
                 signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(letter.sender)]))
                 assert note.signed(signing) == letter.body
@@ -169,9 +169,9 @@ def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
 
 
 def test_a_fault_is_written_as_on_the_page() -> None:
-    answer = Answer(fault=ProtocolViolation("invalid", SERVER, "no server key"))
+    answer = PeerMessage("fault", fault=ProtocolViolation("invalid", SERVER, "no server key"))
     assert answer.encode() == pack(b"fault", b"invalid", b"\xff" * 8, b"no server key")
-    assert Request("abort").encode() == pack(b"abort")
+    assert PeerMessage("abort").encode() == pack(b"abort")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The one interface that a method implements: a server half that owns its state, and a client half that never sees it."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, is_dataclass, replace
 from functools import reduce
@@ -448,6 +449,11 @@ class Algorithm:
     def folds(self) -> bool:
         """Return True if replies may be folded as they come, so that the server need not hold all of them."""
         return type(self).receive is Algorithm.receive
+
+    @property
+    def slots_together(self) -> int:
+        """Return how many consecutive slots have their replies in one matrix: those of a block that is folded, or all."""
+        return block_slots(self.layout.row_bytes) if self.folds else sys.maxsize
 
     def finish(self, round: Round, exchange: Exchange) -> None:
         """End a round; called after every one, also after one without any reply, in which `receive` is not called."""

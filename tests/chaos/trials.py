@@ -44,7 +44,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import InMemoryTransport
 from fedloom.secure.faults import ProtocolViolation
-from fedloom.secure.wire import Answer, Request
+from fedloom.secure.wire import PeerMessage
 from fedloom.state.tensors import read_tensors, write_tensors
 from flower_support import CLIENTS, EVERYBODY, LocalGrid, flower, nodes, run_config
 from forking_cli import OPERATIONS, Command, Server, serving
@@ -521,21 +521,21 @@ class Inputs(Trial):
     def _request(self, draw: random.Random) -> None:
         world = World(3)
         world.offer()
-        content = mutated(Request("begin", world.terms()).encode(), draw)
+        content = mutated(PeerMessage("begin", world.terms()).encode(), draw)
         if not isinstance(world.peers[10].handle(content), bytes):
             raise Wrong("a peer did not answer")
-        Request.decode(content)
+        PeerMessage.decode(content)
 
     def _answer(self, draw: random.Random) -> None:
         world = World(3)
         world.offer()
-        answer = mutated(world.peers[12].handle(Request("begin", world.terms()).encode()), draw)
+        answer = mutated(world.peers[12].handle(PeerMessage("begin", world.terms()).encode()), draw)
         world = World(3)
         world.peers[12].handle = lambda request: answer  # type: ignore[method-assign]
         terms, _ = world.exchange(InMemoryTransport(world.peers))
         if not {10, 11} <= set(terms.peers):
             raise Wrong("a peer with bad answers drove another out")
-        Answer.decode(answer, 12)
+        PeerMessage.decode(answer, 12)
 
 
 class Files(Trial):

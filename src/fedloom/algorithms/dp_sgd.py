@@ -138,7 +138,7 @@ class PrivateCohort(Cohort):
         finally:
             self._fitting = False
 
-    def lock_steps(self, **options: Any) -> Iterator[LockStep]:
+    def _lock_steps(self, **options: Any) -> Iterator[LockStep]:
         """Return the batches of `fit`, which each sample enters by chance."""
         if not self._fitting:
             _ = self._samples

@@ -41,7 +41,7 @@ from fedloom.errors import (
 from fedloom.local.cohort import Cohort
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec
+from fedloom.rounds.engine import ClientTask, Expected, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -304,7 +304,7 @@ class _ListeningEngine(RowsEngine):
         self.listener = listener
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
     ) -> Reply | Fault:
         inbox = {f"inbox[{name!r}]": rows for name, rows in client_task.inbox.items()}
         self.listener.watch(inbox)
@@ -409,7 +409,7 @@ class _ElsewhereEngine(RowsEngine):
     """The rows engine with a method that is sent to each client without its state, as to a worker process."""
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
     ) -> Reply | Fault:
         return super().train_one(self._sent(algorithm), round, client_task, expected)
 

@@ -28,11 +28,7 @@ rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate 
 
 @rate_schedules.register(CONSTANT)
 def constant() -> RateSchedule:
-    """Keep the rate.
-
-    Returns:
-        The schedule.
-    """
+    """Keep the rate."""
     return lambda done, total: 1.0
 
 
@@ -43,9 +39,6 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
     Args:
         over: T; by default all rounds or steps.
         least: The factor at the end, in [0, 1].
-
-    Returns:
-        The schedule.
 
     Source:
         Loshchilov & Hutter 2017, equation 5, without restarts.
@@ -62,9 +55,6 @@ def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
     Args:
         every: Rounds or steps between two changes.
         factor: In (0, 1].
-
-    Returns:
-        The schedule.
     """
     return lambda done, total: factor ** (done // every)
 
@@ -76,9 +66,6 @@ def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # 
     Args:
         over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number `over` on.
         then: The schedule that begins after them.
-
-    Returns:
-        The schedule.
 
     Source:
         Goyal et al. 2017.

@@ -13,7 +13,7 @@ from fedloom.data.partition import Partition
 from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
 from fedloom.local.cohort import Cohort, Trained
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, Engine, TensorSpec
+from fedloom.rounds.engine import INTEGERS, Engine, Expected
 from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
@@ -56,6 +56,9 @@ def keep_integers(cohort: Cohort, reply: Message, sent: bool) -> None:
 
 class LocalEngine(Engine):
     """Base of the engines that this process directs, with one store of the clients' memory.
+
+    Args:
+        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
 
     Attributes:
         chosen: The choice of this engine, if `make_engine` made it.
@@ -140,9 +143,7 @@ def _message_fault(message: object, clients: int) -> str:
     return ""
 
 
-def inspect_reply(
-    algorithm: Algorithm, round: Round, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec]
-) -> None:
+def inspect_reply(algorithm: Algorithm, round: Round, tensors: Mapping[str, Tensor], expected: Expected) -> None:
     """Raise `RefusedReply` unless a reply has the expected names, shapes and types and is finite, decoded too."""
     kind = type(algorithm).__name__
     if tensors.keys() != expected.keys():

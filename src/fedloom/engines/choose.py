@@ -77,12 +77,9 @@ def make_engine(
         InvalidValue: The engine does not take these options.
     """
     entry, settings = read_engine(name, **options)
-    engine: LocalEngine
-    if entry.make is by_rule:
-        engine = by_rule(task, schedule, in_process, algorithm, begun, **settings)
-        return engine
-    engine = entry.make(task, **settings)
-    engine.chosen = Choice(name)
+    facts = (schedule, in_process, algorithm, begun) if entry.make is by_rule else ()
+    engine: LocalEngine = entry.make(task, *facts, **settings)
+    engine.chosen = engine.chosen or Choice(name)
     return engine
 
 
@@ -137,11 +134,10 @@ def by_rule(
         memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
     """
     chosen, proof = (begun, None) if begun else choice(task, schedule, in_process, algorithm)
-    engine: LocalEngine
     stacks, spreads = "stacked" in chosen.name, chosen.name.startswith("processes")
     if spreads and has_cores(task) and not in_process:
         _, options = read_engine(chosen.name, workers=most_workers(task, schedule), memory_budget=memory_budget)
-        engine = ProcessesEngine(task, proof, **options)
+        engine: LocalEngine = ProcessesEngine(task, proof, **options)
     else:
         engine = (StackedEngine if stacks else RowsEngine)(task, proof, memory_budget=memory_budget)
         if spreads:

@@ -21,7 +21,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, error_text, mark_location
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, FoldedBlock, Reply, TensorSpec
+from fedloom.rounds.engine import ClientTask, Expected, Fault, FoldedBlock, Reply
 from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
@@ -67,7 +67,7 @@ class Assignment:
 
     algorithm: Algorithm
     round: Round
-    expected: Mapping[str, TensorSpec]
+    expected: Expected
     common: tuple[Tensor, ...]
     exchange: Exchange | None = None
     state: Tensors = field(default_factory=dict)
@@ -146,7 +146,7 @@ class ClientTrainer:
                 return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
             except Exception as error:
                 return _portable(error)
-        trained = list(engine.train(algorithm, round, client_tasks, assignment.expected))
+        trained = list(engine.train_block(algorithm, round, client_tasks, assignment.expected))
         folded = None
         if work.fold:
             folded = _folded(engine.task, assignment, client_tasks, trained)

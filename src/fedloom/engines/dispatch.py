@@ -6,9 +6,9 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,16 +23,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
 from fedloom.flat.device import keep_pages
 from fedloom.round import Round
-from fedloom.rounds.engine import (
-    ClientTask,
-    Fault,
-    FoldedBlock,
-    Reply,
-    TensorSpec,
-    expectations,
-    slot_blocks,
-    slots_together,
-)
+from fedloom.rounds.engine import ClientTask, Expected, Fault, FoldingEngine, Reply, Result, expectations, slot_blocks
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
@@ -103,18 +94,15 @@ class WorkerHandle(ABC):
         """Stop it at once. Nothing is lost: a worker keeps nothing between two pieces of work."""
 
 
+@dataclass
 class ReplyMatrices:
     """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client of it is handed out."""
 
-    def __init__(
-        self,
-        expected: Mapping[str, TensorSpec],
-        slots: int,
-        size: int,
-        empty: Callable[[Sequence[int], torch.dtype], Tensor],
-    ) -> None:
-        self.expected, self.slots, self.size, self.empty = expected, slots, size, empty
-        self.blocks: dict[int, dict[str, Tensor]] = {}
+    expected: Expected
+    slots: int
+    size: int
+    empty: Callable[[Sequence[int], torch.dtype], Tensor]
+    blocks: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def block(self, slot: int | None) -> dict[str, Tensor]:
         """Return the matrices of a slot's block; none for a client without a slot."""
@@ -133,7 +121,7 @@ class ReplyMatrices:
         return {name: matrix[0 if slot is None else slot % self.size] for name, matrix in self.block(slot).items()}
 
 
-class WorkerEngine(LocalEngine, ABC):
+class WorkerEngine(LocalEngine, FoldingEngine):
     """Base of the engines that train clients in other processes. Subclasses start the workers and carry messages.
 
     A client's result depends only on the round, the seed, its number, its inbox and its memory, and its memory is updated here,
@@ -202,41 +190,32 @@ class WorkerEngine(LocalEngine, ABC):
         self.store.begin(directory)
         keep_pages()
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        yield from cast(Iterator[Reply | Fault], self._train(algorithm, round, client_tasks))
-
-    def train_folding(
-        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
-    ) -> Iterator[Reply | Fault | FoldedBlock]:
-        """Train; workers fold whole blocks of slots, to the same bits, where all clients are sent one model."""
-        fold = exchange if self.workers_fold and exchange.shared else None
-        yield from self._train(algorithm, exchange.round, client_tasks, fold)
-
-    def _train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], exchange: Exchange | None = None
-    ) -> Iterator[Reply | Fault | FoldedBlock]:
+    def train(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+    ) -> Iterator[Result]:
+        """Train; workers fold whole blocks of slots where all clients are sent one model."""
         expected = expectations(algorithm, round, self.task.layout)
         slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
-        size = slots_together(algorithm, self.task.layout)
+        size = algorithm.slots_together
         gathered, pools = max([len(round.selected), *slots]), algorithm.plan.pools
         fitting = {name: s for name, s in expected.items() if not pools.takes(min(size, gathered) * s.bytes)}
         matrices = ReplyMatrices(fitting, gathered, size, self._empty)
         blocks = slot_blocks(client_tasks, round, size)
         assignment = Assignment(algorithm, round, expected, _common(client_tasks))
-        if exchange is not None and len(blocks) >= BLOCKS * self.workers:
+        if self.workers_fold and fold is not None and fold.shared and len(blocks) >= BLOCKS * self.workers:
             state = algorithm.full_state()
-            assignment = replace(assignment, exchange=exchange, state=state, slots=gathered, size=size)
-        for group, results, folded in self._answers("train", assignment, blocks, matrices):
-            if folded is not None:
-                yield copy.deepcopy(folded)  # the memory of an answer is reused later, or read-only
-            for client_task, result in zip(group, results, strict=True):
+            assignment = replace(assignment, exchange=fold, state=state, slots=gathered, size=size)
+        for group, answers in self._answers("train", assignment, blocks, matrices):
+            if answers.folded is not None:
+                yield copy.deepcopy(answers.folded)  # the memory of an answer is reused later, or read-only
+            for client_task, result in zip(group, answers.results, strict=True):
                 if isinstance(result, Fault):
                     yield Fault(client_task, result.reason, result.error)
                     continue
                 assert isinstance(result, ClientResult)
                 if result.written:
                     self.store.write(client_task.client, {name: rows.clone() for name, rows in result.written.items()})
-                if folded is not None:
+                if answers.folded is not None:
                     yield Reply(client_task, {}, result.metrics)
                     continue
                 tensors = matrices.rows(client_task.slot)
@@ -248,8 +227,8 @@ class WorkerEngine(LocalEngine, ABC):
         self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
         no_replies = ReplyMatrices({}, 0, 1, self._empty)
-        for _, results, _ in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
-            for result in results:
+        for _, answers in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
+            for result in answers.results:
                 if isinstance(result, Fault):
                     raise result.error or FedloomError(result.reason)
                 assert isinstance(result, Tally)
@@ -267,8 +246,8 @@ class WorkerEngine(LocalEngine, ABC):
         assignment: Assignment,
         blocks: Mapping[int, Sequence[ClientTask]],
         matrices: ReplyMatrices,
-    ) -> Iterator[tuple[Sequence[ClientTask], tuple[ClientResult | Fault | Tally, ...], FoldedBlock | None]]:
-        """Yield each group with its results as they arrive. Blocks are handed out in order, few of them at a time."""
+    ) -> Iterator[tuple[Sequence[ClientTask], Answers]]:
+        """Yield each group with its answers as they arrive. Blocks are handed out in order, few of them at a time."""
         self._forget()
         common = {id(rows): index for index, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
@@ -288,7 +267,11 @@ class WorkerEngine(LocalEngine, ABC):
             number, group = waiting.popleft()
             uploads = any(client_task.slot is not None for client_task in group)
             full = fold and uploads and len(group) == len(blocks[number])
-            clients = tuple(self._client_work(client_task, None if full else matrices) for client_task in group)
+            shared = self.shares_memory and not full
+            clients = tuple(
+                ClientWork(task, self.store.read(task.client), matrices.rows(task.slot) if shared else {})
+                for task in group
+            )
             handle.give(self._setup, announced, self._packed(Work(kind, clients, full), common), (number, group))
 
         try:
@@ -317,17 +300,13 @@ class WorkerEngine(LocalEngine, ABC):
                         raise answers
                     for text in answers.notices:
                         self.notice(text)
-                    yield group, answers.results, answers.folded
+                    yield group, answers
                     unanswered[number] -= len(group)
                     if not unanswered[number]:
                         del unanswered[number]
                         matrices.blocks.pop(number, None)
         finally:
             self._forget()
-
-    def _client_work(self, client_task: ClientTask, matrices: ReplyMatrices | None) -> ClientWork:
-        targets = matrices.rows(client_task.slot) if self.shares_memory and matrices is not None else {}
-        return ClientWork(client_task, self.store.read(client_task.client), targets)
 
     def _listen(self, handle: WorkerHandle) -> Answers | Exception:
         """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying while they start."""

@@ -13,14 +13,7 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.flat.module import (
-    PLAIN,
-    FlatModule,
-    Shortcuts,
-    convolutions_weigh_little,
-    generator_state,
-    no_loop_in_vmap,
-)
+from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, generator_state, light_convolutions, no_loop_in_vmap
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.flat.vmap_modes import autocast
 from fedloom.local.cohort import Cohort, Correction
@@ -196,7 +189,7 @@ class _Comparison:
         image = self.samples[0].inputs[:1]
         if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
             return False
-        return convolutions_weigh_little(self.layout.copy(self.module).eval(), image)
+        return light_convolutions(self.layout.copy(self.module).eval(), image)
 
     def _plain(self) -> list[Tensor]:
         """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by plain PyTorch."""

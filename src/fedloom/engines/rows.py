@@ -2,7 +2,7 @@
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.randomness import global_stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply, TensorSpec, expectations, slot_blocks, slots_together
+from fedloom.rounds.engine import ClientTask, Expected, Fault, Reply, expectations, slot_blocks
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
@@ -35,7 +35,6 @@ class RowsEngine(LocalEngine):
     Args:
         task: What clients train.
         proof: Shortcuts that the task allows, if they were proven before.
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
     """
 
     in_process: bool | None = True
@@ -59,29 +58,24 @@ class RowsEngine(LocalEngine):
         self.store.begin(directory)
         keep_pages()
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        round: Round,
-        client_tasks: Sequence[ClientTask],
-        expected: Mapping[str, TensorSpec] | None = None,
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+        expected = expectations(algorithm, round, self.task.layout)
+        slots = algorithm.slots_together
+        size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
+        for block in slot_blocks(client_tasks, round, size).values():
+            yield from self.train_block(algorithm, round, block, expected)
+
+    def train_block(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Expected
     ) -> Iterator[Reply | Fault]:
-        """Train the clients; a worker, which lacks the server's half of the method, is given the `expectations` of a block."""
-        blocks: Iterable[Sequence[ClientTask]] = [client_tasks]
-        if expected is None:
-            expected = expectations(algorithm, round, self.task.layout)
-            slots = slots_together(algorithm, self.task.layout)
-            size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
-            blocks = slot_blocks(client_tasks, round, size).values()
-        tensors = expected
+        """Train the clients of a block, whose replies are `expected` to hold this. A worker lacks the server's half to ask."""
 
         def answers(chunk: Sequence[ClientTask]) -> list[Reply | Fault]:
             if len(chunk) == 1:
-                return [self.train_one(algorithm, round, chunk[0], tensors)]
-            return self._answers(algorithm, round, chunk, tensors)
+                return [self.train_one(algorithm, round, chunk[0], expected)]
+            return self._answers(algorithm, round, chunk, expected)
 
-        for block in blocks:
-            yield from self._results(algorithm, block, answers)
+        return self._results(algorithm, client_tasks, answers)
 
     def _results(
         self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
@@ -91,7 +85,7 @@ class RowsEngine(LocalEngine):
             yield from work([client_task])
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Mapping[str, TensorSpec]
+        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
     ) -> Reply | Fault:
         """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
         try:
@@ -105,7 +99,7 @@ class RowsEngine(LocalEngine):
             return Fault(client_task, f"{type(error).__name__}: {error}", error)
 
     def _answers(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Mapping[str, TensorSpec]
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Expected
     ) -> list[Reply | Fault]:
         """Train clients that advance together. Those whose reply is refused keep their memory from before the round."""
         cohort = self.cohort(round, client_tasks)

@@ -41,21 +41,13 @@ class StackedEngine(RowsEngine):
     stacked, clients train one after another, and a notice says why.
 
     Args:
-        task: What clients train.
-        proof: Shortcuts that the task allows, if they were proven before.
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
         chunk: Models that advance together; by default as many as the processor's caches or an accelerator's free memory hold.
     """
 
     stacks = True
 
     def __init__(
-        self,
-        task: Task,
-        proof: Proof | None = None,
-        *,
-        memory_budget: int = BUDGET,
-        chunk: Count | None = None,
+        self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET, chunk: Count | None = None
     ) -> None:
         super().__init__(task, proof, memory_budget=memory_budget)
         checked(StackedEngine, {"chunk": chunk})

@@ -31,6 +31,7 @@ class Batch(NamedTuple):
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
+@dataclass(eq=False)
 class Net:
     """One client's model as its loss sees it: a module that holds the weights, or is called with the `tensors` of a row.
 
@@ -38,17 +39,14 @@ class Net:
         objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        frozen: nn.Module,
-        objective: Objective,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.module, self.layout, self.frozen, self.objective = module, layout, frozen, objective
-        self.tensors = tensors
-        self.classifier: nn.Module = module.get_submodule(head_name(module))
+    module: nn.Module
+    layout: Layout
+    frozen: nn.Module
+    objective: Objective
+    tensors: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.classifier: nn.Module = self.module.get_submodule(head_name(self.module))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs, such as logits `[b, classes]`."""
@@ -295,7 +293,7 @@ def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
 
 
 @torch.no_grad()
-def convolutions_weigh_little(module: nn.Module, image: Tensor) -> bool:
+def light_convolutions(module: nn.Module, image: Tensor) -> bool:
     """Return True if 2d convolutions have few weights for their outputs: these are faster with the channels last."""
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:

@@ -208,7 +208,7 @@ class Cohort:
         """The model that the task starts from, `[1, P]`: a client's values of slices that it was never sent."""
         return self.flat_module.initial.unsqueeze(0)
 
-    def lock_steps(
+    def _lock_steps(
         self,
         *,
         purpose: str = "batches",
@@ -220,13 +220,8 @@ class Cohort:
     ) -> Iterator[LockStep]:
         """Yield the batches of local training, of all clients together or, where sizes differ, of some and then of others.
 
-        Args:
-            purpose: Name of the streams that shuffle the samples. A second pass in a round takes another.
-            shuffle: Draw the order of the samples, instead of taking them as they lie.
-            active: Clients that have batches, bool `[k]`; by default all.
-            in_step: Keep clients at the same step, so that `Batch.step` counts their steps; otherwise it only marks the first.
-            pad: Allow padding in batches, for steps that use `Batch.share`.
-            **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of `training`.
+        `in_step` keeps clients at the same step, so that `Batch.step` counts their steps; otherwise it only marks the first.
+        `pad` allows padding, for steps that use `Batch.share`. Without `shuffle`, samples come as they lie.
         """
         passes = self.training.passes(**options, smallest=self.flat_module.smallest_batch)
         takes_part = [True] * len(self.clients) if active is None else active.tolist()
@@ -264,7 +259,7 @@ class Cohort:
         state: Mapping[str, Tensor] | None = None,
         only: Unit | None = None,
         purpose: str = "batches",
-        learning_rate: float | Tensor | None = None,
+        learning_rate: float | None = None,
         pad: bool = False,
         **options: Unpack[PassOptions],
     ) -> Trained:
@@ -281,7 +276,7 @@ class Cohort:
             state: More of them, which they change in place from step to step, such as `context["shift"].sub_(...)`.
             only: Slices of the parameters that move; by default all.
             purpose: Name of the streams that shuffle the samples. A second training in a round takes another.
-            learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
+            learning_rate: Instead of the round's.
             pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short batches may be padded.
             **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of `training`.
 
@@ -304,7 +299,7 @@ class Cohort:
             optimizer = LocalOptimizer(
                 self.flat_module, settings, rates, weights, only, loss_fn, gradient_fn, correction
             )
-            for group in self.lock_steps(
+            for group in self._lock_steps(
                 purpose=purpose,
                 in_step=gradient_fn is not None or loss_fn is not data_loss,
                 pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
@@ -349,7 +344,7 @@ class Cohort:
         losses = _Losses(len(self.clients))
         self.flat_module.train_only(only)
         try:
-            for group in self.lock_steps(
+            for group in self._lock_steps(
                 purpose=purpose,
                 epochs=1 if in_order else None,
                 shuffle=not in_order,
@@ -366,7 +361,7 @@ class Cohort:
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """Yield all batches of local training."""
-        for group in self.lock_steps(purpose=purpose):
+        for group in self._lock_steps(purpose=purpose):
             yield from group.batches
 
     @torch.no_grad()

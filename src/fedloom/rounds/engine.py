@@ -1,18 +1,18 @@
 """What a federation asks of the place where clients train: the interface of engines, and what passes through it."""
 
 import math
-import sys
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message, block_slots
+from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message
 from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
@@ -35,6 +35,10 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
 
 
+Expected = Mapping[str, TensorSpec]
+"""What a client's reply must hold."""
+
+
 @dataclass(frozen=True)
 class ClientTask:
     """One client's work in a round: its number, its slot (None: it trains without uploading), its inbox, one row each, and what
@@ -50,7 +54,7 @@ class ClientTask:
 class Reply:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
-    `gathered`: matrices `[slots, ...]` of its block of slots (`slots_together`), given away, in which the tensors lie already,
+    `gathered`: matrices `[slots, ...]` of its block (`Algorithm.slots_together`), given away, in which the tensors lie already,
     in the row of its slot. `samples`: how many the client trains on, where it is not the task that knows.
     """
 
@@ -87,6 +91,10 @@ class FoldedBlock:
     bytes: int
 
 
+Result = Reply | Fault | FoldedBlock
+"""What comes of training clients."""
+
+
 class Engine(Protocol):
     """Runs the client half of a method.
 
@@ -106,9 +114,7 @@ class Engine(Protocol):
     notices: list[str]
     in_process: bool | None
 
-    def train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
-    ) -> Iterator[Reply | Fault]: ...
+    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Result]: ...
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]: ...
     def begin(self, task: Task, directory: Path | None) -> None: ...
     def commit(self) -> None: ...
@@ -119,15 +125,14 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class FoldingEngine(Protocol):
-    """An engine that may fold replies where clients train."""
+class FoldingEngine(ABC):
+    """An engine that may fold blocks of slots where clients train, to the bits of folding them here."""
 
-    def train_folding(
-        self, algorithm: Algorithm, exchange: Exchange, client_tasks: Sequence[ClientTask]
-    ) -> Iterator[Reply | Fault | FoldedBlock]:
-        """Train the clients of a method that folds, in the round of this exchange: blocks of slots may come folded, to the bits
-        of folding them here."""
+    @abstractmethod
+    def train(
+        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+    ) -> Iterator[Result]:
+        """Train the clients; with the round's exchange as `fold`, blocks may come folded."""
 
 
 class RemoteClients:
@@ -140,11 +145,6 @@ class RemoteClients:
     def under_way(self) -> frozenset[int]:
         """The clients that train from an earlier round on, for an asynchronous method."""
         return frozenset()
-
-
-def slots_together(algorithm: Algorithm, layout: Layout) -> int:
-    """Return how many consecutive slots have their replies in one matrix: those of a block that is folded, or all."""
-    return block_slots(layout.row_bytes) if algorithm.folds else sys.maxsize
 
 
 def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) -> dict[int, list[ClientTask]]:

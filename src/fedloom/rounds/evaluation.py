@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Algorithm, AnyClient, Message
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
@@ -183,6 +183,17 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     numbers = [client for client in range(task.clients) if client not in {*drawn}] + drawn
     local_test = None if task.local_test is None else task.local_test.take(numbers)
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
+
+
+def untrained(algorithm: Algorithm) -> list[str]:
+    """Return a notice that names the layers of the global model that no client sends, where there are any."""
+    layout, plan = algorithm.layout, algorithm.plan
+    unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
+    trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
+    fixed = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
+    reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
+    remedy = "judge it by the clients' own models (personal_every, measure = personal)"
+    return [f"the global model of {algorithm} {reason}: {remedy}"] if fixed else []
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:

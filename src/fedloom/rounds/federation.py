@@ -11,19 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    NOTHING,
-    Algorithm,
-    AnyClient,
-    Exchange,
-    Message,
-    Plan,
-    Replies,
-    Selection,
-    block_slots,
-    name_of,
-    source_of,
-)
+from fedloom.algorithm import NOTHING, Algorithm, Exchange, Message, Plan, Replies, Selection, name_of, source_of
 from fedloom.algorithms.private import Accounted
 from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_location, in_brackets
 from fedloom.flat.device import moved_back
@@ -41,7 +29,7 @@ from fedloom.rounds.engine import (
     expectations,
     inbox_of,
 )
-from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last
+from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last, untrained
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.schedule import Schedule as Schedule
@@ -120,7 +108,7 @@ class Federation:
         )  # fmt: skip
         algorithm.setup(plan)
         _checked_model(algorithm, "setup", task.initial)
-        self._untrained = _untrained(algorithm)
+        self._untrained = untrained(algorithm)
         engine.begin(self.task, None if directory is None else directory / "clients")
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         self._ledger: ReleaseLedger | None = None
@@ -350,10 +338,10 @@ class Federation:
         round, remote = exchange.round, isinstance(self.engine, RemoteClients)
         fold = self.algorithm.folds and not self.observers and not remote
         folding = partial(self.algorithm.fold, round) if fold else None
-        slots, size = len(exchange.selection.clients), block_slots(self.task.layout.row_bytes)
+        slots, size = len(exchange.selection.clients), self.algorithm.slots_together
         answers = RoundReplies(client_tasks, slots, size, self._weights, folding, self._pools, exchange)
         if fold and isinstance(self.engine, FoldingEngine):
-            answers.collect(self.engine.train_folding(self.algorithm, exchange, client_tasks))
+            answers.collect(self.engine.train(self.algorithm, round, client_tasks, fold=exchange))
         else:
             answers.collect(self.engine.train(self.algorithm, round, client_tasks))
         if not answers.arrived:
@@ -463,17 +451,6 @@ def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> No
     if over_selected and algorithm.needs_every_reply:
         reason = f"one client less lets another in, which the epsilon of {algorithm} does not count"
         raise InvalidValue(f"clock.over_selection takes the first replies of a round: {reason}: leave it out")
-
-
-def _untrained(algorithm: Algorithm) -> list[str]:
-    """Return a notice that names the layers of the global model that no client sends, where there are any."""
-    layout, plan = algorithm.layout, algorithm.plan
-    unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
-    trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-    fixed = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
-    reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
-    remedy = "judge it by the clients' own models (personal_every, measure = personal)"
-    return [f"the global model of {algorithm} {reason}: {remedy}"] if fixed else []
 
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Exchange, Replies
-from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
+from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply, Result
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
@@ -44,14 +44,15 @@ class RoundReplies:
         self._arrived: defaultdict[int, list[Reply]] = defaultdict(list)  # by block
         self._awaited = Counter(task.slot // self.size for task in client_tasks if task.slot is not None)
         self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
-        self._folded: dict[int, AggregatedReplies | None] = {}  # those that came before their turn
-        self._elsewhere: dict[int, FoldedBlock] = {}
+        self._folded: dict[int, AggregatedReplies | None] = {}  # those whose turn has not come
 
-    def collect(self, results: Iterable[Reply | Fault | FoldedBlock]) -> None:
+    def collect(self, results: Iterable[Result]) -> None:
         """Take the answers as they come."""
         for result in results:
             if isinstance(result, FoldedBlock):
-                self._elsewhere[result.number] = result
+                self._folded[result.number] = result.aggregate
+                if result.integers is not None:
+                    self._integers[result.number] = result.integers
                 self.bytes += result.bytes
                 continue
             slot = result.client_task.slot
@@ -86,18 +87,15 @@ class RoundReplies:
         self._arrived[number].append(self.arrived[-1])
 
     def _fold(self, number: int) -> None:
-        """Fold a block, and join what it is the turn of."""
+        """Fold a block, unless it came folded, and join what it is the turn of."""
         if self.fold is None:
             return
         replies = self._in_order(number)
-        if (block := self._elsewhere.pop(number, None)) is not None:
-            self._folded[number], integers = block.aggregate, block.integers
-        else:
-            integers = replies[INTEGERS] if INTEGERS in replies.matrices else None
-            replies.matrices.pop(INTEGERS, None)
+        if number in self._turns and number not in self._folded:
+            if INTEGERS in replies.matrices:
+                self._integers[number] = replies[INTEGERS]
+                del replies.matrices[INTEGERS]
             self._folded[number] = self.fold(replies) if len(replies) else None
-        if integers is not None:
-            self._integers[number] = integers
         while self._turns and self._turns[0] in self._folded:
             aggregate = self._folded.pop(self._turns.popleft())
             if aggregate is not None:

@@ -70,11 +70,10 @@ class Tally:
 class Evaluator:
     """Scores rows on samples through one module in evaluation mode; statistics and random streams stay untouched."""
 
-    def __init__(self, module: nn.Module, layout: Layout, dataset: Dataset, batch_size: int = 500) -> None:
-        self._original = module
-        self.layout = layout
-        self.dataset = dataset
-        self.batch_size = batch_size
+    batch_size = 500
+
+    def __init__(self, module: nn.Module, layout: Layout, dataset: Dataset) -> None:
+        self._original, self.layout, self.dataset = module, layout, dataset
 
     @cached_property
     def module(self) -> nn.Module:

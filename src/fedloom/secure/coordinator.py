@@ -15,7 +15,7 @@ from fedloom.config.fields import require_at_least
 from fedloom.secure.envelopes import unseal
 from fedloom.secure.faults import SERVER, ExchangeAborted, ProtocolViolation
 from fedloom.secure.peer import Peer
-from fedloom.secure.wire import Answer, Introduction, Letter, PeerSession, Request, Terms
+from fedloom.secure.wire import Introduction, Letter, PeerMessage, PeerSession, Terms
 
 
 class Transport(Protocol):
@@ -84,7 +84,7 @@ def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> tupl
         gone = {fault.peer for fault in faults}
         remaining = tuple(peer for peer in terms.peers if peer not in gone)
         over = terms.peers if len(remaining) < fewest else gone  # the others learn it by the terms that follow
-        transport.carry({peer: Request("abort").encode() for peer in over})
+        transport.carry({peer: PeerMessage("abort").encode() for peer in over})
         met += faults
         terms = replace(terms, attempt=terms.attempt + 1, peers=remaining)
     raise ExchangeAborted(met, len(terms.peers), fewest)
@@ -101,7 +101,7 @@ class _Attempt:
     def run(self, transport: Transport) -> list[ProtocolViolation]:
         """Return the faults that ended the attempt, each naming a peer that must go; none for success."""
         peers = self.terms.peers
-        requests = {peer: Request("begin", self.terms) for peer in peers}
+        requests = {peer: PeerMessage("begin", self.terms) for peer in peers}
         for step in range(2 * self.terms.rules.repeats + 3):
             answers = transport.carry({peer: request.encode() for peer, request in requests.items()})
             inboxes: dict[int, list[Letter]] = {peer: [] for peer in peers}
@@ -118,14 +118,14 @@ class _Attempt:
                 return faults
             if step == 0:
                 self._session = PeerSession(self.terms, self._introductions)
-            requests = {peer: Request("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
+            requests = {peer: PeerMessage("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
         return []
 
     def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
         """Return a peer's letters in answer to a step. Raises `ProtocolViolation` when they are wrong, or accuse a peer."""
         if answer is None:
             raise ProtocolViolation("left", peer)
-        read = Answer.decode(answer, peer)
+        read = PeerMessage.decode(answer, peer)
         if read.fault is not None:
             raise read.fault
         ends = [(peer, recipient) for recipient in self.terms.peers if recipient != peer]
@@ -149,7 +149,7 @@ class _Attempt:
         return read.letters
 
     def _judged(
-        self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, Request]
+        self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, PeerMessage]
     ) -> list[ProtocolViolation]:
         """Return the peers who must go for these accusations, as violations.
 

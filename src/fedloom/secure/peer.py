@@ -13,7 +13,7 @@ from fedloom.secure import wire
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity, can_seal, is_signed, seal, sign, unseal
 from fedloom.secure.exchange import Choices, Draw, LayerBuffers, Rules, Sent, purpose, secret_choices
 from fedloom.secure.faults import SERVER, ProtocolViolation
-from fedloom.secure.wire import INDEX, Introduction, Letter, Note, PeerSession, Terms, pack
+from fedloom.secure.wire import INDEX, Introduction, Letter, Note, PeerMessage, PeerSession, Terms, pack
 from fedloom.state.digest import Digest
 
 _SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered")
@@ -81,15 +81,15 @@ class Peer:
     def handle(self, request: bytes) -> bytes:
         """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
         try:
-            decoded = wire.Request.decode(request)
+            decoded = PeerMessage.decode(request)
             if decoded.kind == "abort":
                 self.abort()
-                return wire.Answer().encode()
+                return PeerMessage("letters").encode()
             letters = self._begin(decoded.terms) if decoded.terms is not None else self._go_on(decoded.letters)
-            return wire.Answer(tuple(letters)).encode()
+            return PeerMessage("letters", letters=tuple(letters)).encode()
         except ProtocolViolation as fault:
             self.abort()
-            return wire.Answer(fault=fault).encode()
+            return PeerMessage("fault", fault=fault).encode()
 
     # --- the beginning: terms and introductions ---
 

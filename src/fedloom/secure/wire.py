@@ -258,50 +258,40 @@ class PeerSession:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Request to a peer: `begin` on these terms, go on with these `letters`, or `abort` and take back the offered model."""
+class PeerMessage:
+    """The server's request to a peer, or its answer.
+
+    The server asks to `begin` on `terms`, to go on with `letters`, or to `abort` and take back the offered model; a peer answers
+    with `letters`, or with the `fault` because of which it has taken back its model.
+    """
 
     kind: str
     terms: Terms | None = None
     letters: tuple[Letter, ...] = ()
-
-    def encode(self) -> bytes:
-        terms = () if self.terms is None else (self.terms.encode(),)
-        return pack(self.kind.encode(), *terms, *map(Letter.encode, self.letters))
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Request":
-        kind, *fields = unpack(data, SERVER) or [b""]
-        if kind == b"begin" and len(fields) == 1:
-            return cls("begin", Terms.decode(fields[0]))
-        if kind == b"letters":
-            return cls("letters", letters=tuple(Letter.decode(field, SERVER) for field in fields))
-        if kind == b"abort" and not fields:
-            return cls("abort")
-        raise ProtocolViolation("damaged", SERVER, "a request")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of a peer: its letters, or the fault because of which it has taken back its model."""
-
-    letters: tuple[Letter, ...] = ()
     fault: ProtocolViolation | None = None
 
     def encode(self) -> bytes:
-        if self.fault is None:
-            return pack(b"letters", *map(Letter.encode, self.letters))
-        kind, detail = self.fault.kind.encode(), one_line(self.fault.detail, _LONGEST_DETAIL).encode()
-        return pack(b"fault", kind, self.fault.peer.to_bytes(8, signed=True), detail)
+        fields = [letter.encode() for letter in self.letters]
+        if self.terms is not None:
+            fields = [self.terms.encode()]
+        if self.fault is not None:
+            detail = one_line(self.fault.detail, _LONGEST_DETAIL).encode()
+            fields = [self.fault.kind.encode(), self.fault.peer.to_bytes(8, signed=True), detail]
+        return pack(self.kind.encode(), *fields)
 
     @classmethod
-    def decode(cls, data: bytes, sender: int) -> "Answer":
-        """Read the answer of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
-        head, *fields = unpack(data, sender) or [b""]
-        if head == b"letters":
-            return cls(tuple(Letter.decode(field, sender) for field in fields))
-        if head == b"fault" and len(fields) == 3 and len(fields[1]) == 8 and fields[0] in map(str.encode, KINDS):
-            kind, accused, text = fields[0].decode(), int.from_bytes(fields[1], signed=True), fields[2]
+    def decode(cls, data: bytes, sender: int = SERVER) -> "PeerMessage":
+        """Read a message of the server or of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
+        kind, *fields = unpack(data, sender) or [b""]
+        if kind == b"letters":
+            return cls("letters", letters=tuple(Letter.decode(field, sender) for field in fields))
+        if sender == SERVER and kind == b"begin" and len(fields) == 1:
+            return cls("begin", Terms.decode(fields[0]))
+        if sender == SERVER and kind == b"abort" and not fields:
+            return cls("abort")
+        faulty = sender != SERVER and kind == b"fault" and len(fields) == 3 and len(fields[1]) == 8
+        if faulty and fields[0] in map(str.encode, KINDS):
+            accused, text = int.from_bytes(fields[1], signed=True), fields[2]
             detail = one_line(text[: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
-            return cls(fault=ProtocolViolation(kind, accused, detail, witness=sender))
-        raise ProtocolViolation("damaged", sender, "an answer")
+            return cls("fault", fault=ProtocolViolation(fields[0].decode(), accused, detail, witness=sender))
+        raise ProtocolViolation("damaged", sender, "a request" if sender == SERVER else "an answer")

@@ -6,7 +6,7 @@ from pathlib import Path
 from fedloom.errors import RefusedReply
 from fedloom.round import Round
 from fedloom.secure import Peer, ProtocolViolation, Rules, secret_choices, stream_choices
-from fedloom.secure.wire import Request, pack, pack_numbers, unpack
+from fedloom.secure.wire import PeerMessage, pack, pack_numbers, unpack
 from fedloom.sites.node_config import Identity, NodeConfig, read_content
 from fedloom.state.files import make_folder, remove, remove_unfinished, write_bytes
 
@@ -20,7 +20,7 @@ class SitePeer:
     def answer(self, request: bytes, run: str, when: str, rules: Rules, layers: Callable[[], Sequence[bytes]]) -> bytes:
         """Answer a request of the exchange `run`, which its first begins with these layers. Raises `RefusedReply` for others."""
         try:
-            terms = Request.decode(request).terms
+            terms = PeerMessage.decode(request).terms
         except ProtocolViolation as fault:
             raise RefusedReply(str(fault)) from None
         if terms is not None and (terms.run, terms.when, terms.round) != (run, when, self.round.number):

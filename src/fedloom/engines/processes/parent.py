@@ -45,7 +45,6 @@ class ProcessesEngine(WorkerEngine):
         proof: Shortcuts that the task allows, stacks included, if they were proven before.
         workers: Number of processes.
         threads: Threads of each.
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
         inside: With `stacked`, a worker takes several clients of similar sizes, which train in lock step, with the numbers of the
             rows engine to float tolerance. They still train one by one if the model or the method cannot be stacked.
         chunk: Most clients of a stack; by default what suits the processor.

@@ -59,7 +59,6 @@ class RayEngine(WorkerEngine):
         address: `local` for a cluster of this machine, started and ended here; `auto` for the one that this machine belongs to;
             `host:port` or `ray://host:port`. Nodes need the same Python, Ray and fedloom.
         inside: Engine in an actor: `rows`, or `stacked` in lock step.
-        memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
         object_store: Bytes for objects on a local cluster, by default 1 GiB and twice the data; more go to files.
 
     Raises:
