@@ -1,4 +1,4 @@
-"""Flower without processes: a Grid whose nodes are called here, with every message turned into bytes and back on its way."""
+"""Flower without processes: a Grid that calls its nodes directly and turns every message into bytes and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NormNet(nn.Module):
 
 
 class FrozenNet(NormNet):
-    """The same whose first layer is frozen."""
+    """The same model with its first layer frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,19 +89,19 @@ batch_size = 8
 """
 
 
-def run_config(algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **more: Any) -> dict[str, Any]:
+def run_config(algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **options: Any) -> dict[str, Any]:
     participation = 1.0 if algorithm.startswith(EVERYBODY) else 0.5
     text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation, model=model)
-    return {"configuration": text, "output": str(output), **more}
+    return {"configuration": text, "output": str(output), **options}
 
 
 def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
-    """The federation that an app runs, without its directory."""
+    """Return the federation that an app runs, without its directory."""
     settings = deployment(config)
     task = settings.configuration.task(3)
     briefing = {"data": DataAgreement.of(task.dataset).words()}
-    same = {"fedloom": VERSION, "layout": layout_digest(task)}
-    sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, same, deadline=5)
+    fingerprint = {"fedloom": VERSION, "layout": layout_digest(task)}
+    sites = KnownSites(Mailbox(grid, 0.01), CLIENTS, briefing, fingerprint, deadline=5)
     sites.wait(CLIENTS, 5)
     sites.federation, sites.numbers = "0123456789abcdef", range(CLIENTS)
     engine = FlowerEngine(sites)
@@ -109,30 +109,34 @@ def flower(config: dict[str, Any], grid: LocalGrid) -> Federation:
 
 
 def selected(number: int) -> tuple[int, ...]:
-    """The sites of a round, where three of the six take part."""
+    """Return the three of six sites that take part in a round."""
     return uniform(Round(number, 5, 3, CLIENTS, 3, 0.05, 0.05))
 
 
 def schedule(settings: Deployment) -> Schedule:
-    """The schedule of a run, with its seed."""
+    """Return the schedule of a run, with its seed."""
     return replace(settings.configuration.schedule, seed=settings.configuration.seed)
 
 
-def assert_close(found: Federation, expected: Federation, apart: Collection[str] = ()) -> None:
-    """The same model, the same figures (except those set `apart`) but for the last digits, and exactly the same bytes, clients
+def assert_close(run: Federation, expected: Federation, except_for: Collection[str] = ()) -> None:
+    """Assert equal models and figures to tolerance (without the figures `except_for`), and exactly equal bytes, clients
     and faults."""
-    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.integers, expected.integers)
-    histories = [[{n: v for n, v in one.items() if n not in apart} for one in f.history] for f in (found, expected)]
-    for one, two in zip(*histories, strict=True):
-        floats = {name: value for name, value in two.items() if isinstance(value, float)}
-        assert {name: one[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
-        assert {n: v for n, v in one.items() if n not in floats} == {n: v for n, v in two.items() if n not in floats}
+    torch.testing.assert_close(run.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(run.integers, expected.integers)
+    histories = [
+        [{n: v for n, v in record.items() if n not in except_for} for record in f.history] for f in (run, expected)
+    ]
+    for record, reference in zip(*histories, strict=True):
+        floats = {name: value for name, value in reference.items() if isinstance(value, float)}
+        assert {name: record[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
+        assert {n: v for n, v in record.items() if n not in floats} == {
+            n: v for n, v in reference.items() if n not in floats
+        }
 
 
 @dataclass
 class Node:
-    """One SuperNode: what it was started with, and how it behaves."""
+    """A SuperNode with its node-config and its behaviour."""
 
     config: dict[str, Any]
     online: bool = True
@@ -195,23 +199,23 @@ class LocalGrid(Grid):
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        found = []
+        replies = []
         for key in message_ids:
             number, reply = self._replies.get(key, (self._waiting.get(key, -1), None))
             node = self.nodes.get(number)
             if node is None or (reply is None and not node.online):
-                found.append(_gone(key))
+                replies.append(_gone(key))
             elif reply is not None and not node.late:
-                found.append(reply)
+                replies.append(reply)
                 del self._replies[key]
-        return found
+        return replies
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         raise NotImplementedError
 
 
 def travelled(message: Message) -> Message:
-    """The message after a way as bytes."""
+    """Return the message after serialisation and parsing."""
     return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
@@ -222,7 +226,7 @@ def _gone(key: str) -> Message:
 
 
 def nodes(count: int, memory: Path, **config: Any) -> dict[int, Node]:
-    """Nodes with ids that say nothing of their partition ids."""
+    """Return nodes whose ids do not reveal their partition ids."""
     return {
         1000 + 17 * (count - number): Node(
             {"partition-id": number, "num-partitions": count, "memory": str(memory / f"site-{number}"), **config}
@@ -232,12 +236,12 @@ def nodes(count: int, memory: Path, **config: Any) -> dict[int, Node]:
 
 
 def site(grid: LocalGrid, number: int) -> Node:
-    """The node with this partition id."""
+    """Return the node with this partition id."""
     return next(node for node in grid.nodes.values() if node.config["partition-id"] == number)
 
 
 def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
-    """Answers in which one array is another."""
+    """Return a tamper function that replaces one array of an answer."""
 
     def tamper(reply: Message) -> Message:
         arrays = reply.content.array_records[ARRAYS]
@@ -249,12 +253,12 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
 
 
 def words_of(message: Message) -> Words:
-    """Return the words of any message, whatever else is in it."""
+    """Return the words of a message."""
     return messages.words_of(message, ARRAYS, PARCEL)
 
 
 def with_words(text: str, protocol: int = PROTOCOL) -> Tamper:
-    """Answers with other words."""
+    """Return a tamper function that replaces the words of an answer."""
 
     def tamper(reply: Message) -> Message:
         reply.content[RECORD] = ConfigRecord({"protocol": protocol, "words": text})

@@ -1,4 +1,4 @@
-"""Peers with random layers, a server that knows them, and what the simulator says they would end with."""
+"""Peers with random layers, a server, and the outcome of their exchange that the simulator expects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choices_of(seed: int) -> Callable[[Terms], Choices]:
 
 
 class WatchedTransport(InMemoryTransport):
-    """A transport that keeps every byte that passes through, and in which things go wrong in the first attempt.
+    """A transport that records every byte, and in which peers may fail or letters change in the first attempt.
 
     `gone` says from which step on (0 is the terms) a peer answers no more; `tamper` may change what is delivered. Steps are
     counted from the last terms.
@@ -59,26 +59,26 @@ class WatchedTransport(InMemoryTransport):
         self._count(requests)
         for peer, request in requests.items():
             self.captured.append(request)
-            asked = PeerMessage.decode(request)
-            if self._attempt == 0 and asked.kind != "abort":
+            decoded = PeerMessage.decode(request)
+            if self._attempt == 0 and decoded.kind != "abort":
                 if self._step >= self.gone.get(peer, self._step + 1):
                     self._left.add(peer)
                 if self.tamper is not None:
-                    request = replace(asked, letters=self.tamper(self._step, peer, asked.letters)).encode()
+                    request = replace(decoded, letters=self.tamper(self._step, peer, decoded.letters)).encode()
             if peer not in self._left:
                 answers |= super().carry({peer: request})
                 self.captured.append(answers[peer])
-                with suppress(ProtocolViolation):  # what cannot be read is for the server to find
+                with suppress(ProtocolViolation):  # unreadable answers are the server's to refuse
                     self.letters += PeerMessage.decode(answers[peer], peer).letters
         return answers
 
     def _count(self, requests: Mapping[int, bytes]) -> None:
         terms = [PeerMessage.decode(request).terms for request in requests.values()]
-        first = next((found for found in terms if found is not None), None)
-        if first is None:
+        new_terms = next((entry for entry in terms if entry is not None), None)
+        if new_terms is None:
             self._step += 1
         else:
-            self._step, self._attempt = 0, first.attempt
+            self._step, self._attempt = 0, new_terms.attempt
 
 
 class World:
@@ -97,9 +97,11 @@ class World:
         self.seed, self.fewest = seed, fewest
         self.numbers = tuple(10 + k for k in range(count))
         self.identities: dict[int, PrivateIdentity] = {k: Ed25519PrivateKey.generate() for k in self.numbers}
-        known = {k: identity.public_key() for k, identity in self.identities.items()}
+        public_keys = {k: identity.public_key() for k, identity in self.identities.items()}
         self.peers = {
-            k: (kinds or {}).get(k, Peer)(k, self.identities[k], known, self.rules, fewest=1, choices=choices_of(seed))
+            k: (kinds or {}).get(k, Peer)(
+                k, self.identities[k], public_keys, self.rules, fewest=1, choices=choices_of(seed)
+            )
             for k in self.numbers
         }
         generator = torch.Generator().manual_seed(seed)
@@ -123,17 +125,17 @@ class World:
         return run_exchange(transport, self.terms(when, round), fewest=self.fewest)
 
     def outcome(self, terms: Terms) -> dict[int, list[bytes]]:
-        """The models after the exchange, opened by the server where they are sealed for it."""
-        held = {k: self.peers[k].layers for k in terms.peers}
+        """Return the models after the exchange, opened by the server if they are sealed for it."""
+        layers = {k: self.peers[k].layers for k in terms.peers}
         assert all(self.peers[k].committed for k in terms.peers)
         if terms.when == "before_train":
-            return held
-        models, faults = KEY.open_models(held, terms)
+            return layers
+        models, faults = KEY.open_models(layers, terms)
         assert not faults
-        return {k: [layer for layer in layers if layer is not None] for k, layers in models.items()}
+        return {k: [layer for layer in model if layer is not None] for k, model in models.items()}
 
     def expected(self, terms: Terms) -> dict[int, list[bytes]]:
-        """The models after the exchange as the simulator has it."""
+        """Return the models after the exchange by the simulator."""
         choices = choices_of(self.seed)(terms)
         sources = rehearse(terms.peers, len(SIZES), self.rules, choices, terms.when).sources
         return {
@@ -146,7 +148,7 @@ def is_parcel(letter: Letter) -> bool:
     return letter.body[:4] == b"flsx" and read_note(letter.body, letter.sender).kind in (SENT, RETURNED)
 
 
-def flipped(body: bytes, place: int) -> bytes:
+def flipped(body: bytes, position: int) -> bytes:
     changed = bytearray(body)
-    changed[place] ^= 1
+    changed[position] ^= 1
     return bytes(changed)

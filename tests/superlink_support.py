@@ -1,6 +1,6 @@
-"""Flower on loopback as on real machines: a SuperLink with TLS and authentication, SuperNodes, and `flwr` itself, all processes.
+"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and `flwr`, each in its process.
 
-Each of these "machines" has a folder of its own, with the keys it would have and its own home for Flower.
+Each "machine" has its folder with its keys and its home for Flower.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ class Deployment:
 
     def start_server(self) -> None:
         """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and runs in its database."""
-        place = self.keys.server
+        keys = self.keys.server
         self._start(
             "server",
             "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
-            "--ssl-ca-certfile", str(place / "ca.crt"), "--ssl-certfile", str(place / "server.crt"),
-            "--ssl-keyfile", str(place / "server.key"), "--enable-supernode-auth", "--disable-runtime-dependency-installation",
+            "--ssl-ca-certfile", str(keys / "ca.crt"), "--ssl-certfile", str(keys / "server.crt"),
+            "--ssl-keyfile", str(keys / "server.key"), "--enable-supernode-auth", "--disable-runtime-dependency-installation",
             "--database", str(self._home("server") / "superlink.db"),
         )  # fmt: skip
-        trusted = ssl.create_default_context(cafile=str(place / "ca.crt"))
+        trusted = ssl.create_default_context(cafile=str(keys / "ca.crt"))
 
         def answers() -> bool:
             try:
@@ -137,9 +137,11 @@ class Deployment:
         values = {"partition-id": site, "num-partitions": self.count} | {
             name.replace("_", "-"): value for name, value in settings.items()
         }
-        told = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
+        node_config = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
         patient = ("sh", "-c", 'until "$@"; do sleep 3; done', "sh")
-        self._start(f"site-{site}", *patient, *self._node(self.keys.site(site) / "site.key"), "--node-config", told)
+        self._start(
+            f"site-{site}", *patient, *self._node(self.keys.site(site) / "site.key"), "--node-config", node_config
+        )
 
     def turned_away(self, key: Path) -> str:
         """Return the output of a SuperNode with this private key, which the SuperLink refuses."""
@@ -149,7 +151,7 @@ class Deployment:
         return (self.folder / "stranger.log").read_text(errors="replace")
 
     def _node(self, key: Path) -> list[str]:
-        """The command that starts a SuperNode."""
+        """Return the command that starts a SuperNode."""
         return [
             *([sys.executable, "-c", _SUPERNODE] if self.hurried else ["flower-supernode"]),
             "--root-certificates", str(self.keys.server / "ca.crt"),
@@ -169,26 +171,26 @@ class Deployment:
 
     def flwr(self, *arguments: str) -> dict[str, Any]:
         """Return the answer of `flwr ...`, read from JSON."""
-        code, said = self._flwr(*arguments, "sites", "--format", "json")
-        begin = said.find("{")
-        answer = json.loads(said[begin : said.rindex("}") + 1]) if begin >= 0 else {}
+        code, output = self._flwr(*arguments, "sites", "--format", "json")
+        begin = output.find("{")
+        answer = json.loads(output[begin : output.rindex("}") + 1]) if begin >= 0 else {}
         if code != 0 or not answer.get("success"):
-            raise AssertionError(f"flwr {' '.join(arguments)}: {said}\n{self.logs()}")
+            raise AssertionError(f"flwr {' '.join(arguments)}: {output}\n{self.logs()}")
         return dict(answer)
 
     def _flwr(self, *arguments: str) -> tuple[int, str]:
-        """The exit code of `flwr ...` and what it writes."""
+        """Return the exit code and output of `flwr ...`."""
         assert self._operator.stdin is not None
         assert self._operator.stdout is not None
         self._operator.stdin.write(json.dumps(arguments) + "\n")
         self._operator.stdin.flush()
-        code, said = json.loads(self._operator.stdout.readline())
-        return code, said
+        code, output = json.loads(self._operator.stdout.readline())
+        return code, output
 
     def run(self, app: Path, **configuration: str | float) -> int:
-        """Start a run of the app; its number. `configuration` changes values of the app's own."""
+        """Start a run of the app and return its number; `configuration` changes values of the app's configuration."""
         values = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()]
-        options = [part for value in values for part in ("--run-config", value)]
+        options = [argument for value in values for argument in ("--run-config", value)]
         self._latest = int(self.flwr("run", str(app), *options)["run-id"])
         return self._latest
 
@@ -198,15 +200,15 @@ class Deployment:
         return str(runs[0]["status"])
 
     def wait_for_run(self, run: int, seconds: float, sign: Path | None = None) -> str:
-        """Wait until a run has ended, and how it did. `sign`, a file that it writes at its end, saves asking often."""
-        status, asked = "", 0.0
+        """Wait for the end of a run and return its status. `sign`, a file that it writes at its end, saves asking often."""
+        status, polled = "", 0.0
 
         def ended() -> bool:
-            nonlocal status, asked
-            there = sign is not None and sign.exists()
-            if there or time.monotonic() > asked + (3 if sign is None else 15):
+            nonlocal status, polled
+            signalled = sign is not None and sign.exists()
+            if signalled or time.monotonic() > polled + (3 if sign is None else 15):
                 status = self.status(run)
-                asked = time.monotonic()
+                polled = time.monotonic()
             return status.startswith("finished")
 
         self.wait_until(ended, seconds, f"run {run} to end")
@@ -221,19 +223,19 @@ class Deployment:
 
         self.wait_until(online, seconds, f"{count} SuperNodes to be online", pause=1)
 
-    def wait_until(self, done: Callable[[], bool], seconds: float, what: str, pause: float = 0.2) -> None:
-        """Wait for something; when a process of the deployment dies or time is up, fail with what everybody logged."""
+    def wait_until(self, done: Callable[[], bool], seconds: float, event: str, pause: float = 0.2) -> None:
+        """Wait for a condition; if a process of the deployment dies or time is up, fail with all logs."""
         end = time.monotonic() + seconds
         while not done():
             for name, process in self._processes.items():
                 if process.poll() is not None:
-                    raise AssertionError(f"{name} ended with {process.returncode}, waiting for {what}\n{self.logs()}")
+                    raise AssertionError(f"{name} ended with {process.returncode}, waiting for {event}\n{self.logs()}")
             if time.monotonic() > end:
-                raise AssertionError(f"{seconds} seconds were not enough for {what}\n{self.logs()}")
+                raise AssertionError(f"{seconds} seconds were not enough for {event}\n{self.logs()}")
             time.sleep(pause)
 
     def logs(self, lines: int = 60) -> str:
-        """The end of what each process wrote, and of what the latest run said on the server."""
+        """Return the last lines of each process's log and of the latest run's log."""
         texts = {path.stem: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
         if self._latest is not None and "server" in self._processes:
             texts["run"] = self._flwr("log", "--show", str(self._latest), "sites")[1]
@@ -259,24 +261,24 @@ class Deployment:
             )
 
     def workers(self, site: int) -> list[int]:
-        """The processes that a site keeps for a run."""
+        """Return the worker processes of a site."""
         return self.running(f"site-{site}", b"site_worker")
 
     def running(self, name: str, program: bytes = b"") -> list[int]:
-        """All processes of a machine: Flower puts some into sessions of their own, but all have the machine's home. Of
-        these, those whose command names `program`."""
+        """Return the processes of a machine, found by its home, since Flower starts some in other sessions;
+        `program` selects those whose command names it."""
         mark = f"FLWR_HOME={self._home(name)}".encode()
-        found = []
-        for place in Path("/proc").glob("[0-9]*"):
+        pids = []
+        for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if (
-                    mark in (place / "environ").read_bytes().split(b"\0")
-                    and program in (place / "cmdline").read_bytes()
+                    mark in (folder / "environ").read_bytes().split(b"\0")
+                    and program in (folder / "cmdline").read_bytes()
                 ):
-                    found.append(int(place.name))
+                    pids.append(int(folder.name))
             except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
                 continue
-        return found
+        return pids
 
     def _home(self, name: str) -> Path:
         home = self.folder / "homes" / name
@@ -284,20 +286,20 @@ class Deployment:
         return home
 
     def _environment(self, name: str) -> dict[str, str]:
-        found = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
+        variables = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
         if name.startswith("site"):
-            found["SITE_DATA"] = str(self.folder / name.replace("site", "data"))
+            variables["SITE_DATA"] = str(self.folder / name.replace("site", "data"))
         if self.hurried and name.startswith("site"):
-            found["PATH"] = f"{self.folder}{os.pathsep}{found['PATH']}"  # Flower starts its programs by name
-            found["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"
-        return found
+            variables["PATH"] = f"{self.folder}{os.pathsep}{variables['PATH']}"  # Flower starts its programs by name
+            variables["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"
+        return variables
 
 
 @contextmanager
 def deployed(
     folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]], hurried: bool = True
 ) -> Iterator[Deployment]:
-    """A running deployment whose sites are registered and online; `settings` of a site go to its node-config."""
+    """Run a deployment whose sites are registered and online; `settings` of a site go to its node-config."""
     deployment = Deployment(folder, sites, hurried)
     try:
         deployment.start_server()

@@ -1,4 +1,4 @@
-"""ALA over the methods it can wrap, against autograd on the weights themselves; its limits, its trace and its depth."""
+"""ALA around each method against autograd on the weights themselves; limiting cases, recorded losses, depth of gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
 HEAD = ["head.weight", "head.bias"]
 MIDDLE = ["middle.weight", "middle.bias"]
 RATES = "rate=20, threshold=0.003, max_epochs=30"
-"""A rate at which the weights of such small models move, and an initial stage that ends in either way."""
+"""A rate that moves the weights of such small models; the initial stage ends by the threshold or by the maximum."""
 
 
 def compare(world: World, expression: str, method: Method, names: list[str], **options: Any) -> tuple[Run, Blend]:
@@ -40,21 +40,21 @@ def compare(world: World, expression: str, method: Method, names: list[str], **o
     assert not any(record["faults"] for record in run.federation.history)
     blend = Blend(world, names, rate=20, threshold=0.003, most=30)
     assert_same(run.moments, method(Setting(world, run.selected, blend), **options))
-    moved(blend)
+    assert_learned(blend)
     return run, blend
 
 
-def moved(blend: Blend) -> None:
-    """Some weights were learned, some are at a bound and some are not."""
+def assert_learned(blend: Blend) -> None:
+    """Assert that some weights were learned: not all are at the upper bound, and none is negative."""
     values = torch.cat([w.reshape(-1) for weights in blend.weights.values() for w in weights.values()])
     assert bool((values == 1).any())
     assert bool((values < 0.99).any())
     assert float(values.min()) >= 0
 
 
-def remembered(run: Run, client: int, what: str) -> torch.Tensor:
-    (found,) = [t for name, t in run.engine.store.read(client).items() if name.startswith(f"ala_{what}_")]
-    return found
+def remembered(run: Run, client: int, kind: str) -> torch.Tensor:
+    (tensor,) = [t for name, t in run.engine.store.read(client).items() if name.startswith(f"ala_{kind}_")]
+    return tensor
 
 
 # --- against autograd, wrapped around each method ---
@@ -75,11 +75,11 @@ def test_fedala(norm: bool, p: int) -> None:
 
 def test_fedala_is_ala_on_fedavg() -> None:
     world = World()
-    one, two = world.run(build(f"fedala({RATES})")), world.run(build(f"ala(fedavg, {RATES})"))
-    assert_same(one.moments, two.moments, 0.0)
+    shorthand, wrapped = world.run(build(f"fedala({RATES})")), world.run(build(f"ala(fedavg, {RATES})"))
+    assert_same(shorthand.moments, wrapped.moments, 0.0)
     world = World(norm=True)
-    one, two = world.run(build("fedala(buffers=average)")), world.run(build("ala(fedavg)"))
-    assert_same(one.moments, two.moments, 0.0)
+    shorthand, wrapped = world.run(build("fedala(buffers=average)")), world.run(build("ala(fedavg)"))
+    assert_same(shorthand.moments, wrapped.moments, 0.0)
 
 
 def test_fedprox_keeps_its_centre_at_the_download() -> None:
@@ -133,7 +133,7 @@ def test_the_variants_of_the_code() -> None:
     options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last_loss": True, "contiguous": True}
     blend = Blend(world, HEAD, rate=20, threshold=0.003, most=30, **options)
     assert_same(run.moments, methods.fedavg(Setting(world, run.selected, blend)))
-    moved(blend)
+    assert_learned(blend)
 
 
 # --- limiting cases ---
@@ -170,14 +170,14 @@ def test_start_round_switches_blending_on_late() -> None:
     assert run.federation.history[5]["ala_epochs"] == 1
 
 
-# --- every method takes the start that it is handed ---
+# --- every method takes the start that a wrapper hands it ---
 
 
 @pytest.mark.parametrize(
     "name", sorted(entry.name for entry in algorithms if entry.name not in ("ala", "fedala", "fedah"))
 )
-def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> None:
-    needs = {
+def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> None:
+    expressions = {
         "umf": "umf(fedavg)",
         "stages": "stages(fedavg)",
         "secure": "secure(fedmr)",
@@ -200,7 +200,7 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
         "fedavg_c": "fedavg_c(finetune_epochs=1)",
         "fedprox_c": "fedprox_c(finetune_epochs=1)",
     }
-    inner = build(needs.get(name, name))
+    inner = build(expressions.get(name, name))
     rounds = 8 if inner.asynchronous else 3  # until somebody's second reply counts
     world = World(norm=True, participation=1.0, rounds=rounds, training=PLAIN)
     if not inner.single_download:
@@ -212,9 +212,9 @@ def test_every_method_starts_where_a_wrapper_says_or_is_refused(name: str) -> No
             Ala(inner)
         return
     plain = world.run(build(str(inner)))
-    held = world.run(build(f"ala({inner}, rate=0, initial_weight=0)"))
-    assert not any(record["faults"] for record in held.federation.history)
-    assert not torch.allclose(held.moments[-1].parameters, plain.moments[-1].parameters, atol=1e-6)
+    local = world.run(build(f"ala({inner}, rate=0, initial_weight=0)"))
+    assert not any(record["faults"] for record in local.federation.history)
+    assert not torch.allclose(local.moments[-1].parameters, plain.moments[-1].parameters, atol=1e-6)
 
 
 # --- cost, trace, refusals ---
@@ -252,34 +252,34 @@ def test_the_loss_of_every_epoch_can_be_observed(monkeypatch: pytest.MonkeyPatch
     world = World(participation=1.0, rounds=3)
     method = build(f"fedala(epochs=6, {RATES})")
     assert isinstance(method, FedALA)
-    seen: dict[tuple[int, int], list[float]] = {}
+    losses: dict[tuple[int, int], list[float]] = {}
     report = method.report
 
     def listen(cohort: Cohort, blend: LearnedBlend) -> None:
         report(cohort, blend)
         if blend.losses:
             clients = enumerate(cohort.clients)
-            seen.update({(cohort.round.number, i): [float(loss[k]) for loss in blend.losses] for k, i in clients})
+            losses.update({(cohort.round.number, i): [float(loss[k]) for loss in blend.losses] for k, i in clients})
 
     monkeypatch.setattr(method, "report", listen)
     run = world.run(method)
-    assert sorted(seen) == [(number, i) for number in (2, 3) for i in range(5)]
-    assert all(len(seen[3, i]) == 6 for i in range(5))
+    assert sorted(losses) == [(number, i) for number in (2, 3) for i in range(5)]
+    assert all(len(losses[3, i]) == 6 for i in range(5))
     blend = Blend(world, HEAD, rate=20, threshold=0.003, most=30, epochs=6)
     methods.fedavg(Setting(world, run.selected, blend))
-    last = run.selected[-1][-1]
-    torch.testing.assert_close(torch.tensor(seen[3, last]), torch.tensor(blend.losses))
+    client = run.selected[-1][-1]
+    torch.testing.assert_close(torch.tensor(losses[3, client]), torch.tensor(blend.losses))
     figure = run.federation.history[2]
-    assert figure["ala_loss"] == pytest.approx(sum(seen[3, i][-1] for i in range(5)) / 5)
+    assert figure["ala_loss"] == pytest.approx(sum(losses[3, i][-1] for i in range(5)) / 5)
 
 
-def test_memory_holds_only_what_is_blended() -> None:
+def test_memory_holds_only_blended_layers() -> None:
     run = World(participation=1.0).run(build("fedala"))
     sizes = {name: tensor.numel() for name, tensor in run.engine.store.read(0).items()}
     assert sizes == {"ala_model_64_79": 15, "ala_weights_64_79": 15, "ala_learned_64_79": 1}
 
 
-def test_when_the_inner_method_changes_blending_begins_again() -> None:
+def test_blending_restarts_when_the_inner_method_changes() -> None:
     world = World(participation=1.0, rounds=5)
     run = world.run(build(f"ala(stages(fedavg:2, fedrep), {RATES})"))
     counts = [record.get("ala_epochs", 0) for record in run.federation.history]
@@ -291,13 +291,13 @@ def test_when_the_inner_method_changes_blending_begins_again() -> None:
 
 
 class Dropping(Net):
-    """Half of what enters the classifier is dropped in training."""
+    """A network with dropout of one half before the classifier."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().features(x), 0.5, self.training)
 
 
-def test_features_are_kept_only_where_each_sample_has_its_own() -> None:
+def test_features_are_reused_only_if_no_sample_depends_on_others_or_chance() -> None:
     x = torch.randn(1, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for module, plain in ((Net(norm=False), True), (Net(norm=True), False), (Dropping(norm=False), False)):
         layout = Layout(module.double())
@@ -344,20 +344,20 @@ def test_one_line_errors(expression: str, words: str) -> None:
 @pytest.mark.parametrize(
     "expression", ["fedala", "fedala(p=2, buffers='average')", "ala(fedprox(mu=0.5), percent=40.0)"]
 )
-def test_expressions_build_themselves_again(expression: str) -> None:
+def test_expressions_round_trip(expression: str) -> None:
     assert str(build(expression)) == expression
     assert isinstance(build(expression), Ala)
 
 
 def test_a_blend_is_between_its_sources() -> None:
-    """Elementwise, whatever was learned; and lower blocks are the download."""
+    """The blend lies elementwise between local model and download; lower blocks are the download."""
     world = World(participation=1.0, rounds=3)
     run = world.run(build(f"fedala({RATES})"))
-    old = [remembered(run, i, "model") for i in range(5)]
-    new = run.moments[-1].parameters
-    for row, mine in zip(run.moments[-1].personal, old, strict=True):
-        low, high = torch.minimum(mine, new[-15:]), torch.maximum(mine, new[-15:])
+    local_heads = [remembered(run, i, "model") for i in range(5)]
+    download = run.moments[-1].parameters
+    for row, local in zip(run.moments[-1].personal, local_heads, strict=True):
+        low, high = torch.minimum(local, download[-15:]), torch.maximum(local, download[-15:])
         assert bool((row[-15:] >= low - 1e-12).all())
         assert bool((row[-15:] <= high + 1e-12).all())
-        torch.testing.assert_close(row[:-15], new[:-15])
+        torch.testing.assert_close(row[:-15], download[:-15])
     assert isinstance(Ala(FedAvg()).method, FedAvg)

@@ -1,4 +1,4 @@
-"""The simulated clock: what work takes, whose replies are in time, and what tables and curves make of it."""
+"""The simulated clock: seconds of a client's work, deadlines, and simulated time in tables and curves."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def trained(method: str = "fedavg", clock: Clock = STRAGGLERS, **options: Any) -
 
 
 def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_bytes() -> None:
-    """All but the device's own rates is computed here by hand."""
+    """Computed by hand from the device's rates."""
     result, sizes = trained(), task().partition.sizes
-    now = 0.0
+    elapsed = 0.0
     for record in result.history:
-        took = []
+        durations = []
         for client in record["clients"]:
             device = STRAGGLERS.device(3, client)
-            took.append(650 * 4 / device.down + sizes[client] / device.speed + 650 * 4 / device.up)
-        now += max(took)
-        assert record["simulated_seconds"] == pytest.approx(now, rel=1e-12)
+            durations.append(650 * 4 / device.down + sizes[client] / device.speed + 650 * 4 / device.up)
+        elapsed += max(durations)
+        assert record["simulated_seconds"] == pytest.approx(elapsed, rel=1e-12)
         assert record["bytes_up"] == record["bytes_down"] == 4 * 650 * 4
 
 
@@ -73,15 +73,15 @@ def test_work_waits_outside_a_clients_hours(began: int, work: int, from_quarter:
     """Against walking from window to window."""
     start, hours = from_quarter / 4, quarters / 4
     device = Device(1.0, math.inf, math.inf, start, hours)
-    opens, left, now = start * 3600 - DAY, float(work), float(began)
-    while left > 0:
+    opens, remaining, time = start * 3600 - DAY, float(work), float(began)
+    while remaining > 0:
         closes = opens + hours * 3600
-        if closes > now:
-            now = max(now, opens)
-            done = min(left, closes - now)
-            left, now = left - done, now + done
+        if closes > time:
+            time = max(time, opens)
+            done = min(remaining, closes - time)
+            remaining, time = remaining - done, time + done
         opens += DAY
-    assert device.finish(began, work, 0, 0) == pytest.approx(now, abs=1e-3)
+    assert device.finish(began, work, 0, 0) == pytest.approx(time, abs=1e-3)
 
 
 def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
@@ -98,15 +98,15 @@ def test_replies_are_taken_in_their_order_until_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
-def test_late_replies_are_dropped_and_said(method: str) -> None:
-    """No round is longer than its deadline, and who was late was sent the model."""
+def test_late_replies_are_dropped_and_recorded(method: str) -> None:
+    """No round outlasts its deadline; late clients were sent the model."""
     clock = Clock(speed="stragglers(100, 10)", deadline=6.0)
     history = trained(method, clock).history
     assert any(record["faults"] for record in history)
     assert all(fault["reason"].startswith("late: after ") for record in history for fault in record["faults"])
     ends = [0.0, *(record["simulated_seconds"] for record in history)]
-    for record, before, after in zip(history, ends[:-1], ends[1:], strict=True):
-        assert after - before == pytest.approx(6.0) if record["faults"] else after - before < 6.0
+    for record, start, end in zip(history, ends[:-1], ends[1:], strict=True):
+        assert end - start == pytest.approx(6.0) if record["faults"] else end - start < 6.0
         assert record["bytes_down"] == 4 * 650 * 4
         assert record["bytes_up"] == (4 - len(record["faults"])) * 650 * 4
 
@@ -140,7 +140,7 @@ def test_methods_that_need_every_selected_client_are_not_over_selected(method: s
 
 
 def test_fedmut_is_over_selected_with_a_model_for_each_client_that_is_asked() -> None:
-    """Its mutants are drawn for those selected; the mean of the first that come back is as good as that of fewer clients."""
+    """Mutants are drawn for all selected clients; the mean of the first replies is that of fewer clients."""
     history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
     assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(history)
 
@@ -158,15 +158,15 @@ def test_a_trace_gives_each_client_its_line(tmp_path: Path) -> None:
     clock = Clock(trace=str(path), up=7.0)
     assert clock.device(0, 2) == Device(10, math.inf, 7.0, 0, 24)
     assert clock.device(5, 1) == Device(20, math.inf, 7.0, 6, 12)
-    for text, said in {
+    for text, message in {
         "sped\n1\n": "column 'sped'",
         "speed\n-1\n": "line 2: speed cannot be '-1'",
         "speed\n": "no client",
     }.items():
-        other = tmp_path / f"{len(text)}.csv"
-        other.write_text(text)
-        with pytest.raises(InvalidValue, match=said):
-            Clock(trace=str(other))
+        bad = tmp_path / f"{len(text)}.csv"
+        bad.write_text(text)
+        with pytest.raises(InvalidValue, match=message):
+            Clock(trace=str(bad))
 
 
 def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"speed": "lognormol(3)"}, "clock.speed: .*did you mean 'lognormal'"),
         (
@@ -198,9 +198,9 @@ def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path
         ({"speed": 1, "hours": 25}, "clock.hours must be .*24"),
     ],
 )
-def test_mistakes_are_one_line(table: dict[str, Any], said: str) -> None:
-    """Each names the value and what is allowed."""
-    with pytest.raises(FedloomError, match=said):
+def test_bad_clocks_are_refused_in_one_line(table: dict[str, Any], message: str) -> None:
+    """Each error names the value and the allowed ones."""
+    with pytest.raises(FedloomError, match=message):
         configuration({"clock": table})
 
 
@@ -220,7 +220,7 @@ def test_every_rate_that_is_drawn_gives_a_finite_time() -> None:
 
 
 def test_targets_are_reached_in_simulated_seconds() -> None:
-    """Tables have a column of them, and curves over seconds are over these."""
+    """Tables have a column of simulated seconds, and curves over seconds use them."""
     records = [{"round": k, "accuracy": k / 4, "simulated_seconds": 10.0 * k} for k in (1, 2, 3)]
     summary = RunSummary("fedavg", 0, records, [{"round": k, "seconds": 0.1} for k in (1, 2, 3)])
     assert seconds_to(summary, 0.5) == 20.0

@@ -1,4 +1,4 @@
-"""Comparisons in several settings: which runs there are, where they lie, and that each is made once."""
+"""Comparisons in several settings: their runs, their folders, and that each run is made once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom.report import image_files as images
 from report_support import ablations_drawn
 
 
-def plan(folder: Path, **more: object) -> Configuration:
+def plan(folder: Path, **keys: object) -> Configuration:
     return configuration(
         {
             "name": "job",
@@ -35,12 +35,12 @@ def plan(folder: Path, **more: object) -> Configuration:
             "participation": 0.5,
             "model": "logistic",
             "data": {"clients": 4, "partition": "iid"},
-            **more,
+            **keys,
         }
     )
 
 
-def told(*overrides: str) -> dict[str, Any]:
+def overridden(*overrides: str) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for override in overrides:
         put(table, override)
@@ -48,24 +48,28 @@ def told(*overrides: str) -> dict[str, Any]:
 
 
 def test_settings_are_every_value_with_every_other() -> None:
-    found = configuration(
-        told(
+    settings = configuration(
+        overridden(
             "settings.data.partition=[iid, dirichlet(0.1)]",
             "settings.training.epochs=[1, 5, 7]",
             "settings.participation={from=0.1, to=0.5, steps=3}",
         )
     )
-    assert list(found.variants) == [
+    assert list(settings.variants) == [
         f"data.partition={partition}, training.epochs={epochs}, participation={share}"
         for partition, epochs, share in itertools.product(("iid", "dirichlet(0.1)"), (1, 5, 7), (0.1, 0.3, 0.5))
     ]
-    one = found.variants["data.partition=dirichlet(0.1), training.epochs=7, participation=0.3"]
-    assert (one.data.partition, one.training.epochs, one.schedule.participation) == ("dirichlet(0.1)", 7, 0.3)
-    assert one.data.clients == found.data.clients
+    variant = settings.variants["data.partition=dirichlet(0.1), training.epochs=7, participation=0.3"]
+    assert (variant.data.partition, variant.training.epochs, variant.schedule.participation) == (
+        "dirichlet(0.1)",
+        7,
+        0.3,
+    )
+    assert variant.data.clients == settings.data.clients
 
 
 @pytest.mark.parametrize(
-    ("given", "values"),
+    ("spacing", "values"),
     [
         (Range(1, 5, 3), [1, 3, 5]),
         (Range(1, 4, 3), [1.0, 2.5, 4.0]),
@@ -73,13 +77,13 @@ def test_settings_are_every_value_with_every_other() -> None:
         (Range(0.001, 1, 4, logarithmic=True), [0.001, 0.01, 0.1, 1.0]),
     ],
 )
-def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values: list[float]) -> None:
-    assert given.values() == values
-    assert list(map(type, given.values())) == list(map(type, values))
+def test_a_range_includes_both_ends_and_has_no_stray_digits(spacing: Range, values: list[float]) -> None:
+    assert spacing.values() == values
+    assert list(map(type, spacing.values())) == list(map(type, values))
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("settings=3", "settings must be a table"),
         ("settings.rouns=[1]", "unknown key 'settings.rouns': did you mean 'settings.rounds'?"),
@@ -107,14 +111,14 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(given: Range, values
         ("data.validation=1", "data.validation must be in (0, 1), not 1"),
     ],
 )
-def test_whatever_is_wrong_is_told_in_one_line(override: str, said: str) -> None:
+def test_bad_settings_are_refused_in_one_line(override: str, message: str) -> None:
     with pytest.raises(FedloomError) as caught:
-        configuration(told(override))
-    assert said in str(caught.value)
+        configuration(overridden(override))
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_setting_that_no_run_can_have_is_named_before_the_first_round(tmp_path: Path) -> None:
+def test_an_impossible_setting_is_refused_before_the_first_round(tmp_path: Path) -> None:
     job = plan(tmp_path, settings={"data": {"clients": [4, 5000]}})
     with pytest.raises(InvalidValue, match=r"settings, data\.clients=5000: .*5000 clients"):
         Comparison.of(job).run(lambda event: None)
@@ -144,11 +148,11 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
     assert "ablation-data.partition" in drawn
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text() == overview
-    found = json.loads((tmp_path / "comparison.json").read_text())
+    report = json.loads((tmp_path / "comparison.json").read_text())
     for line in csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())):
         finals = [
             run["accuracy"]
-            for run in found["runs"]
+            for run in report["runs"]
             if (run["algorithm"], run["setting"]) == (line["algorithm"], {"data.partition": line["data.partition"]})
         ]
         assert float(line["final"]) == pytest.approx(sum(finals) / 2)
@@ -175,9 +179,9 @@ def test_images_and_a_report_made_anew_go_by_the_measure_of_the_comparison(
     monkeypatch.setattr(images, "save_figures", lambda folder, figures, formats: list(drawn.update(figures) or ()))
     assert main(["report", str(tmp_path), "--images", "png"]) == 0
     (page,) = ablations_drawn((tmp_path / "report.html").read_text())
-    wanted = "Best accuracy of any<br>evaluation"
-    assert page["layout"]["yaxis"]["title"]["text"] == wanted
-    assert drawn["ablation-participation"].layout.yaxis.title.text == wanted
+    title = "Best accuracy of any<br>evaluation"
+    assert page["layout"]["yaxis"]["title"]["text"] == title
+    assert drawn["ablation-participation"].layout.yaxis.title.text == title
     assert drawn["ablation-participation"].layout.title.text
     assert main(["report", str(tmp_path), "--images", "png", "--no-captions"]) == 0
     assert not drawn["ablation-participation"].layout.title.text
@@ -188,30 +192,30 @@ def test_runs_of_a_plain_comparison_are_found_again_in_a_setting(tmp_path: Path)
     events: list[Event] = []
     Comparison.of(plan(tmp_path, settings={"data": {"partition": ["iid"]}})).run(events.append)
     assert [event.kind for event in events] == ["skipped", "skipped"]
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert [run["directory"] for run in found["runs"]] == [str(tmp_path / m / "seed-0") for m in ("fedavg", "fedmr")]
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["directory"] for run in report["runs"]] == [str(tmp_path / m / "seed-0") for m in ("fedavg", "fedmr")]
 
 
-def test_a_run_that_fails_in_one_setting_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_failed_run_in_one_setting_stops_no_other(tmp_path: Path) -> None:
     job = plan(tmp_path, algorithms=["fedavg"], rounds=5, settings={"training": {"learning_rate": [0.1, 1e38]}})
     failed = Comparison.of(job).run(lambda event: None)
     assert [name.setting for name in failed] == ["training.learning_rate=1e+38"]
-    found = json.loads((tmp_path / "comparison.json").read_text())
-    assert [run["setting"] for run in found["runs"]] == [{"training.learning_rate": 0.1}]
-    assert found["failed"][0]["setting"] == {"training.learning_rate": 1e38}
-    assert "diverged" in found["failed"][0]["reason"]
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["setting"] for run in report["runs"]] == [{"training.learning_rate": 0.1}]
+    assert report["failed"][0]["setting"] == {"training.learning_rate": 1e38}
+    assert "diverged" in report["failed"][0]["reason"]
 
 
 def test_workers_make_the_runs_of_all_settings(tmp_path: Path) -> None:
-    settings, before = {"training": {"epochs": [1, 2]}}, set(threading.enumerate())
-    alone = plan(tmp_path / "alone", algorithms=["fedavg"], threads=1, settings=settings)
-    crew = plan(tmp_path / "crew", algorithms=["fedavg"], threads=1, settings=settings, workers=2)
-    for job in (alone, crew):
+    settings, threads = {"training": {"epochs": [1, 2]}}, set(threading.enumerate())
+    one_worker = plan(tmp_path / "alone", algorithms=["fedavg"], threads=1, settings=settings)
+    two_workers = plan(tmp_path / "crew", algorithms=["fedavg"], threads=1, settings=settings, workers=2)
+    for job in (one_worker, two_workers):
         assert Comparison.of(job).run(lambda event: None) == {}
     for path in sorted((tmp_path / "alone").rglob("metrics.jsonl")):
-        same = tmp_path / "crew" / path.relative_to(tmp_path / "alone")
-        assert same.read_bytes() == path.read_bytes()
-    assert set(threading.enumerate()) <= before
+        path_of_two = tmp_path / "crew" / path.relative_to(tmp_path / "alone")
+        assert path_of_two.read_bytes() == path.read_bytes()
+    assert set(threading.enumerate()) <= threads
 
 
 def test_a_key_that_is_not_set_and_one_set_to_none_are_one_configuration() -> None:

@@ -1,4 +1,4 @@
-"""Compressed traffic: each code against plain Python, what travels, and how codes go with methods and with each other."""
+"""Compressed traffic: each code against plain Python, the bytes sent, and codes around methods and other codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def federation(expression: str, rounds: int = 3, participation: float = 0.5) -> 
     return Federation(build(expression), task(), RowsEngine(task()), schedule)
 
 
-def ran(expression: str, rounds: int = 3, participation: float = 0.5) -> Federation:
+def run_federation(expression: str, rounds: int = 3, participation: float = 0.5) -> Federation:
     simulation = federation(expression, rounds, participation)
     simulation.run()
     assert all(record["faults"] == [] for record in simulation.history)
@@ -61,8 +61,8 @@ def test_quantisation_is_that_of_each_number_in_its_bucket(
     assert levels.shape == (1, math.ceil(len(numbers) * bits / 8))
     expected, stream = [], ""
     for index, number in enumerate(numbers):
-        held = numbers[index // bucket * bucket :][:bucket]
-        low, step = min(held), (max(held) - min(held)) / (2**bits - 1)
+        bucket_numbers = numbers[index // bucket * bucket :][:bucket]
+        low, step = min(bucket_numbers), (max(bucket_numbers) - min(bucket_numbers)) / (2**bits - 1)
         level = math.floor((number - low) / step + (0.5 if drawn is None else drawn[index])) if step else 0
         expected.append(low + min(level, 2**bits - 1) * step)
         stream = f"{min(level, 2**bits - 1):0{bits}b}" + stream
@@ -84,30 +84,30 @@ def test_random_rounding_is_right_on_average() -> None:
 
 @given(NUMBERS, st.floats(0.01, 1.0))
 @settings(max_examples=40, deadline=None)
-def test_the_largest_numbers_travel_in_ascending_order_of_their_places(numbers: list[float], share: float) -> None:
+def test_the_largest_numbers_travel_in_ascending_order_of_index(numbers: list[float], share: float) -> None:
     code, row = Sparse(FedAvg(), share=share), torch.tensor([numbers])
-    parts = code.encode(row, list)
-    kept = max(1, math.floor(share * len(numbers) + 1e-9))
-    indices = parts["indices"][0].tolist()
-    assert len(indices) == kept
+    encoded = code.encode(row, list)
+    count = max(1, math.floor(share * len(numbers) + 1e-9))
+    indices = encoded["indices"][0].tolist()
+    assert len(indices) == count
     assert indices == sorted(set(indices))
-    assert parts["values"][0].tolist() == row[0, indices].tolist()
-    assert sorted(map(abs, parts["values"][0].tolist())) == sorted(map(abs, row[0].tolist()))[-kept:]
-    decoded = code.decode(parts, len(numbers))[0]
+    assert encoded["values"][0].tolist() == row[0, indices].tolist()
+    assert sorted(map(abs, encoded["values"][0].tolist())) == sorted(map(abs, row[0].tolist()))[-count:]
+    decoded = code.decode(encoded, len(numbers))[0]
     assert decoded.tolist() == [number if k in indices else 0 for k, number in enumerate(row[0].tolist())]
 
 
-def test_places_that_no_tensor_has_count_as_nothing() -> None:
-    parts = {"indices": torch.tensor([[-1, 2, 9]], dtype=torch.int32), "values": torch.tensor([[5.0, 1.0, 7.0]])}
-    assert Sparse(FedAvg()).decode(parts, 4).tolist() == [[0, 0, 1, 0]]
+def test_indices_out_of_range_count_as_nothing() -> None:
+    encoded = {"indices": torch.tensor([[-1, 2, 9]], dtype=torch.int32), "values": torch.tensor([[5.0, 1.0, 7.0]])}
+    assert Sparse(FedAvg()).decode(encoded, 4).tolist() == [[0, 0, 1, 0]]
 
 
-def test_a_matrix_of_low_rank_arrives_whole_and_any_other_nearly_at_its_best_approximation() -> None:
+def test_low_rank_codes_are_exact_for_low_rank_and_near_the_best_approximation_otherwise() -> None:
     generator = torch.Generator().manual_seed(0)
-    left, right = torch.randn(2, 9, 3, generator=generator), torch.randn(2, 7, 3, generator=generator)
+    u, v = torch.randn(2, 9, 3, generator=generator), torch.randn(2, 7, 3, generator=generator)
     start = torch.randn(2, 7, 3, generator=generator)
-    p, q = low_rank(left @ right.mT, start)
-    torch.testing.assert_close(p @ q.mT, left @ right.mT, rtol=1e-4, atol=1e-4)
+    p, q = low_rank(u @ v.mT, start)
+    torch.testing.assert_close(p @ q.mT, u @ v.mT, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(p.mT @ p, torch.eye(3).expand(2, 3, 3), rtol=1e-5, atol=1e-5)
     full = torch.randn(2, 9, 7, generator=generator) * torch.tensor([8.0, 4, 2, 0.5, 0.2, 0.1, 0.1])
     p, q = low_rank(full, start)
@@ -119,20 +119,20 @@ def test_a_matrix_of_low_rank_arrives_whole_and_any_other_nearly_at_its_best_app
 
 
 class Watched(FedAvg):
-    """FedAvg that keeps what the clients' models were before any code."""
+    """FedAvg that stores the clients' updates before any code."""
 
-    seen: ClassVar[dict[tuple[int, int], Tensor]]
+    updates: ClassVar[dict[tuple[int, int], Tensor]]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)
-        self.seen[cohort.round.number, cohort.clients[0]] = reply["model"][0] - inbox["model"][0]
+        self.updates[cohort.round.number, cohort.clients[0]] = reply["model"][0] - inbox["model"][0]
         return {name: rows.clone() for name, rows in reply.items()}
 
 
 def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched, list[Tensor]]:
-    """Three rounds with everybody, the updates that clients made, and the global models from the first on."""
+    """Run three rounds with all clients; return the run, the method with its updates, and the models from the initial one on."""
     inner = Watched(weighted=False)
-    Watched.seen = {}
+    Watched.updates = {}
     schedule = Schedule(rounds=3, participation=1.0)
     simulation = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
     models = [simulation.algorithm.model().clone()]
@@ -145,40 +145,46 @@ def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched
 def test_sparse_updates_with_feedback_are_those_of_plain_python() -> None:
     _, inner, models = watched(Sparse, share=0.05)
     count, size = task().clients, task().layout.trainable
-    kept = max(1, int(0.05 * size))
+    count_sent = max(1, int(0.05 * size))
     error = np.zeros((count, size), np.float32)
     for number in (1, 2, 3):
         total = np.zeros(size, np.float64)
         for client in range(count):
-            update = inner.seen[number, client][:size].numpy() + error[client]
-            largest = np.argsort(-np.abs(update), kind="stable")[:kept]
+            update = inner.updates[number, client][:size].numpy() + error[client]
+            largest = np.argsort(-np.abs(update), kind="stable")[:count_sent]
             sent = np.zeros(size, np.float32)
             sent[largest] = update[largest]
             error[client] = update - sent
             total += sent
         expected = models[number - 1][:size].numpy() + total / count
         np.testing.assert_allclose(models[number][:size].numpy(), expected, rtol=1e-5, atol=1e-6)
-        statistics = torch.stack([inner.seen[number, client][size:] for client in range(count)]).mean(0)
+        statistics = torch.stack([inner.updates[number, client][size:] for client in range(count)]).mean(0)
         torch.testing.assert_close(models[number][size:], models[number - 1][size:] + statistics, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("code", "options"), [(Sparse, {"share": 0.05}), (LowRank, {"rank": 1})])
-def test_what_feedback_has_not_sent_yet_is_remembered(code: type[Compressed], options: dict[str, Any]) -> None:
-    """Nothing of a client's updates is lost: w_0 + mean of all of them = w_3 + mean of what is kept back."""
-    found, inner, models = watched(code, **options)
+def test_error_feedback_remembers_the_unsent_remainder(code: type[Compressed], options: dict[str, Any]) -> None:
+    """Nothing of a client's updates is lost: w_0 + mean of all updates = w_3 + mean of the remainders."""
+    run, inner, models = watched(code, **options)
     size = task().layout.trainable
     name = f"{code.__name__.lower()}_error_model_{size}"
-    kept = torch.stack([found.engine.memory()[f"{client}/{name}"] for client in range(6)])
-    made = torch.stack([torch.stack([inner.seen[n, client][:size] for n in (1, 2, 3)]).sum(0) for client in range(6)])
-    assert float(kept.norm()) > 0
-    torch.testing.assert_close(models[0][:size] + made.mean(0), models[3][:size] + kept.mean(0), rtol=1e-4, atol=1e-5)
+    remainders = torch.stack([run.engine.memory()[f"{client}/{name}"] for client in range(6)])
+    total_updates = torch.stack(
+        [torch.stack([inner.updates[n, client][:size] for n in (1, 2, 3)]).sum(0) for client in range(6)]
+    )
+    assert float(remainders.norm()) > 0
+    torch.testing.assert_close(
+        models[0][:size] + total_updates.mean(0), models[3][:size] + remainders.mean(0), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_full_share_full_rank_and_buckets_of_one_are_the_inner_method() -> None:
-    expected = ran("fedavg").algorithm.model()
+    expected = run_federation("fedavg").algorithm.model()
     for text in ("sparse(fedavg, share=1.0)", "lowrank(fedavg, rank=100)"):
-        torch.testing.assert_close(ran(text).algorithm.model(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ran("quantised(fedavg, bucket=1)").algorithm.model(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run_federation(text).algorithm.model(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        run_federation("quantised(fedavg, bucket=1)").algorithm.model(), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
@@ -196,11 +202,11 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
         float(exact[:size].max()),
     }  # one bit: clients start far from the model
     inner = Watched(weighted=False)
-    Watched.seen = {}
+    Watched.updates = {}
     method.method = inner  # type: ignore[attr-defined]
     inner.setup(method.plan)
     simulation.step()
-    moved = torch.stack(list(inner.seen.values()))
+    moved = torch.stack(list(inner.updates.values()))
     step = (
         float(moved[:, :size].max() - moved[:, :size].min()) / 255
     )  # of an upload's 8 bits, far below that of one bit
@@ -209,25 +215,25 @@ def test_the_server_keeps_the_exact_model_when_downloads_are_coded() -> None:
 
 
 def numbers_sent(expression: str) -> tuple[float, float]:
-    """Bytes down and up of one client in the last round, without batch norm's buffers."""
-    last = ran(expression).history[-1]
+    """Return bytes down and up of one client in the last round, without batch norm's buffers."""
+    record = run_federation(expression).history[-1]
     layout = task().layout
     buffers = 8 * layout.integers + 4 * (layout.size - layout.trainable)
-    return tuple(last[name] / len(last["clients"]) - buffers for name in ("bytes_down", "bytes_up"))  # type: ignore[return-value]
+    return tuple(record[name] / len(record["clients"]) - buffers for name in ("bytes_down", "bytes_up"))  # type: ignore[return-value]
 
 
 def test_bytes_are_those_of_the_packed_arrays() -> None:
     size = task().layout.trainable
-    whole = 4 * size
+    model_bytes = 4 * size
     for bits in (1, 2, 4, 8):
         packed = math.ceil(size * bits / 8) + 8 * math.ceil(size / 50)
-        assert numbers_sent(f"quantised(fedavg, bits={bits}, bucket=50)") == (whole, packed)
+        assert numbers_sent(f"quantised(fedavg, bits={bits}, bucket=50)") == (model_bytes, packed)
         assert numbers_sent(f"quantised(fedavg, bits=8, down={bits}, bucket=50)")[0] == packed
-    kept = int(0.1 * size)
-    assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * whole, 2 * 8 * kept)
+    count = int(0.1 * size)
+    assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * model_bytes, 2 * 8 * count)
     # Of 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers, and all others as they are.
-    assert numbers_sent("lowrank(fedavg, rank=1)") == (whole, whole - 4 * (30 - 11 + 24 - 10))
-    nested = 4 * kept + kept + 8
+    assert numbers_sent("lowrank(fedavg, rank=1)") == (model_bytes, model_bytes - 4 * (30 - 11 + 24 - 10))
+    nested = 4 * count + count + 8
     down = size + 8
     assert numbers_sent("quantised(sparse(fedavg, share=0.1), bits=8, down=8)") == (down, nested)
 
@@ -249,7 +255,7 @@ def test_bytes_are_those_of_the_packed_arrays() -> None:
     ],
 )
 def test_codes_go_with_other_methods(expression: str) -> None:
-    trained = ran(expression)
+    trained = run_federation(expression)
     assert trained.history[-1]["accuracy"] > 0
     plain = 4 * task().layout.size
     assert trained.history[0]["bytes_up"] / len(trained.history[0]["clients"]) < plain
@@ -272,7 +278,7 @@ def test_codes_go_with_other_methods(expression: str) -> None:
         ("lowrank(fedavg, rank=0)", "rank must be"),
     ],
 )
-def test_what_makes_no_sense_is_refused(expression: str, message: str) -> None:
+def test_bad_expressions_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         build(expression)
 
@@ -285,12 +291,12 @@ def test_what_makes_no_sense_is_refused(expression: str, message: str) -> None:
         ("stages(quantised(fedavg):auto, fedmr)", "do not exchange one whole model, which :auto needs"),
     ],
 )
-def test_what_a_plan_shows_to_make_no_sense_is_refused(expression: str, message: str) -> None:
+def test_methods_that_cannot_be_coded_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         federation(expression)
 
 
-def test_the_parts_are_named_and_typed_as_the_method_says() -> None:
+def test_coded_tensors_have_the_declared_names_and_types() -> None:
     code = Quantised(Sparse(FedAvg(), share=0.1))
     simulation = Federation(code, task(), RowsEngine(task()), Schedule(rounds=1))
     opening = simulation.algorithm.plan.opening()

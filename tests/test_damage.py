@@ -1,4 +1,4 @@
-"""No damaged byte goes unseen: a file that is not as it was written is refused in one line, or read as it was written."""
+"""Damaged files: each is refused in one line, or read as it was written."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def checkpoint(folder: Path) -> tuple[Path, Callable[[], Any]]:
 
     def read() -> Any:
         checkpoints = Checkpoints(folder, "run")
-        found = checkpoints.latest(9, lambda checkpoint: None)
-        if found is None:
+        latest = checkpoints.latest(9, lambda checkpoint: None)
+        if latest is None:
             (notice,) = checkpoints.notices
             assert "starting again from round 1" in notice
             raise DamagedCheckpoint(notice)
-        return found.round, plain(found.server), plain(found.clients), found.logs
+        return latest.round, plain(latest.server), plain(latest.clients), latest.logs
 
     return next(folder.iterdir()), read
 
@@ -108,18 +108,18 @@ KINDS = {"checkpoint": checkpoint, "model": model, "client": client, "site": sit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_damage_is_read_as_something_else(kind: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_read_right(kind: str, tmp_path: Path) -> None:
     path, read = KINDS[kind](tmp_path)
     expected, content = read(), path.read_bytes()
     refused = 0
-    for what, damaged in damages(content, 240):
+    for damage, damaged in damages(content, 240):
         path.write_bytes(damaged)
         try:
-            found = read()
+            content_read = read()
         except FedloomError:
             refused += 1
         else:
-            assert found == expected, what
+            assert content_read == expected, damage
     assert refused > 120
 
 
@@ -140,7 +140,7 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
     assert unseen <= 64  # in the spaces that fill up the header, such as one that becomes a line break
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
     created: list[int] = []
     samples = Samples(TENSORS["weight"], torch.arange(40))
@@ -150,21 +150,21 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
         return samples, samples[:7]
 
     def tensors(split: Split) -> list[list[float]]:
-        return [tensor.flatten().tolist() for part in split for tensor in (part.inputs, part.labels)]
+        return [tensor.flatten().tolist() for samples in split for tensor in (samples.inputs, samples.labels)]
 
     expected = tensors((samples, samples[:7]))
     cached_split("digits", "key", make)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    for what, damaged in damages(content, 40):
+    for damage, damaged in damages(content, 40):
         path.write_bytes(damaged)
-        assert tensors(cached_split("digits", "key", make)) == expected, what
-        assert path.read_bytes() == content or len(created) == 1, what
+        assert tensors(cached_split("digits", "key", make)) == expected, damage
+        assert path.read_bytes() == content or len(created) == 1, damage
     assert len(created) > 20
-    other = cached_split("digits", "other key", lambda: (samples[:3], samples))
+    other_split = cached_split("digits", "other key", lambda: (samples[:3], samples))
     names = sorted(tmp_path.iterdir(), key=lambda name: name == path)
     path.write_bytes(names[0].read_bytes())  # under another's name
-    assert tensors(cached_split("digits", "key", make)) == expected != tensors(other)
+    assert tensors(cached_split("digits", "key", make)) == expected != tensors(other_split)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "client", "site"])
@@ -201,7 +201,7 @@ TASK = {"data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)"
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a comparison of one finished run, with all that a run may have."""
+    """Make a folder with a comparison of one finished run with all kinds of files."""
     folder = tmp_path_factory.mktemp("compared")
     table = {**JOB, **TASK, "directory": str(folder)}
     assert Comparison.of(configuration(table)).run(lambda event: None) == {}
@@ -210,25 +210,25 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared: Path) -> None:
+def test_no_reader_of_a_finished_run_shows_a_changed_figure(name: str, compared: Path) -> None:
     (folder,) = compared.glob("*/seed-*")
     path = (compared if name == "comparison.json" else folder) / name
     content, expected = path.read_bytes(), (read_runs(compared), Watched(compared).state()["groups"][0]["runs"])
     refused = 0
     try:
-        for what, damaged in damages(content, 60):
+        for damage, damaged in damages(content, 60):
             path.write_bytes(damaged)
-            found, said = None, ""
+            runs, message = None, ""
             try:
-                found = read_runs(compared)
+                runs = read_runs(compared)
             except FedloomError as error:
-                said = str(error)
-            assert found in (None, expected[0]), what
-            assert found or name in said, what
-            assert len(said.splitlines()) == (found is None)
-            refused += found is None
+                message = str(error)
+            assert runs in (None, expected[0]), damage
+            assert runs or name in message, damage
+            assert len(message.splitlines()) == (runs is None)
+            refused += runs is None
             (watched,) = Watched(compared).state()["groups"][0]["runs"]
-            assert watched["state"] == "damaged" or watched | {"quiet": 0} == expected[1][0] | {"quiet": 0}, what
+            assert watched["state"] == "damaged" or watched | {"quiet": 0} == expected[1][0] | {"quiet": 0}, damage
     finally:
         path.write_bytes(content)
     assert refused > 40
@@ -236,7 +236,7 @@ def test_whoever_reads_a_finished_run_sees_no_changed_figure(name: str, compared
 
 @pytest.mark.parametrize("name", ["model.safetensors", "split.npz", "test-split.npz", "labels.safetensors"])
 def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, compared: Path, tmp_path: Path) -> None:
-    """It is refused by whoever shows it, uses its model, or goes on with it, and shown as damaged by the watch."""
+    """Reports, users of its model and resumption refuse it, and the watch shows it as damaged."""
     folder = tmp_path / "copy"
     shutil.copytree(compared, folder)
     (run,) = folder.glob("*/seed-*")
@@ -249,14 +249,14 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, com
         lambda: landscape_of(run, Landscape(grid=3)),
     ]
     content = path.read_bytes()
-    for what, damaged in [*damages(content, 4), ("gone", None)]:
+    for damage, damaged in [*damages(content, 4), ("gone", None)]:
         path.unlink() if damaged is None else path.write_bytes(damaged)
         for use in users:
             with pytest.raises(FedloomError, match=rf"{re.escape(name)} is not as it was written: [^\n]*$") as caught:
                 use()
-            assert "\n" not in str(caught.value), what
+            assert "\n" not in str(caught.value), damage
         (watched,) = Watched(folder).state()["groups"][0]["runs"]
-        assert watched["state"] == "damaged", what
+        assert watched["state"] == "damaged", damage
         path.write_bytes(content)
     assert read_runs(folder)
 
@@ -269,7 +269,7 @@ def test_an_engine_file_of_another_program_is_named(compared: Path) -> None:
     (run / "engine.json").unlink()
 
 
-def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None:
+def test_a_changed_result_stops_a_resumed_run(compared: Path) -> None:
     (folder,) = compared.glob("*/seed-*")
     path = folder / "result.json"
     content = path.read_text()
@@ -281,7 +281,7 @@ def test_a_run_goes_on_from_no_changed_figure_of_its_end(compared: Path) -> None
     run_configured(configuration(table), RunName("fedavg", 0), lambda event: None)
 
 
-def test_a_file_of_figures_that_is_gone_is_noticed(compared: Path) -> None:
+def test_a_missing_file_of_figures_is_noticed(compared: Path) -> None:
     (folder,) = compared.glob("*/seed-*")
     content = (folder / "clients.jsonl").read_bytes()
     (folder / "clients.jsonl").unlink()
@@ -317,14 +317,14 @@ def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(na
     run.run()
     expected, model = (tmp_path / name).read_bytes(), run.algorithm.model()
     noticed = 0
-    for what, damaged in damages(expected, 12):
+    for damage, damaged in damages(expected, 12):
         (tmp_path / name).write_bytes(damaged)
         repeated = federation(tmp_path)
         assert repeated.checkpoints is not None
         noticed += bool(repeated.checkpoints.notices)
         repeated.run()
-        assert (tmp_path / name).read_bytes() == expected, what
-        assert torch.equal(repeated.algorithm.model(), model), what
+        assert (tmp_path / name).read_bytes() == expected, damage
+        assert torch.equal(repeated.algorithm.model(), model), damage
     assert noticed > 8
 
 

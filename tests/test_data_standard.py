@@ -1,4 +1,4 @@
-"""The standard data sets: from the real files where they are, and from small ones in the same formats."""
+"""The standard data sets, from the real files if present and from small files in the same formats."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CIFAR = pytest.mark.skipif(not (SHARED / "cifar10-jpeg").is_dir(), reason="needs
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test finds the user's data, writes the user's cache or reaches the hub."""
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests from the user's data, the user's cache and the hub."""
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -108,9 +108,9 @@ def test_real_cifar10_from_parquet_is_decoded_once(monkeypatch: pytest.MonkeyPat
 def _write_mnist(folder: Path, suffix: str = "", classes: int = 10) -> np.ndarray:
     folder.mkdir(parents=True, exist_ok=True)
     images = pixels(30, 28, 28)
-    for part, some in (("train", images[:20]), ("t10k", images[20:])):
-        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", some)
-        write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", (np.arange(len(some)) % classes).astype(np.uint8))
+    for split, some in (("train", images[:20]), ("t10k", images[20:])):
+        write_idx(folder / f"{split}-images-idx3-ubyte{suffix}", some)
+        write_idx(folder / f"{split}-labels-idx1-ubyte{suffix}", (np.arange(len(some)) % classes).astype(np.uint8))
     return images
 
 
@@ -146,7 +146,7 @@ def test_normalise_subtracts_and_divides(choice: str, scale: tuple[float, float]
     assert torch.allclose(data.prepare(data.train.inputs).double(), expected, atol=1e-6)
 
 
-def test_bad_idx_sets_are_told_in_one_line(tmp_path: Path) -> None:
+def test_bad_idx_sets_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"normalise must be .* did you mean 'half'"):
         make("mnist", folder=str(tmp_path / "absent"), normalise="haf")
     with pytest.raises(DataError, match="absent: no such folder"):
@@ -166,12 +166,12 @@ def test_bad_idx_sets_are_told_in_one_line(tmp_path: Path) -> None:
         make("mnist", folder=str(tmp_path))
 
 
-def _write_emnist(folder: Path, split: str, labels: np.ndarray) -> np.ndarray:
+def _write_emnist(folder: Path, kind: str, labels: np.ndarray) -> np.ndarray:
     folder.mkdir(parents=True)
     images = pixels(len(labels), 28, 28)
-    for part in ("train", "test"):
-        write_idx(folder / f"emnist-{split}-{part}-images-idx3-ubyte.gz", images)
-        write_idx(folder / f"emnist-{split}-{part}-labels-idx1-ubyte.gz", labels.astype(np.uint8))
+    for split in ("train", "test"):
+        write_idx(folder / f"emnist-{kind}-{split}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"emnist-{kind}-{split}-labels-idx1-ubyte.gz", labels.astype(np.uint8))
     return images
 
 
@@ -219,22 +219,22 @@ def test_cifar10_in_python_batches(tmp_path: Path) -> None:
 def test_cifar100_fine_and_coarse_agree_over_formats(tmp_path: Path) -> None:
     fine, coarse = np.array([99, 3, 50]), np.array([19, 0, 7])
     images = pixels(3, 3072)
-    places = {form: tmp_path / form for form in ("cifar-100-python", "parquet")}
-    for place in places.values():
-        place.mkdir()
+    folders = {form: tmp_path / form for form in ("cifar-100-python", "parquet")}
+    for folder in folders.values():
+        folder.mkdir()
     rows = [{"bytes": png(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None} for image in images]
-    for part in ("train", "test"):
+    for split in ("train", "test"):
         batch = {"data": images, "fine_labels": fine.tolist(), "coarse_labels": coarse.tolist()}
-        (places["cifar-100-python"] / part).write_bytes(pickle.dumps(batch, protocol=2))
+        (folders["cifar-100-python"] / split).write_bytes(pickle.dumps(batch, protocol=2))
         table = pa.table({"img": rows, "fine_label": fine, "coarse_label": coarse})
-        pq.write_table(table, places["parquet"] / f"{part}-00000-of-00001.parquet")
-    for place in places.values():
+        pq.write_table(table, folders["parquet"] / f"{split}-00000-of-00001.parquet")
+    for folder in folders.values():
         for name, labels in (("cifar100", fine), ("cifar100_coarse", coarse)):
-            data = make(name, folder=str(place))
+            data = make(name, folder=str(folder))
             assert data.train.labels.tolist() == labels.tolist()
             assert np.array_equal(data.test.inputs.numpy().reshape(3, 3072), images)
-    assert make("cifar100", folder=str(places["parquet"])).classes == 100
-    assert make("cifar100_coarse", folder=str(places["parquet"])).classes == 20
+    assert make("cifar100", folder=str(folders["parquet"])).classes == 100
+    assert make("cifar100_coarse", folder=str(folders["parquet"])).classes == 20
 
 
 # --- Tiny ImageNet ---
@@ -244,31 +244,31 @@ def _write_tiny(root: Path) -> dict[str, np.ndarray]:
     wnids = ["n03", "n01", "n02"]
     root.mkdir()
     (root / "wnids.txt").write_text("\n".join(wnids) + "\n")
-    first: dict[str, np.ndarray] = {}
+    first_images: dict[str, np.ndarray] = {}
     for at, wnid in enumerate(wnids):
         folder = root / "train" / wnid / "images"
         folder.mkdir(parents=True)
         for number in range(10):
             image = pixels(64, 64, 3, seed=100 * at + number)
             (folder / f"{wnid}_{number}.JPEG").write_bytes(png(image))
-            first.setdefault(wnid, image)
+            first_images.setdefault(wnid, image)
     (root / "val" / "images").mkdir(parents=True)
     lines = []
     for number, wnid in enumerate(wnids):
         (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(png(pixels(64, 64, seed=number)))
         lines.append(f"val_{number}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
-    return first
+    return first_images
 
 
 def test_tiny_imagenet_folder(tmp_path: Path) -> None:
-    first = _write_tiny(tmp_path / "tiny-imagenet-200")
+    first_images = _write_tiny(tmp_path / "tiny-imagenet-200")
     data = make("tiny_imagenet", folder=str(tmp_path))
     assert (data.classes, data.spec.shape, len(data.train), len(data.test)) == (200, (3, 64, 64), 30, 3)
     assert data.test.labels.tolist() == [2, 0, 1]  # n03, n01, n02
-    assert np.array_equal(data.train.inputs[data.train.labels == 1][0].numpy(), first["n02"].transpose(2, 0, 1))
-    alone = make("tiny_imagenet", folder=str(tmp_path), test="held_out", test_fraction=0.2)
-    assert (alone.train.labels.bincount().tolist(), alone.test.labels.bincount().tolist()) == ([8] * 3, [2] * 3)
+    assert np.array_equal(data.train.inputs[data.train.labels == 1][0].numpy(), first_images["n02"].transpose(2, 0, 1))
+    held_out = make("tiny_imagenet", folder=str(tmp_path), test="held_out", test_fraction=0.2)
+    assert (held_out.train.labels.bincount().tolist(), held_out.test.labels.bincount().tolist()) == ([8] * 3, [2] * 3)
 
 
 def test_damaged_tiny_imagenet_is_named(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_damaged_tiny_imagenet_is_named(tmp_path: Path) -> None:
 
 
 def _leaf(writers: dict[str, int], start: int = 0) -> str:
-    """A LEAF file whose every sample is told apart by its first two pixels: writer and number."""
+    """Make a LEAF file in which the first two pixels of a sample name its writer and number."""
     data = {}
     for at, (name, size) in enumerate(writers.items(), start=start):
         images = np.zeros((size, 784))
@@ -334,10 +334,10 @@ def test_femnist_samples_and_splits_by_writer(tmp_path: Path) -> None:
     assert data.train.groups is not None
     assert data.test.groups is not None
     for group in set(data.train.groups.tolist()):
-        held = (data.train.groups == group, data.test.groups == group)
-        assert len({int(v) for v in data.train.inputs[held[0]][:, 0, 0, 0]}) == 1
-        total = int(held[0].sum() + held[1].sum())
-        assert int(held[0].sum()) == max(1, int(0.9 * total))
+        members = (data.train.groups == group, data.test.groups == group)
+        assert len({int(v) for v in data.train.inputs[members[0]][:, 0, 0, 0]}) == 1
+        total = int(members[0].sum() + members[1].sum())
+        assert int(members[0].sum()) == max(1, int(0.9 * total))
     assert torch.equal(data.prepare(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)), torch.tensor([[[[1.0, -1.0]]]]))
     split_again = make("femnist", **options, split_seed=1)
     assert sorted(_identity(split_again)) == sorted(expected)
@@ -347,9 +347,9 @@ def test_femnist_samples_and_splits_by_writer(tmp_path: Path) -> None:
 
 
 def test_femnist_takes_a_preprocessed_folder_as_it_is(tmp_path: Path) -> None:
-    for part, writers in (("train", {"x": 5, "y": 3}), ("test", {"y": 2, "x": 1})):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "all_data_0_niid_05_keep_100.json").write_text(_leaf(writers))
+    for split, writers in (("train", {"x": 5, "y": 3}), ("test", {"y": 2, "x": 1})):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "all_data_0_niid_05_keep_100.json").write_text(_leaf(writers))
     data = make("femnist", folder=str(tmp_path))
     assert data.train.groups is not None
     assert data.test.groups is not None
@@ -369,8 +369,8 @@ def test_ag_news_numbers_its_tokens(tmp_path: Path) -> None:
         "train": [("3", "Oil", "Oil, oil falls."), ("1", "Talks", "Peace talks fall"), ("2", "Cup", "Oil cup")],
         "test": [("4", "Chips", "Oil chips")],
     }
-    for part, lines in rows.items():
-        with (tmp_path / f"{part}.csv").open("w", newline="") as file:
+    for split, lines in rows.items():
+        with (tmp_path / f"{split}.csv").open("w", newline="") as file:
             csv.writer(file, quoting=csv.QUOTE_ALL).writerows(lines)
     data = make("ag_news", folder=str(tmp_path), length=6)
     # oil 4, cup 2, talks 2, then one each in alphabetical order: ",", ".", fall, falls, peace
@@ -465,7 +465,7 @@ def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> No
         assert int((both.groups == group).sum()) == writers.count(writers[row])
 
 
-def test_when_the_hub_is_asked_and_when_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hub_is_asked_only_without_local_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(MissingExtra, match=r"pip install -e '.\[hub\]'"):
         make("mnist", hub=True)
     calls = _fake_hub(monkeypatch, {})

@@ -1,4 +1,4 @@
-"""The engine of who names none: what the rule chooses, that it chooses the same again, and that a run keeps it."""
+"""The default engine: the rule's choice, its repeatability, and that a resumed run keeps its engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def task(model: str = "mlp(hidden=[16])", clients: int = 6, **training: Any) -> 
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads, whatever this machine has."""
+    """Pretend that the machine has two threads."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -78,7 +78,7 @@ def test_the_rule_looks_at_model_method_settings_and_work(
     assert choices[0] == choices[1]
 
 
-def test_small_low_rank_differences_of_frozen_layers_train_in_stacks() -> None:
+def test_small_low_rank_adapters_of_frozen_layers_train_in_stacks() -> None:
     class LowRank(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_small_low_rank_differences_of_frozen_layers_train_in_stacks() -> None:
 
 
 @pytest.mark.usefixtures("cores")
-def test_no_processes_start_where_they_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_processes_start_in_workers_or_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     small = task("digits_cnn")
 
     def name(in_process: bool = False) -> str:
@@ -131,10 +131,12 @@ def test_models_that_cannot_be_stacked_train_row_by_row() -> None:
             return out
 
     assert choice(replace(task(), model=Shared()), LONG, False, None)[0].name == "rows"
-    other = replace(task().dataset, objective=build_objective("classification(label_smoothing=0.1)"))
-    assert choice(replace(task(), dataset=other), LONG, False, None)[0].name == "rows"
-    alone = replace(task(), partition=Partition.from_sizes(task().partition.indices, [len(task().partition.indices)]))
-    assert choice(alone, LONG, False, None)[0].name == "rows"
+    smoothed = replace(task().dataset, objective=build_objective("classification(label_smoothing=0.1)"))
+    assert choice(replace(task(), dataset=smoothed), LONG, False, None)[0].name == "rows"
+    single_client = replace(
+        task(), partition=Partition.from_sizes(task().partition.indices, [len(task().partition.indices)])
+    )
+    assert choice(single_client, LONG, False, None)[0].name == "rows"
 
 
 @pytest.mark.usefixtures("cores")
@@ -153,22 +155,24 @@ def test_work_is_counted_in_multiply_adds() -> None:
     steps = sum(2 * -(-int(size) // 10) for size in small.partition.sizes) / 6
     assert once == pytest.approx(3 * steps * step)
     rounds = int(2 * START / once)
-    for more, expected in ((0, "rows"), (1, "processes(workers=2)")):
-        assert choice(small, replace(SHORT, rounds=rounds + more), False, None)[0].name == expected
+    for extra, expected in ((0, "rows"), (1, "processes(workers=2)")):
+        assert choice(small, replace(SHORT, rounds=rounds + extra), False, None)[0].name == expected
 
 
 @pytest.mark.parametrize(("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")])
 def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, engine: str) -> None:
     small = task()
-    one, other = (fl.run(method, small, rounds=3, participation=0.5, engine=name) for name in ("default", engine))
-    assert fl.run(method, small, rounds=3, participation=0.5).history == one.history
-    assert one.history == other.history
-    assert torch.equal(one.federation.algorithm.model(), other.federation.algorithm.model())
-    assert one.engine is not None
-    assert one.engine.name == engine
-    assert other.engine.named
-    assert str(other.engine) == engine
-    assert one.configuration["engine"] == "default"
+    by_default, named = (
+        fl.run(method, small, rounds=3, participation=0.5, engine=name) for name in ("default", engine)
+    )
+    assert fl.run(method, small, rounds=3, participation=0.5).history == by_default.history
+    assert by_default.history == named.history
+    assert torch.equal(by_default.federation.algorithm.model(), named.federation.algorithm.model())
+    assert by_default.engine is not None
+    assert by_default.engine.name == engine
+    assert named.engine.named
+    assert str(named.engine) == engine
+    assert by_default.configuration["engine"] == "default"
 
 
 @pytest.mark.usefixtures("cores")
@@ -180,7 +184,7 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
     assert engine.workers == 1  # of two clients one trains in a round
     assert engine.store.budget == 1000
     schedule = Schedule(2, 1.0)
-    runs = [Federation(build("fedavg"), small, each, schedule) for each in (engine, RowsEngine(small))]
+    runs = [Federation(build("fedavg"), small, local_engine, schedule) for local_engine in (engine, RowsEngine(small))]
     for run in runs:
         run.run()
     engine.close()
@@ -191,15 +195,15 @@ def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest
     small = task()
     uninterrupted = fl.run("fedmr", small, rounds=4, participation=0.5, engine="stacked")
     fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
-    kept = json.loads((tmp_path / "engine.json").read_text())
-    assert kept["name"] == "stacked"
-    assert kept["reason"]
+    saved = json.loads((tmp_path / "engine.json").read_text())
+    assert saved["name"] == "stacked"
+    assert saved["reason"]
     monkeypatch.setattr("fedloom.engines.choose.choice", lambda *_: (Choice("rows", reason="another rule"), None))
     result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
     assert isinstance(result.federation.engine, StackedEngine)
     assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
-    assert json.loads((tmp_path / "engine.json").read_text()) == kept
-    assert result.summary.environment["engine"] == f"stacked ({kept['reason']})"
+    assert json.loads((tmp_path / "engine.json").read_text()) == saved
+    assert result.summary.environment["engine"] == f"stacked ({saved['reason']})"
     with pytest.raises(CheckpointError, match="engine = 'default', not 'rows'"):
         fl.run("fedmr", small, rounds=5, participation=0.5, directory=tmp_path, engine="rows")
 
@@ -234,44 +238,44 @@ def test_a_run_in_worker_processes_goes_on_where_none_may_start(name: str, model
 
 def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = task()
-    first = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
+    result = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
 
     def started(*_: object, **__: object) -> LocalEngine:
         raise AssertionError("an engine is made for nothing")
 
     monkeypatch.setattr("fedloom.experiment.run.make_engine", started)
     repeated = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
-    assert repeated.history == first.history
-    assert repeated.engine == first.engine
-    assert torch.equal(repeated.federation.algorithm.model(), first.federation.algorithm.model())
+    assert repeated.history == result.history
+    assert repeated.engine == result.engine
+    assert torch.equal(repeated.federation.algorithm.model(), result.federation.algorithm.model())
 
 
-def plan(folder: Path, **more: Any) -> Configuration:
+def plan(folder: Path, **keys: Any) -> Configuration:
     table = {"directory": str(folder), "rounds": 1, "participation": 0.5, "data": {"clients": 6}}
-    return configuration({**table, "model": "mlp(hidden=[16])", "algorithms": ["fedavg", "fedmr"], **more})
+    return configuration({**table, "model": "mlp(hidden=[16])", "algorithms": ["fedavg", "fedmr"], **keys})
 
 
-def test_the_choice_is_told_first_and_stands_in_the_report(tmp_path: Path) -> None:
-    own, text = plan(tmp_path), StringIO()
+def test_the_choice_is_printed_first_and_stands_in_the_report(tmp_path: Path) -> None:
+    job, text = plan(tmp_path), StringIO()
     display = Lines(Console(file=text, width=200), 2, 1)
-    assert Comparison.of(own).run(display) == {}
+    assert Comparison.of(job).run(display) == {}
     reason = "stacked (linear layers train fastest in stacks)"
     lines = text.getvalue().splitlines()
     assert lines[0] == f"engine: {reason}"
     assert text.getvalue().count("engine:") == 1
     assert reason in (tmp_path / "report.html").read_text()
     name = RunName("fedmr", 0)
-    assert own.resolved(*name[:2])["engine"] == "default"
-    assert run_directory(own, *name).engine == Choice("stacked", reason="linear layers train fastest in stacks")
+    assert job.resolved(*name[:2])["engine"] == "default"
+    assert run_directory(job, *name).engine == Choice("stacked", reason="linear layers train fastest in stacks")
     events: list[Event] = []
-    run_configured(own, name, events.append, fresh=True)
+    run_configured(job, name, events.append, fresh=True)
     assert [event.text for event in events if event.kind == "started"] == [reason]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_runs_of_a_comparison_start_no_processes_of_their_own(tmp_path: Path, workers: int) -> None:
-    """However many go on at a time, they share the cores and have the same numbers."""
-    own = plan(tmp_path, model="digits_cnn", workers=workers, threads=2, training={"steps": 1})
-    assert Comparison.of(own).run(lambda event: None) == {}
-    kept = [run_directory(own, method, 0).engine for method in ("fedavg", "fedmr")]
-    assert kept == 2 * [Choice("rows", reason="no worker processes are started here")]
+    """Concurrent runs share the cores and give the same numbers."""
+    job = plan(tmp_path, model="digits_cnn", workers=workers, threads=2, training={"steps": 1})
+    assert Comparison.of(job).run(lambda event: None) == {}
+    engines = [run_directory(job, method, 0).engine for method in ("fedavg", "fedmr")]
+    assert engines == 2 * [Choice("rows", reason="no worker processes are started here")]

@@ -1,4 +1,4 @@
-"""DP-SGD: against a loop over samples, what one sample can change, what it costs, and what is refused."""
+"""DP-SGD: against a loop over samples, the influence of one sample, its cost in epsilon, and refused methods."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def task(kind: str = "linear", clients: int = 6, **training: Any) -> Task:
     return make_task(dataset, clients=clients, partition="dirichlet(5.0)", model=model, training=Training(**options))
 
 
-def ran(expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **schedule: Any) -> Federation:
+def run_federation(expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **schedule: Any) -> Federation:
     options = {"participation": 0.5, "evaluate_every": 9, "seed": 3} | schedule
-    found = Federation(build(expression), on, engine(on), Schedule(rounds=rounds, **options))
-    found.run()
-    assert all(record["faults"] == [] for record in found.history)
-    return found
+    trained = Federation(build(expression), on, engine(on), Schedule(rounds=rounds, **options))
+    trained.run()
+    assert all(record["faults"] == [] for record in trained.history)
+    return trained
 
 
-def alone(method: AccountedByClient, releases: torch.Tensor) -> list[float]:
-    """What each client has spent: the cost where no other one trains."""
+def client_costs(method: AccountedByClient, releases: torch.Tensor) -> list[float]:
+    """Return each client's spent epsilon: the cost if no other client trains."""
     costs = []
     for client, count in enumerate(releases.tolist()):
         method.state["releases"] = torch.zeros_like(releases)
@@ -83,58 +83,58 @@ def alone(method: AccountedByClient, releases: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["dp_sgd", "local_private"])
-def test_what_clients_have_spent_is_looked_up_by_kinds_of_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spent_epsilon_is_computed_once_per_kind_of_client(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand clients with four numbers of samples, of which some have trained more often than others."""
-    found = build(f"{method}(fedavg, noise=1.5)")
-    assert isinstance(found, AccountedByClient)
-    small = ran("fedavg", task(), rounds=1).algorithm.plan
-    found.setup(replace(small, clients=1000, sizes=lambda clients: 5 + clients % 4))
+    accounted = build(f"{method}(fedavg, noise=1.5)")
+    assert isinstance(accounted, AccountedByClient)
+    small = run_federation("fedavg", task(), rounds=1).algorithm.plan
+    accounted.setup(replace(small, clients=1000, sizes=lambda clients: 5 + clients % 4))
     releases = torch.randint(7, (1000,), generator=torch.Generator().manual_seed(0))
     releases[:4] = torch.tensor([3, 9, 5, 8])
-    each, after = alone(found, releases), alone(found, releases + 1)
-    found.state["releases"] = releases
-    asked: list[float] = []
+    costs, later_costs = client_costs(accounted, releases), client_costs(accounted, releases + 1)
+    accounted.state["releases"] = releases
+    computed: list[float] = []
 
     def counted(*arguments: Any) -> float:
-        asked.append(epsilon(*arguments))
-        return asked[-1]
+        computed.append(epsilon(*arguments))
+        return computed[-1]
 
-    monkeypatch.setattr(f"fedloom.algorithms.{type(found).__module__.rpartition('.')[2]}.epsilon", counted)
-    assert (found.cost(), found.cost(extra=1)) == (max(each), max(after))
-    assert len(asked) <= 8
+    monkeypatch.setattr(f"fedloom.algorithms.{type(accounted).__module__.rpartition('.')[2]}.epsilon", counted)
+    assert (accounted.cost(), accounted.cost(extra=1)) == (max(costs), max(later_costs))
+    assert len(computed) <= 8
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolutions", "recurrent"])
 def test_a_clients_training_is_that_of_a_loop_over_samples(kind: str) -> None:
     on = task(kind, clients=2, momentum=0.5, weight_decay=0.01)
     clip, noise, size = 0.7, 0.3, 8
-    found = ran(f"dp_sgd(fedavg, clip={clip}, noise={noise})", on, rounds=1)
-    (client,) = found.history[0]["clients"]
-    round = found._first.at(1)
+    trained = run_federation(f"dp_sgd(fedavg, clip={clip}, noise={noise})", on, rounds=1)
+    (client,) = trained.history[0]["clients"]
+    round = trained._first.at(1)
     batches, noises = (round.stream(f"dp_sgd {name}", client) for name in ("batches", "noise"))
     samples, module = on.samples(client), on.module(on.initial)
     velocity = None
     for _ in range(3):
         drawn = torch.rand(len(samples), generator=batches, dtype=torch.float64) < size / len(samples)
         total = torch.zeros_like(on.initial)
-        for place in drawn.nonzero()[:, 0].tolist():
+        for index in drawn.nonzero()[:, 0].tolist():
             module.zero_grad()
-            F.cross_entropy(module(samples.inputs[place : place + 1]), samples.labels[place : place + 1]).backward()
-            gradient = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None])
+            F.cross_entropy(module(samples.inputs[index : index + 1]), samples.labels[index : index + 1]).backward()
+            gradient = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
             total += gradient * min(1.0, clip / float(gradient.norm()))
         total += noise * clip * torch.randn(1, len(total), generator=noises, dtype=torch.float64)[0]
         row = on.layout.flatten(module)
         step = total / size + 0.01 * row
         velocity = step if velocity is None else 0.5 * velocity + step
         on.layout.load(module, row - 0.1 * velocity)
-    assert torch.allclose(found.algorithm.model(), on.layout.flatten(module), rtol=0, atol=1e-12)
+    assert torch.allclose(trained.algorithm.model(), on.layout.flatten(module), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("inner", ["fedprox(mu=0.1)", "moon", "fedmr"])
-def test_without_noise_and_with_a_clip_that_never_matters_it_is_plain_training(inner: str) -> None:
+def test_without_noise_and_clipping_it_is_plain_training(inner: str) -> None:
     on = task(batch_size=None, steps=None, epochs=3, momentum=0.9, clip=1.0)
-    found, plain = ran(f"dp_sgd({inner}, clip=1e12, noise=0)", on), ran(inner, on)
-    assert torch.allclose(found.algorithm.model(), plain.algorithm.model(), rtol=0, atol=1e-12)
+    private, plain = run_federation(f"dp_sgd({inner}, clip=1e12, noise=0)", on), run_federation(inner, on)
+    assert torch.allclose(private.algorithm.model(), plain.algorithm.model(), rtol=0, atol=1e-12)
 
 
 @given(st.floats(1e-2, 10), st.floats(-1e4, 1e4), st.integers(0, 9))
@@ -142,39 +142,42 @@ def test_without_noise_and_with_a_clip_that_never_matters_it_is_plain_training(i
 def test_no_sample_moves_a_step_by_more_than_the_clip(clip: float, value: float, label: int) -> None:
     on = task(clients=1, batch_size=None, steps=1)
 
-    def moved(one: Task) -> Tensor:
-        return ran(f"dp_sgd(fedavg, clip={clip}, noise=0)", one, 1, participation=1.0).algorithm.model() - on.initial
+    def moved(data: Task) -> Tensor:
+        return (
+            run_federation(f"dp_sgd(fedavg, clip={clip}, noise=0)", data, 1, participation=1.0).algorithm.model()
+            - on.initial
+        )
 
-    before = moved(on)
+    update = moved(on)
     on.train.inputs[0], on.train.labels[0] = value, label
-    after = moved(on)
+    changed_update = moved(on)
     bound = 0.1 * clip  # learning rate times clip, over the samples for one of them
-    assert max(float(before.norm()), float(after.norm())) <= bound * (1 + 1e-9)
-    assert float((after - before).norm()) <= 2 * bound / len(on.train) * (1 + 1e-9)
+    assert max(float(update.norm()), float(changed_update.norm())) <= bound * (1 + 1e-9)
+    assert float((changed_update - update).norm()) <= 2 * bound / len(on.train) * (1 + 1e-9)
 
 
 def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
     library = pytest.importorskip("dp_accounting")
     rdp = pytest.importorskip("dp_accounting.rdp")
     on = task(steps=None, epochs=2)
-    found = ran("dp_sgd(umf(fedavg), noise=1.5, delta=1e-4)", on, rounds=4, seed=5)
+    trained = run_federation("dp_sgd(umf(fedavg), noise=1.5, delta=1e-4)", on, rounds=4, seed=5)
     spent = []
     for client in range(6):
         size = len(on.samples(client))
         # All idle clients that the next round selects train too: what they learn is uploaded then.
-        taking = [client in record["clients"] for record in found.history]
-        rounds = sum(now or later for now, later in zip(taking, [*taking[1:], False], strict=True))
+        taking = [client in record["clients"] for record in trained.history]
+        rounds = sum(this or following for this, following in zip(taking, [*taking[1:], False], strict=True))
         accountant = rdp.RdpAccountant(ORDERS)
         event = library.PoissonSampledDpEvent(min(1, 8 / size), library.GaussianDpEvent(1.5))
         accountant.compose(event, 2 * -(-size // 8) * rounds)
         spent.append(accountant.get_epsilon(1e-4))
-    assert found.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
-    assert isinstance(found.algorithm, DPSGD)
-    assert alone(found.algorithm, found.algorithm.state["releases"]) == pytest.approx(spent, rel=1e-12)
-    assert "training_loss" not in found.history[-1]
-    solved = ran("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
+    assert trained.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
+    assert isinstance(trained.algorithm, DPSGD)
+    assert client_costs(trained.algorithm, trained.algorithm.state["releases"]) == pytest.approx(spent, rel=1e-12)
+    assert "training_loss" not in trained.history[-1]
+    solved = run_federation("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
     assert 2.99 < solved.history[-1]["epsilon"] <= 3.0
-    limited = ran("dp_sgd(fedavg, noise=1.5, target_epsilon=8.0)", on, rounds=9, participation=1.0)
+    limited = run_federation("dp_sgd(fedavg, noise=1.5, target_epsilon=8.0)", on, rounds=9, participation=1.0)
     assert limited.algorithm.spent
     assert limited.history[-1]["epsilon"] <= 8.0
     assert 0 < len(limited.history) < 9
@@ -183,12 +186,12 @@ def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
 def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sites_do_not() -> None:
     on = task()
     for expression in ("dp_sgd(fedmr, noise=1.0)", "dp_sgd(fedavg, clip=1.0, noise=0)"):
-        model = ran(expression, on).algorithm.model()
-        stacked = ran(expression, on, engine=StackedEngine)
+        model = run_federation(expression, on).algorithm.model()
+        stacked = run_federation(expression, on, engine=StackedEngine)
         assert torch.equal(stacked.algorithm.model(), model)
         assert any("DPSGD trains one client at a time" in text for text in stacked.notices)
         assert not torch.equal(
-            ran(expression, on, engine=Sites).algorithm.model(), model
+            run_federation(expression, on, engine=Sites).algorithm.model(), model
         )  # without noise by the batches
 
 
@@ -208,17 +211,17 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
         ("dp_sgd(fedavg)", "give noise, such as 0.8"),
     ],
 )
-def test_what_would_promise_too_much_is_refused(expression: str, message: str) -> None:
+def test_methods_that_would_break_the_guarantee_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
-        ran(expression, task(), 1)
+        run_federation(expression, task(), 1)
 
 
-def test_models_and_losses_that_join_the_samples_of_a_batch_are_refused() -> None:
+def test_models_and_losses_that_mix_the_samples_of_a_batch_are_refused() -> None:
     normalised = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, track_running_stats=False))
     with pytest.raises(InvalidValue, match="batch norm mixes the samples of a batch: use group norm"):
-        ran("dp_sgd(fedavg, noise=1)", make_task("digits", clients=4, model=normalised))
+        run_federation("dp_sgd(fedavg, noise=1)", make_task("digits", clients=4, model=normalised))
     weighted = make_task("digits", clients=4, model="logistic", objective=f"classification(class_weights={[1.0] * 10})")
     with pytest.raises(InvalidValue, match="class_weights are divided by those of the whole batch"):
-        ran("dp_sgd(fedavg, noise=1)", weighted)
+        run_federation("dp_sgd(fedavg, noise=1)", weighted)
     with pytest.raises(InvalidValue, match="over real sites give noise"):
-        ran("dp_sgd(fedavg, target_epsilon=8)", task(), engine=Sites)
+        run_federation("dp_sgd(fedavg, target_epsilon=8)", task(), engine=Sites)

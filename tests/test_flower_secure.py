@@ -108,7 +108,7 @@ def test_an_exchange_between_sites_moves_what_a_simulation_moves(algorithm: str,
     expected = on_one_machine(tmp_path, algorithm, 2)
     carried, moved = (federation.history[-1]["peer_bytes"] for federation in (found, expected))
     assert carried > moved > 0
-    assert_close(found, expected, apart={"peer_bytes"})
+    assert_close(found, expected, except_for={"peer_bytes"})
     assert not any(record["faults"] for record in found.history)
 
 

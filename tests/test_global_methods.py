@@ -1,4 +1,4 @@
-"""Every global-model method against a second computation of its definition, several rounds, few of the clients a round."""
+"""Every global-model method against a second computation of its definition, over several rounds with partial participation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def scaffold(
     base: bool = False,
 ) -> Iterator[State]:
     state, general = world.initial(), zeros(world)
-    own = {i: zeros(world) for i in range(world.clients)}
+    variates = {i: zeros(world) for i in range(world.clients)}
     for number, clients in enumerate(rounds, start=1):
         uploads, change = [], zeros(world)
         for i in clients:
@@ -72,7 +72,7 @@ def scaffold(
 
             def adjust(parameters: dict[str, nn.Parameter], i: int = i, a: float = a) -> None:
                 for name, p in parameters.items():
-                    p.grad += general[name] / a - own[i][name]
+                    p.grad += general[name] / a - variates[i][name]
 
             final, steps = world.train(state, number, i, adjust=adjust)
             eta = world.rate(1 if base else number) / (1 - world.training.momentum)
@@ -83,11 +83,11 @@ def scaffold(
                     final["norm.num_batches_tracked"] += passes
             for name in world.trained:
                 if slopes is not None:
-                    new = slopes[name]
+                    variate = slopes[name]
                 else:
-                    new = own[i][name] - general[name] / a + (state[name] - final[name]) / (steps * eta)
-                change[name] += a * (new - own[i][name])
-                own[i][name] = new
+                    variate = variates[i][name] - general[name] / a + (state[name] - final[name]) / (steps * eta)
+                change[name] += a * (variate - variates[i][name])
+                variates[i][name] = variate
             uploads.append(final)
         mean = average(uploads, [1 / len(uploads)] * len(uploads))
         for name in world.trained:
@@ -98,7 +98,7 @@ def scaffold(
 
 
 def gradients(world: World, state: State, client: int) -> tuple[State, int]:
-    """The gradient of the mean loss over the client's samples, batch after batch in training mode, and how many there were."""
+    """Return the gradient of the mean loss over the client's samples in training mode, and the number of batches."""
     inputs, labels = world.data(client)
     module, total, count, passes = world.at(state).train(), zeros(world), 0, 0
     for start in range(0, len(labels), 4):
@@ -120,14 +120,16 @@ def moon(world: World, rounds: Rounds, mu: float, temperature: float) -> Iterato
         uploads = []
         for i in clients:
             sent = world.at(state).eval()
-            old = world.at(previous[i]).eval() if i in previous else None
+            earlier = world.at(previous[i]).eval() if i in previous else None
 
-            def loss(module: Net, x: Tensor, y: Tensor, step: int, sent: Net = sent, old: Net | None = old) -> Tensor:
+            def loss(
+                module: Net, x: Tensor, y: Tensor, step: int, sent: Net = sent, earlier: Net | None = earlier
+            ) -> Tensor:
                 z = module.features(x)
                 total = F.cross_entropy(module.head(z), y)
-                if old is None:
+                if earlier is None:
                     return total
-                near, far = (F.cosine_similarity(z, m.features(x).detach()) / temperature for m in (sent, old))
+                near, far = (F.cosine_similarity(z, m.features(x).detach()) / temperature for m in (sent, earlier))
                 return total + mu * -torch.log(near.exp() / (near.exp() + far.exp())).mean()
 
             previous[i], _ = world.train(state, number, i, loss=loss)
@@ -144,10 +146,10 @@ def drifting(
     base: bool = False,
     nominal: bool = False,
 ) -> Iterator[State]:
-    """FedDyn and FedDC, with the mean of all clients' histories summed up anew each round."""
+    """FedDyn and FedDC; the mean of all clients' histories is summed again in each round."""
     state, update = world.initial(), zeros(world)
     history = {i: zeros(world) for i in range(world.clients)}
-    own = {i: zeros(world) for i in range(world.clients)}
+    updates = {i: zeros(world) for i in range(world.clients)}
     for number, clients in enumerate(rounds, start=1):
         uploads, change = [], zeros(world)
         for i in clients:
@@ -160,7 +162,7 @@ def drifting(
                 for name, p in module.named_parameters():
                     if decoupled:
                         total = total + alpha / a / 2 * (p - (state[name] - history[i][name])).square().sum()
-                        total = total + (p * (update[name] / a - own[i][name])).sum()
+                        total = total + (p * (update[name] / a - updates[i][name])).sum()
                     else:
                         total = total + alpha / a / 2 * (p - state[name]).square().sum()
                         total = total + alpha / a * (p * history[i][name]).sum()
@@ -173,9 +175,11 @@ def drifting(
             for name in world.trained:
                 moved = final[name] - state[name]
                 history[i][name] = history[i][name] + moved
-                new = own[i][name] - update[name] / a - moved / (steps * world.rate(1 if base else number))
-                change[name] += a * (new - own[i][name])
-                own[i][name] = new
+                client_update = (
+                    updates[i][name] - update[name] / a - moved / (steps * world.rate(1 if base else number))
+                )
+                change[name] += a * (client_update - updates[i][name])
+                updates[i][name] = client_update
             uploads.append(final)
         mean = average(uploads, uniform(clients))
         state = dict(mean)
@@ -213,7 +217,7 @@ def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterat
         for i in clients:
 
             def loss(module: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
-                kept = copy.deepcopy(module.state_dict())
+                start = copy.deepcopy(module.state_dict())
                 slopes = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
                 scale = {
                     n: p.detach().abs() + eta if eta is not None and "weight" in n else torch.ones_like(p)
@@ -227,7 +231,7 @@ def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterat
                 ahead = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
                 with torch.no_grad():
                     for n, p in module.named_parameters():
-                        p.copy_(kept[n])
+                        p.copy_(start[n])
                 return sum((p * g).sum() for p, g in zip(module.parameters(), ahead, strict=True))
 
             uploads.append(world.train(state, number, i, loss=loss)[0])
@@ -245,8 +249,8 @@ def fedmut(world: World, rounds: Rounds, radius: float, beta: float, horizon: in
         for name in world.trained:
             signs = [1.0, -1.0 + skew] * pairs
             order = torch.randperm(2 * pairs, generator=generator).tolist()
-            for model, place in zip(models, order, strict=False):
-                model[name] = state[name] + radius * signs[place] * (state[name] - previous[name])
+            for model, index in zip(models, order, strict=False):
+                model[name] = state[name] + radius * signs[index] * (state[name] - previous[name])
         uploads = [world.train(m, number, i)[0] for m, i in zip(models, clients, strict=True)]
         previous, state = state, average(uploads, uniform(clients))
         yield state
@@ -254,22 +258,22 @@ def fedmut(world: World, rounds: Rounds, radius: float, beta: float, horizon: in
 
 def optimizer(world: World, rounds: Rounds, kind: str, weights: Any = shares) -> Iterator[State]:
     state = world.initial()
-    first, second = zeros(world), {n: t + 1e-3**2 for n, t in zeros(world).items()}
+    momentum, variance = zeros(world), {n: t + 1e-3**2 for n, t in zeros(world).items()}
     for number, clients in enumerate(rounds, start=1):
         mean = average([world.train(state, number, i)[0] for i in clients], weights(world, clients))
         for name in world.trained:
             update = mean[name] - state[name]
             if kind == "fedavgm":
-                first[name] = 0.9 * first[name] + update
-                mean[name] = state[name] + 0.7 * first[name]
+                momentum[name] = 0.9 * momentum[name] + update
+                mean[name] = state[name] + 0.7 * momentum[name]
                 continue
-            first[name] = 0.9 * first[name] + 0.1 * update
+            momentum[name] = 0.9 * momentum[name] + 0.1 * update
             square = update**2
             if kind == "fedadam":
-                second[name] = 0.99 * second[name] + 0.01 * square
+                variance[name] = 0.99 * variance[name] + 0.01 * square
             else:
-                second[name] = second[name] - 0.01 * square * torch.sign(second[name] - square)
-            mean[name] = state[name] + 0.02 * first[name] / (second[name].sqrt() + 1e-3)
+                variance[name] = variance[name] - 0.01 * square * torch.sign(variance[name] - square)
+            mean[name] = state[name] + 0.02 * momentum[name] / (variance[name].sqrt() + 1e-3)
         state = mean
         yield state
 
@@ -327,7 +331,7 @@ def test_agrees_with_the_second_computation(name: str, naive: Naive, options: di
 
 
 @pytest.mark.parametrize("name", ["fedprox", "scaffold", "feddyn", "feddc"])
-def test_where_a_wrapper_moves_the_start_the_centre_stays_what_was_sent(name: str) -> None:
+def test_a_wrapper_that_moves_the_start_leaves_the_centre_at_the_download(name: str) -> None:
     world = World(training=Training(learning_rate=0.1, batch_size=4))
     method, task, number, client = build(name), world.task(), 1, 1
     engine = RowsEngine(task)
@@ -380,6 +384,8 @@ def test_moon_contrasts_on_the_projection_of_a_projected_model() -> None:
     plain = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
     federation.run()
     plain.run()
-    found, other = federation.algorithm.model(), plain.algorithm.model()
-    changed = {part.layer for part in task.layout.slices if not torch.equal(found[part.slice], other[part.slice])}
+    trained, reference = federation.algorithm.model(), plain.algorithm.model()
+    changed = {
+        entry.layer for entry in task.layout.slices if not torch.equal(trained[entry.slice], reference[entry.slice])
+    }
     assert changed >= {"projection.0", "projection.2"}

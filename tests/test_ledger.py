@@ -1,4 +1,4 @@
-"""The ledger of what is reproduced: states that follow from records, and the records of this repository."""
+"""The ledger of reproduced exhibits: states derived from records, and the records of this repository."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLS = {cell.row: cell for cell in A2.cells if cell.column == "MNIST IID 15% to
 
 
 def record(values: dict[str, tuple[float | None, float | None]], *left_out: str) -> ExhibitRecord:
-    """A record of rounds to a target: mean and deviation by method."""
+    """Make a record of rounds to a target: mean and deviation by method."""
     results = tuple(
         CellResult(CELLS[row], Measured(mean, std, 3, 3 if mean else 0, 300), left_out)
         for row, (mean, std) in values.items()
@@ -32,12 +32,12 @@ def record(values: dict[str, tuple[float | None, float | None]], *left_out: str)
 
 def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
     (folder / "reasons.toml").write_text('"fedumf.*" = "because"\n"*" = "no time"\n')
-    for number, one in enumerate(records):
-        (folder / f"{number}.json").write_text(one.to_json())
-    found = {one.exhibit.id: one for one in ledger(folder)}
-    assert list(found) == list(exhibits())
-    assert (found["fedmr.table-1"].state, found["fedmr.table-1"].reason) == ("not run", "no time")
-    return found[A2.id]
+    for number, exhibit_record in enumerate(records):
+        (folder / f"{number}.json").write_text(exhibit_record.to_json())
+    entries = {entry.exhibit.id: entry for entry in ledger(folder)}
+    assert list(entries) == list(exhibits())
+    assert (entries["fedmr.table-1"].state, entries["fedmr.table-1"].reason) == ("not run", "no time")
+    return entries[A2.id]
 
 
 @pytest.mark.parametrize(
@@ -72,63 +72,67 @@ def test_a_later_record_does_not_hide_that_an_earlier_one_differs(tmp_path: Path
 
 
 def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(tmp_path: Path) -> None:
-    whole = record({"FedAvg": (40.6, 1.0), "FedDC": (None, None)}, "2 of 3 seeds")
+    original = record({"FedAvg": (40.6, 1.0), "FedDC": (None, None)}, "2 of 3 seeds")
     command = "fedloom reproduce fedumf.table-a2 --data 'mnist=/home/me/my data' --directory /big/disk threads=1"
     path = tmp_path / "one.json"
-    path.write_text(ExhibitRecord(whole.exhibit, command, whole.date, {}, whole.results, "a page").to_json())
+    path.write_text(ExhibitRecord(original.exhibit, command, original.date, {}, original.results, "a page").to_json())
     read = ExhibitRecord.read(path)
-    assert read.results == whole.results
+    assert read.results == original.results
     assert read.command == "fedloom reproduce fedumf.table-a2 --data mnist=FOLDER --directory FOLDER threads=1"
     assert read.source == "a page"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"row": "FedAvgg"}, "is no record of a table or figure (('FedAvgg', 'MNIST IID 15% to 95%'))"),
         ({"means": 1}, "is no record of a table or figure"),
     ],
 )
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     table = json.loads(record({"FedAvg": (40.6, 1.0)}).to_json())
     table["cells"][0] |= change
     (tmp_path / "one.json").write_text(json.dumps(table))
-    with pytest.raises(InvalidValue, match=re.escape(said)):
+    with pytest.raises(InvalidValue, match=re.escape(message)):
         ExhibitRecord.read(tmp_path / "one.json")
 
 
-def test_records_of_long_runs_are_those_that_their_folder_gives_now() -> None:
-    """Also of runs that have not ended: what of the protocol they leave out says so."""
+def test_records_of_long_runs_follow_from_their_folder() -> None:
+    """Also for unfinished runs: `left_out` states the missing rounds."""
     folder, command = RECORDS.parent / "fedmr_table_1" / "runs", "long_runs.py"
     runs = [record_runs.summary(path.parent) for path in sorted(folder.rglob("configuration.json"))]
-    for name, found in record_runs.records(exhibit("fedmr.table-1"), runs, command):
-        assert found.results == ExhibitRecord.read(RECORDS / f"{name}.json").results
-        assert {result.cell.row for result in found.results} <= {"FedAvg", "FedMR"}
-        for one in found.results:
-            assert one.result is not None
-            assert (f"{one.result.rounds} of 1,000 rounds" in one.left_out) == (one.result.rounds < 1000)
+    for name, record in record_runs.records(exhibit("fedmr.table-1"), runs, command):
+        assert record.results == ExhibitRecord.read(RECORDS / f"{name}.json").results
+        assert {row.cell.row for row in record.results} <= {"FedAvg", "FedMR"}
+        for result in record.results:
+            assert result.result is not None
+            assert (f"{result.result.rounds} of 1,000 rounds" in result.left_out) == (result.result.rounds < 1000)
 
 
 def test_a_cell_of_mcmahans_table_has_the_rate_that_the_search_chose() -> None:
-    done = mcmahan.recorded()
+    runs = mcmahan.recorded()
     rates = {cell.column: cell.setting.training["learning_rate"] for cell in exhibit("mcmahan.table-1-2nn").cells}
-    record = mcmahan.record(done)
-    chosen = {column: mcmahan.rate(position) for column, (_, position) in mcmahan.tuned(done).items()}
+    record = mcmahan.record(runs)
+    chosen = {column: mcmahan.rate(position) for column, (_, position) in mcmahan.tuned(runs).items()}
     assert {column: rates[column] for column in chosen} == chosen
-    kept = ExhibitRecord.read(RECORDS / "mcmahan.table-1-2nn.json")
-    assert kept.results == record.results
+    stored = ExhibitRecord.read(RECORDS / "mcmahan.table-1-2nn.json")
+    assert stored.results == record.results
 
 
-def test_the_records_of_the_repository_are_explained_and_give_the_same_page_again() -> None:
+def test_records_of_the_repository_are_explained_and_give_one_page() -> None:
     entries = ledger(RECORDS)
     unexplained = ("differs", "partial", "not run", "order")
-    assert [one.exhibit.id for one in entries if one.state in unexplained and not one.reason] == []
-    assert {one.exhibit.id for one in entries if one.records} >= {"fedmr.table-1", "fedumf.table-a2", "fedala.table-2"}
+    assert [entry.exhibit.id for entry in entries if entry.state in unexplained and not entry.reason] == []
+    assert {entry.exhibit.id for entry in entries if entry.records} >= {
+        "fedmr.table-1",
+        "fedumf.table-a2",
+        "fedala.table-2",
+    }
     page = to_markdown(entries)
     assert page == to_markdown(ledger(RECORDS))
-    for one in entries:
-        name, anchor = one.exhibit.id.partition(".")[2], one.exhibit.id.replace(".", "-")
-        assert f"| [{name}](#{anchor}) |" in page if one.records else f"| {name} |" in page
-        for kept in one.records:
-            assert kept.command in page
-            assert not re.search(r"[ =']/\w", kept.command), f"{kept.command} names a folder of somebody's machine"
+    for row in entries:
+        name, anchor = row.exhibit.id.partition(".")[2], row.exhibit.id.replace(".", "-")
+        assert f"| [{name}](#{anchor}) |" in page if row.records else f"| {name} |" in page
+        for record in row.records:
+            assert record.command in page
+            assert not re.search(r"[ =']/\w", record.command), f"{record.command} names a folder of somebody's machine"

@@ -1,4 +1,4 @@
-"""A run that turns out too short is made longer: it goes on from where it ended, and ends as if it had been that long at once."""
+"""Lengthened runs: they continue from the last round and end like a run of that length from the start."""
 
 from __future__ import annotations
 
@@ -26,47 +26,50 @@ from fedloom.state.tensors import read_tensors
 from small_task import small_task
 
 SHORT, LONG = 5, 9
-OF_THE_END = {"result.json", "model.safetensors", "recording.json"}
+FINAL_FILES = {"result.json", "model.safetensors", "recording.json"}
 
 
-def run(place: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **more: Any) -> fl.Result:
-    """A run that evaluates in every fourth round; with `stop`, it is interrupted after that round."""
+def run(folder: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **settings: Any) -> fl.Result:
+    """Run with an evaluation in every fourth round; `stop` interrupts it after that round."""
 
     def stopping(record: dict[str, Any], timing: dict[str, Any]) -> None:
         if record["round"] == stop:
             raise KeyboardInterrupt
 
-    settings: dict[str, Any] = {"evaluate_every": 4, "personal_every": 3, "checkpoint_every": 2, "seed": 3} | more
+    options: dict[str, Any] = {"evaluate_every": 4, "personal_every": 3, "checkpoint_every": 2, "seed": 3} | settings
     return fl.run(
-        method, small_task(), rounds=rounds, participation=0.5, directory=place, on_round=stopping, **settings
+        method, small_task(), rounds=rounds, participation=0.5, directory=folder, on_round=stopping, **options
     )
 
 
-def lines(place: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def assert_same(place: Path, whole: Path) -> None:
-    """The final model, what server and clients remember, and the figures, but for the evaluation where the shorter run ended,
-    which the checkpoint's digests of figures know of."""
+def assert_same(lengthened: Path, uninterrupted: Path) -> None:
+    """Assert equal models, checkpoints and figures, but for the evaluation in the last round of the shorter run."""
     for name in ("model.safetensors", "configuration.json"):
-        assert (place / name).read_bytes() == (whole / name).read_bytes(), name
-    one, other = (read_tensors(folder / f"checkpoint-{LONG:07d}.safetensors")[0] for folder in (place, whole))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    found, wanted = lines(place), lines(whole)
-    assert "accuracy" in found[SHORT - 1]
-    assert "accuracy" not in wanted[SHORT - 1]
-    found[SHORT - 1] = {name: found[SHORT - 1][name] for name in wanted[SHORT - 1]}
-    assert found == wanted
-    assert [line for line in lines(place, "clients.jsonl") if line["round"] != SHORT] == lines(whole, "clients.jsonl")
+        assert (lengthened / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+    state, expected = (
+        read_tensors(folder / f"checkpoint-{LONG:07d}.safetensors")[0] for folder in (lengthened, uninterrupted)
+    )
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    records, reference = lines(lengthened), lines(uninterrupted)
+    assert "accuracy" in records[SHORT - 1]
+    assert "accuracy" not in reference[SHORT - 1]
+    records[SHORT - 1] = {name: records[SHORT - 1][name] for name in reference[SHORT - 1]}
+    assert records == reference
+    assert [line for line in lines(lengthened, "clients.jsonl") if line["round"] != SHORT] == lines(
+        uninterrupted, "clients.jsonl"
+    )
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedmr", "ala(feddyn)", "stages(fedavg:6, fedmr)"])
 def test_a_lengthened_run_equals_one_that_was_as_long_at_once(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, LONG, method)
     run(lengthened, SHORT, method)
     caplog.clear()
@@ -81,17 +84,17 @@ def test_a_lengthened_run_equals_one_that_was_as_long_at_once(
     assert not caplog.records
 
 
-def test_it_is_finished_again_only_at_its_end(tmp_path: Path) -> None:
-    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+def test_a_lengthened_run_is_unfinished_until_its_new_end(tmp_path: Path) -> None:
+    uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     record = ["landscape(grid=3)"]
     run(uninterrupted, LONG, record=record)
     run(lengthened, SHORT, record=record)
     (lengthened / "report.html").write_text("of the shorter run")
     (lengthened / "landscape.json").write_text("{}")
-    assert {path.name for path in lengthened.iterdir()} >= OF_THE_END
+    assert {path.name for path in lengthened.iterdir()} >= FINAL_FILES
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, LONG, record=record, stop=SHORT + 1)
-    assert not {path.name for path in lengthened.iterdir()} & {*OF_THE_END, "report.html", "landscape.json"}
+    assert not {path.name for path in lengthened.iterdir()} & {*FINAL_FILES, "report.html", "landscape.json"}
     assert RunDirectory(lengthened).rounds == LONG
     run(lengthened, LONG, record=record)
     assert_same(lengthened, uninterrupted)
@@ -117,7 +120,7 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
-    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, LONG)
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, SHORT, stop=stop)
@@ -131,7 +134,7 @@ def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
 
 
 def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, LONG)
     run(lengthened, SHORT)
     (lengthened / f"checkpoint-{SHORT:07d}.safetensors").unlink()
@@ -142,7 +145,7 @@ def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before
 
 
 @pytest.mark.parametrize("method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"])
-def test_a_method_that_foresees_the_end_is_not_lengthened(method: str, tmp_path: Path) -> None:
+def test_a_method_that_depends_on_the_total_rounds_is_not_lengthened(method: str, tmp_path: Path) -> None:
     run(tmp_path, 2, method)
     original = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(
@@ -163,7 +166,7 @@ def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
 
 
 def test_fewer_rounds_than_were_asked_for_are_enough_where_they_are_not_done(tmp_path: Path) -> None:
-    uninterrupted, lengthened = tmp_path / "whole", tmp_path / "place"
+    uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, SHORT)
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, LONG, stop=3)
@@ -176,7 +179,7 @@ def test_fewer_rounds_than_were_asked_for_are_enough_where_they_are_not_done(tmp
         assert (lengthened / name).read_bytes() == (uninterrupted / name).read_bytes(), name
 
 
-def test_without_any_checkpoint_a_finished_run_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_finished_run_without_checkpoints_is_not_lengthened(tmp_path: Path) -> None:
     run(tmp_path, SHORT)
     for path in tmp_path.glob("checkpoint-*"):
         path.unlink()
@@ -189,7 +192,7 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def plan(folder: Path, rounds: int, **more: object) -> Configuration:
+def plan(folder: Path, rounds: int, **keys: object) -> Configuration:
     return configuration(
         {
             "name": "job",
@@ -199,7 +202,7 @@ def plan(folder: Path, rounds: int, **more: object) -> Configuration:
             "evaluate_every": 1,
             "model": "logistic",
             "data": {"clients": 4, "partition": "iid"},
-            **more,
+            **keys,
         }
     )
 
@@ -220,7 +223,7 @@ def test_a_comparison_is_lengthened_run_by_run(tmp_path: Path) -> None:
         for name in ("metrics.jsonl", "model.safetensors", "configuration.json"):
             inside = run_directory(plan(tmp_path / "parts", 5), method, 0).path.relative_to(tmp_path / "parts") / name
             assert (tmp_path / "parts" / inside).read_bytes() == (tmp_path / "whole" / inside).read_bytes()
-    assert {one["directory"] for one in json.loads((tmp_path / "parts/comparison.json").read_text())["runs"]} == {
+    assert {entry["directory"] for entry in json.loads((tmp_path / "parts/comparison.json").read_text())["runs"]} == {
         str(tmp_path / "parts" / method / "seed-0") for method in methods
     }
 
@@ -234,13 +237,13 @@ def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("expression", [*EVERY_METHOD, "fedsam(swa=true)"])
-def test_who_reads_the_number_of_rounds_says_so(expression: str) -> None:
-    """A class in whose module the number is read has its word on `needs_total_rounds`."""
+def test_methods_that_read_the_total_rounds_declare_it(expression: str) -> None:
+    """A class whose module reads the number of rounds sets `needs_total_rounds`."""
     for method in build(expression).nested():
-        ancestors = [one for one in type(method).__mro__ if issubclass(one, Algorithm) and one is not Algorithm]
-        reading = {one.__module__ for one in ancestors if re.search(r"\.rounds\b", _source(one))}
-        saying = {one.__module__ for one in ancestors if "needs_total_rounds" in vars(one)}
-        assert reading <= saying | {Algorithm.__module__}, (
+        ancestors = [kind for kind in type(method).__mro__ if issubclass(kind, Algorithm) and kind is not Algorithm]
+        reading = {kind.__module__ for kind in ancestors if re.search(r"\.rounds\b", _source(kind))}
+        declaring = {kind.__module__ for kind in ancestors if "needs_total_rounds" in vars(kind)}
+        assert reading <= declaring | {Algorithm.__module__}, (
             f"{type(method).__name__} reads round.rounds: give it needs_total_rounds"
         )
 
@@ -249,7 +252,7 @@ def _source(kind: type) -> str:
     return inspect.getsource(sys.modules[kind.__module__])
 
 
-def test_who_foresees_the_end() -> None:
+def test_the_methods_that_need_the_total_rounds() -> None:
     assert {text for text in EVERY_METHOD if build(text).needs_total_rounds} == {"apple", "fedphp", "umf(feddc)"}
     assert build("stages(fedavg:2, fedasam(swa=true))").needs_total_rounds
     assert not build("umf(fedavg, simulate_all=true)").needs_total_rounds

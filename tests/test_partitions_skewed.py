@@ -25,18 +25,18 @@ PROPERTIES = settings(max_examples=25, deadline=None)
 
 
 def naive_dirichlet_counts(sizes: list[int], clients: int, alpha: float, rng: np.random.Generator) -> list[list[int]]:
-    """The definition in loops and lists, over the same draws."""
-    parts: list[list[int]] = [[] for _ in range(clients)]
+    """Compute the definition in loops and lists, over the same draws."""
+    holdings: list[list[int]] = [[] for _ in range(clients)]
     for label, size in enumerate(sizes):
-        takers = [i for i in range(clients) if len(parts[i]) * clients < sum(sizes)]
+        takers = [i for i in range(clients) if len(holdings[i]) * clients < sum(sizes)]
         shares = rng.dirichlet([alpha] * len(takers)).tolist()
         begin, total = 0, 0.0
         for position, (i, share) in enumerate(zip(takers, shares, strict=True)):
             total += share
             end = size if position == len(takers) - 1 else math.floor(total * size)
-            parts[i] += [label] * (end - begin)
+            holdings[i] += [label] * (end - begin)
             begin = end
-    return [[part.count(label) for label in range(len(sizes))] for part in parts]
+    return [[holding.count(label) for label in range(len(sizes))] for holding in holdings]
 
 
 @PROPERTIES
@@ -78,9 +78,9 @@ def test_dirichlet_shares_have_the_analytic_mean_and_variance(alpha: float) -> N
     tolerance = 5 * math.sqrt((fourth - law.var() ** 2) / repeats)
     assert np.abs(shares.var(axis=0) - law.var()).max() < tolerance
     edges = np.array([0, 1e-6, 1e-3, 0.01, 0.1, 0.4, 1])  # in bins: whole samples round the smallest shares to 0
-    found, expected = np.histogram(shares[:, 3], edges)[0], np.diff(law.cdf(edges)) * repeats
-    found, expected = found[expected > 5], expected[expected > 5]
-    assert stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-4
+    observed, expected = np.histogram(shares[:, 3], edges)[0], np.diff(law.cdf(edges)) * repeats
+    observed, expected = observed[expected > 5], expected[expected > 5]
+    assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
 
 
 def test_dirichlet_on_the_open_clients_is_the_renormalised_draw_over_all() -> None:
@@ -89,19 +89,19 @@ def test_dirichlet_on_the_open_clients_is_the_renormalised_draw_over_all() -> No
     rng = np.random.default_rng(6)
 
     def literal() -> Indices:
-        held = np.zeros(clients, dtype=np.int64)
-        taken = held
+        assigned = np.zeros(clients, dtype=np.int64)
+        latest = assigned
         for size in sizes:
-            shares = rng.dirichlet([alpha] * clients) * (held < sizes.sum() / clients)
+            shares = rng.dirichlet([alpha] * clients) * (assigned < sizes.sum() / clients)
             cuts = (np.cumsum(shares / shares.sum())[:-1] * size).astype(np.int64)
-            taken = np.diff(np.concatenate([[0], cuts, [size]]))
-            held = held + taken
-        return taken
+            latest = np.diff(np.concatenate([[0], cuts, [size]]))
+            assigned = assigned + latest
+        return latest
 
     expected = np.array([literal() for _ in range(repeats)])
-    found = np.array([draw_counts(sizes, clients, alpha, rng)[:, 2] for _ in range(repeats)])
-    assert stats.ks_2samp(expected[:, 1], found[:, 1]).pvalue > 1e-4
-    assert stats.ks_2samp(expected.max(axis=1), found.max(axis=1)).pvalue > 1e-4
+    drawn = np.array([draw_counts(sizes, clients, alpha, rng)[:, 2] for _ in range(repeats)])
+    assert stats.ks_2samp(expected[:, 1], drawn[:, 1]).pvalue > 1e-4
+    assert stats.ks_2samp(expected.max(axis=1), drawn.max(axis=1)).pvalue > 1e-4
 
 
 def test_dirichlet_that_cannot_reach_the_minimum_stops_and_names_the_smallest_client() -> None:
@@ -115,15 +115,15 @@ def test_dirichlet_that_cannot_reach_the_minimum_stops_and_names_the_smallest_cl
 
 
 def naive_classes(priors: Any, turns: Indices, uniforms: Any, sizes: list[int]) -> list[int]:
-    left, drawn = list(sizes), []
+    remaining, drawn = list(sizes), []
     for i, uniform in zip(turns.tolist(), uniforms.tolist(), strict=True):
-        weights = [p if there else 0.0 for p, there in zip(priors[i], left, strict=True)]
+        weights = [p if count else 0.0 for p, count in zip(priors[i], remaining, strict=True)]
         level, total, label = uniform * np.cumsum(weights)[-1], 0.0, 0
         for label, weight in enumerate(weights):  # noqa: B007 (the label reached is used after the loop)
             total += weight
             if total > level:
                 break
-        left[label] -= 1
+        remaining[label] -= 1
         drawn.append(label)
     return drawn
 
@@ -153,9 +153,9 @@ def test_turns_go_to_a_random_client_among_those_with_room() -> None:
     """The law of all orders of 2 + 1 turns, by enumeration: 010 and 001 have chance 1/4 each, 100 has 1/2."""
     rng = np.random.default_rng(1)
     client_tasks = ["".join(map(str, draw_turns(np.array([2, 1]), rng))) for _ in range(4000)]
-    found = [client_tasks.count(client_task) for client_task in ("001", "010", "100")]
-    assert sum(found) == 4000
-    assert stats.chisquare(found, [1000, 1000, 2000]).pvalue > 1e-4
+    counts = [client_tasks.count(client_task) for client_task in ("001", "010", "100")]
+    assert sum(counts) == 4000
+    assert stats.chisquare(counts, [1000, 1000, 2000]).pvalue > 1e-4
 
 
 def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
@@ -170,16 +170,16 @@ def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
     spread = np.sqrt(np.maximum(200 * priors * (1 - priors), 1))
     assert (np.abs(counts - expected) / spread).max() < 6
     labels = some_labels(20_003, classes)
-    whole = make("class_prior", labels, clients)
-    assert set(whole.sizes.tolist()) == {50, 51}
-    shares = whole.histogram(labels, classes) / whole.sizes[:, None]
+    partition = make("class_prior", labels, clients)
+    assert set(partition.sizes.tolist()) == {50, 51}
+    shares = partition.histogram(labels, classes) / partition.sizes[:, None]
     mean = 1 / classes
     variance = mean * (1 - mean) / (classes * alpha + 1)
-    together = variance + (mean * (1 - mean) - variance) / 50  # of the prior, and of 50 draws from it
-    assert shares.var(axis=0).mean() == pytest.approx(together, rel=0.12)
+    expected_variance = variance + (mean * (1 - mean) - variance) / 50  # of the prior, and of 50 draws from it
+    assert shares.var(axis=0).mean() == pytest.approx(expected_variance, rel=0.12)
 
 
-def test_class_prior_ends_when_a_prior_is_zero_on_all_that_is_left() -> None:
+def test_class_prior_ends_when_a_prior_is_zero_on_all_remaining_classes() -> None:
     labels = some_labels(500, 10)
     assert_each_sample_once(make("class_prior", labels, 7, alpha=1e-9), 500)
 
@@ -199,16 +199,16 @@ def test_pathological_clients_form_groups_with_the_same_classes(
     assert ((table > 0).sum(axis=1) == per_client).all()
     group = clients * per_client // classes
     for client, row in enumerate(table):
-        first = client // group * per_client
-        assert np.flatnonzero(row).tolist() == list(range(first, first + per_client))
-    parts = table.T[table.T > 0].reshape(classes, group)
+        lowest_class = client // group * per_client
+        assert np.flatnonzero(row).tolist() == list(range(lowest_class, lowest_class + per_client))
+    blocks = table.T[table.T > 0].reshape(classes, group)
     if balanced:
-        assert np.ptp(parts, axis=1).max() <= 1
+        assert np.ptp(blocks, axis=1).max() <= 1
     else:
         low = max(120 / group / 10, min(40, len(labels) / 2 / clients) / classes)
-        assert parts[:, :-1].min() >= low
-        assert parts[:, :-1].max() < max(120 / group, 2)
-        assert len(set(parts[:, 0].tolist())) > 1
+        assert blocks[:, :-1].min() >= low
+        assert blocks[:, :-1].max() < max(120 / group, 2)
+        assert len(set(blocks[:, 0].tolist())) > 1
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_label_quantity_gives_every_client_its_number_of_classes_in_equal_parts(
     assert ((table > 0).sum(axis=1) == per_client).all()
     assert all(table[client, client % classes] > 0 for client in range(clients))
     for column in table.T:
-        held = column[column > 0]
-        assert held.sum() in (0, 125)
-        assert len(held) == 0 or np.ptp(held) <= 1
+        holders = column[column > 0]
+        assert holders.sum() in (0, 125)
+        assert len(holders) == 0 or np.ptp(holders) <= 1
     assert len(set(partition.indices.tolist())) == len(partition.indices)
 
 
@@ -237,9 +237,9 @@ def naive_pathological(
         with_quota = [i for i in range(clients) if sum(count > 0 for count in table[i]) < k]
         chosen = with_quota[: -(-clients * k // len(sizes))]
         for position, i in enumerate(chosen):
-            left = size - sum(row[label] for row in table)
+            rest_of_class = size - sum(row[label] for row in table)
             if position == len(chosen) - 1:
-                table[i][label] = left
+                table[i][label] = rest_of_class
             else:
                 allowed = [
                     x for x in range(size) if max(size / len(chosen) / 10, least / len(sizes)) <= x < size / len(chosen)

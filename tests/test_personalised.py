@@ -45,10 +45,10 @@ def compare(world: World, expression: str, method: Method, **options: Any) -> Ru
     return run
 
 
-def moved(run: Run) -> None:
-    """The clients' models differ from each other and from the global one."""
-    last = run.moments[-1]
-    assert not torch.allclose(last.personal[0], last.personal[1], atol=1e-4)
+def assert_personal(run: Run) -> None:
+    """Assert that the clients' models differ from each other."""
+    moment = run.moments[-1]
+    assert not torch.allclose(moment.personal[0], moment.personal[1], atol=1e-4)
 
 
 # --- against plain loops ---
@@ -57,42 +57,44 @@ def moved(run: Run) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 class TestPartialParticipation:
     def test_fedavg_c(self, norm: bool) -> None:
-        moved(compare(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
+        assert_personal(compare(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
 
     def test_fedavg_c_for_scoring_only(self, norm: bool) -> None:
         world = World(norm)
         expression = "fedavg_c(finetune_epochs=3, finetune_scope=eval_only)"
-        moved(compare(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
+        assert_personal(compare(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
 
     def test_fedprox_c(self, norm: bool) -> None:
-        moved(compare(World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3))
+        assert_personal(
+            compare(World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3)
+        )
 
     def test_per_fedavg(self, norm: bool) -> None:
         world = World(norm, sizes=(9, 14, 11, 21, 12))
-        moved(compare(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2))
+        assert_personal(compare(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2))
 
     def test_fedrep(self, norm: bool) -> None:
-        moved(compare(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
+        assert_personal(compare(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
 
     def test_pfedme(self, norm: bool) -> None:
         world = World(norm, training=PLAIN)
         expression = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3, beta=0.7)"
-        moved(compare(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7))
+        assert_personal(compare(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7))
 
     def test_ditto(self, norm: bool) -> None:
         expression = "ditto(regularisation=0.5, personal_epochs=3)"
-        moved(compare(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
+        assert_personal(compare(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
 
     def test_fedfomo(self, norm: bool) -> None:
-        moved(compare(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
+        assert_personal(compare(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
 
     def test_fedfomo_with_two_downloads(self, norm: bool) -> None:
-        moved(compare(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
+        assert_personal(compare(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
 
     @pytest.mark.parametrize("exploration", [0.5, 1.0])
     def test_fedfomo_explores(self, norm: bool, exploration: float) -> None:
         expression = f"fedfomo(models=2, exploration={exploration})"
-        moved(compare(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration))
+        assert_personal(compare(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration))
 
     def test_fedper_lg_fedavg_and_silobn(self, norm: bool) -> None:
         world = World(norm)
@@ -101,20 +103,20 @@ class TestPartialParticipation:
             names = [n for n in world.names if n.split(".")[0] not in private]
             run = compare(world, expression, methods.fedavg, names=names)
             if private:
-                moved(run)
+                assert_personal(run)
 
 
 @pytest.mark.parametrize("deployed", ["history", "local"])
 def test_fedphp(deployed: str) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
     expression = f"fedphp(mu=0.8, transfer=0.4, deployed={deployed})"
-    moved(compare(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
+    assert_personal(compare(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
 
 
 def test_partialfed() -> None:
     world = World(training=PLAIN)
     run = compare(world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2))
-    moved(run)
+    assert_personal(run)
     strategies = torch.stack([run.engine.store.read(i)["partialfed_strategy"] for i in run.selected[0]])
     assert bool((strategies[:, :, 0] > 0).any())
     assert bool((strategies[:, :, 0] < 0).any())
@@ -123,20 +125,20 @@ def test_partialfed() -> None:
 def test_fedbn_keeps_its_batch_norm_layer() -> None:
     world = World(norm=True)
     names = [n for n in world.names if not n.startswith("norm.")]
-    moved(compare(world, "fedbn", methods.fedavg, names=names))
+    assert_personal(compare(world, "fedbn", methods.fedavg, names=names))
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("alpha", "sigma"), [(0.05, 0.5), (1000.0, 0.1)])
 def test_fedamp(norm: bool, alpha: float, sigma: float) -> None:
     expression = f"fedamp(alpha={alpha}, sigma={sigma}, regularisation=0.04)"
-    moved(compare(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04))
+    assert_personal(compare(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04))
 
 
 def test_fedamp_with_the_plain_norm() -> None:
     world = everybody()
     expression = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04, norm=plain)"
-    moved(compare(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True))
+    assert_personal(compare(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True))
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -144,13 +146,13 @@ def test_apple(norm: bool) -> None:
     world = everybody(norm, PLAIN)
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8)"
     run = compare(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
-    moved(run)
+    assert_personal(run)
 
 
 def test_apple_as_pfllib_has_it() -> None:
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8, initial=uniform, variant=pfllib)"
     options: dict[str, Any] = {"relation_rate": 0.2, "mu": 0.3, "decline": 0.8, "start": "uniform", "pfllib": True}
-    moved(compare(everybody(training=PLAIN), expression, methods.apple, **options))
+    assert_personal(compare(everybody(training=PLAIN), expression, methods.apple, **options))
 
 
 def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:
@@ -159,8 +161,8 @@ def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:
     exact = methods.per_fedavg(Setting(world, run.selected), alpha=0.3, hessian=True)
     assert_same(run.moments, exact, 1e-6)
     # The correction is not negligible here.
-    first = methods.per_fedavg(Setting(world, run.selected), alpha=0.3)
-    assert not torch.allclose(first[-1].parameters, exact[-1].parameters, atol=1e-3)
+    first_order = methods.per_fedavg(Setting(world, run.selected), alpha=0.3)
+    assert not torch.allclose(first_order[-1].parameters, exact[-1].parameters, atol=1e-3)
 
 
 # --- limiting cases ---
@@ -174,15 +176,15 @@ def local_training(world: World, epochs: int, purpose: str) -> list[torch.Tensor
     return [vector(model) for model in models]
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+def assert_models_equal(models: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for model, reference in zip(models, expected, strict=True):
+        torch.testing.assert_close(model, reference, rtol=1e-9, atol=1e-9)
 
 
 def test_ditto_without_pull_is_local_training_beside_fedavg() -> None:
     world = everybody(norm=True)
     run = world.run(build("ditto(regularisation=0, personal_epochs=2)"))
-    same(run.moments[-1].personal, local_training(world, 2, "personal"))
+    assert_models_equal(run.moments[-1].personal, local_training(world, 2, "personal"))
     torch.testing.assert_close(run.moments[-1].parameters, world.run(build("silobn")).moments[-1].parameters)
 
 
@@ -198,41 +200,41 @@ def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
 def test_one_pass_through_the_base_serves_all_epochs_of_fedreps_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     world = everybody()
     passed = []
-    whole = FlatModule.features
+    features = FlatModule.features
 
-    def counted(module: FlatModule, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-        found = whole(module, rows, inputs)
-        passed.append(0 if found is None else inputs.shape[1])
-        return found
+    def counting(module: FlatModule, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+        layer_inputs = features(module, rows, inputs)
+        passed.append(0 if layer_inputs is None else inputs.shape[1])
+        return layer_inputs
 
-    monkeypatch.setattr(FlatModule, "features", counted)
+    monkeypatch.setattr(FlatModule, "features", counting)
     once = world.run(build("fedrep(head_epochs=4)")).moments[-1]
     assert sum(passed) == world.rounds * sum(world.sizes)
     monkeypatch.setattr(FlatModule, "features", lambda *_: None)
     by_epoch = world.run(build("fedrep(head_epochs=4)")).moments[-1]
-    same(once.personal, by_epoch.personal)
+    assert_models_equal(once.personal, by_epoch.personal)
     torch.testing.assert_close(once.parameters, by_epoch.parameters)
 
 
-def test_fedfomo_with_itself_alone_is_local_training_on_its_training_part() -> None:
+def test_fedfomo_of_a_single_client_is_local_training_on_its_training_part() -> None:
     world = World(participation=1.0, sizes=(20,))
     run = world.run(build("fedfomo"))
     model = world.fresh()
     x, y = world.data(0)
-    part = torch.randperm(20, generator=stream(world.seed, "fedfomo", client=0))[:16]
+    training_rows = torch.randperm(20, generator=stream(world.seed, "fedfomo", client=0))[:16]
     for number in range(1, world.rounds + 1):
-        world.train(model, 0, number, data=(x[part], y[part]))
-    same(run.moments[-1].personal, [vector(model)])
+        world.train(model, 0, number, data=(x[training_rows], y[training_rows]))
+    assert_models_equal(run.moments[-1].personal, [vector(model)])
 
 
 def test_apple_with_a_one_hot_relation_is_local_training() -> None:
     world = World(sizes=(9,), participation=1.0, training=PLAIN)
     run = world.run(build("apple(relation_rate=0)"))
-    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+    assert_models_equal(run.moments[-1].personal, local_training(world, 2, "batches"))
 
 
 class Decided(PartialFed):
-    """PartialFed whose strategy is fixed: the download's logits are 1000 above the client's own, or below."""
+    """PartialFed with a fixed strategy: `bias` puts the download's logits 1000 above or below the local ones."""
 
     bias = 1000.0
 
@@ -254,7 +256,7 @@ def test_partialfed_with_everything_local_never_mixes() -> None:
     method = Decided(strategy_batches=0)
     method.bias = -1000.0
     run = world.run(method)
-    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+    assert_models_equal(run.moments[-1].personal, local_training(world, 2, "batches"))
 
 
 def test_per_fedavg_with_alpha_zero_trains_on_second_halves() -> None:
@@ -276,7 +278,7 @@ def test_per_fedavg_with_alpha_zero_trains_on_second_halves() -> None:
 def test_fedamp_without_pull_is_local_training() -> None:
     world = everybody()
     run = world.run(build("fedamp(regularisation=0)"))
-    same(run.moments[-1].personal, local_training(world, 2, "batches"))
+    assert_models_equal(run.moments[-1].personal, local_training(world, 2, "batches"))
 
 
 def test_fedphp_without_transfer_uploads_what_fedavg_does() -> None:
@@ -286,7 +288,7 @@ def test_fedphp_without_transfer_uploads_what_fedavg_does() -> None:
     torch.testing.assert_close(run.moments[-1].parameters, expected.moments[-1].parameters)
 
 
-def test_pfedme_with_a_still_personal_model_stays_where_it_is() -> None:
+def test_pfedme_without_regularisation_leaves_the_global_model() -> None:
     world = World(training=PLAIN)
     run = world.run(build("pfedme(regularisation=0)"))
     torch.testing.assert_close(run.moments[-1].parameters, parameters(world.module), rtol=0, atol=1e-12)
@@ -302,11 +304,11 @@ def test_averaged_buffers_make_silobn_fedavg() -> None:
 
 
 @pytest.mark.parametrize("expression", ["fedrep", "fedper", "per_fedavg"])
-def test_after_train_scores_what_training_left(expression: str) -> None:
+def test_after_train_scores_the_locally_trained_model(expression: str) -> None:
     world = everybody(norm=True)
     run = world.run(build(f"{expression}(eval_point=after_train)"))
     stored = [run.engine.store.read(i)["trained"] for i in range(world.clients)]
-    same(run.moments[-1].personal, stored)
+    assert_models_equal(run.moments[-1].personal, stored)
     begun = world.run(build(expression))
     torch.testing.assert_close(begun.moments[-1].parameters, run.moments[-1].parameters)
     assert not torch.allclose(begun.moments[-1].personal[0], stored[0], atol=1e-4)
@@ -321,17 +323,17 @@ ALL = [
 
 @pytest.mark.parametrize("expression", ALL)
 def test_evaluation_changes_nothing(expression: str) -> None:
-    """Memory, statistics and random streams: a run that was looked at goes on as one that was not."""
+    """A run with evaluations ends with the memory, statistics and model of one without."""
     world = everybody(norm=True, training=PLAIN)
-    looked = world.run(build(expression)).federation
+    evaluated = world.run(build(expression)).federation
     task = world.task()
     engine = RowsEngine(task)
     schedule = Schedule(rounds=3, participation=1.0, seed=world.seed, evaluate_every=100)
     federation = Federation(build(expression), task, engine, schedule)
     federation.run()
-    assert torch.equal(federation.algorithm.model(), looked.algorithm.model())
-    assert torch.equal(federation.integers, looked.integers)
-    ours, theirs = engine.memory(), looked.engine.memory()
+    assert torch.equal(federation.algorithm.model(), evaluated.algorithm.model())
+    assert torch.equal(federation.integers, evaluated.integers)
+    ours, theirs = engine.memory(), evaluated.engine.memory()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -357,13 +359,13 @@ def test_traffic_in_models(expression: str, down: int, up: int) -> None:
 
 @pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])
 @pytest.mark.parametrize("method", ["silobn", "fedbn", "fedper", "fedper(buffers=average)"])
-def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
+def test_batch_norm_counters_stay_with_the_clients_of_partly_private_models(
     method: str, engine: type[RowsEngine]
 ) -> None:
-    """Each client's counter is the number of its own batches, nobody else's, and is neither sent nor counted."""
+    """Each client's counter is the number of its own batches; it is neither sent nor counted as traffic."""
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
-    made = engine(task)
-    run = Federation(build(method), task, made, Schedule(rounds=4, participation=0.5, seed=1, personal_every=1))
+    local_engine = engine(task)
+    run = Federation(build(method), task, local_engine, Schedule(rounds=4, participation=0.5, seed=1, personal_every=1))
     run.run()
     assert task.layout.integers == 1
     expected = run.algorithm.expects(run._first)["model"][0]
@@ -372,11 +374,11 @@ def test_counters_of_batch_norm_stay_with_clients_whose_model_does_in_part(
         assert not record["faults"]
         assert record["bytes_up"] == 4 * expected * len(record["clients"])
     assert run.integers.tolist() == [0]
-    after = run._first.at(5)
-    message = run.algorithm.deploy(after, tuple(range(task.clients)))
+    upcoming = run._first.at(5)
+    message = run.algorithm.deploy(upcoming, tuple(range(task.clients)))
     for client in range(task.clients):
         client_task = ClientTask(client, None, inbox_of(message, client))
-        ((_, _, counter),) = made.personalised(run.algorithm, after, [client_task])
+        ((_, _, counter),) = local_engine.personalised(run.algorithm, upcoming, [client_task])
         batches = uploads.count(client) * -(-TRAIN_SIZES[client] // 4)
         skipped = uploads.count(client) * (TRAIN_SIZES[client] % 4 == 1)
         assert counter is not None
@@ -394,7 +396,7 @@ def test_counters_of_batch_norm_travel_with_whole_models() -> None:
 @pytest.mark.parametrize(
     ("expression", "parameters"), [("fedrep", 64), ("ala(fedrep)", 64), ("fedper", 64), ("lg_fedavg", 15)]
 )
-def test_only_what_is_shared_travels(expression: str, parameters: int) -> None:
+def test_only_shared_layers_travel(expression: str, parameters: int) -> None:
     record = everybody().run(build(expression)).federation.history[-1]
     assert record["bytes_down"] == record["bytes_up"] == 8 * parameters * 5
 
@@ -407,7 +409,7 @@ def test_statistics_travel_only_when_they_are_averaged() -> None:
         assert record["bytes_down"] == record["bytes_up"] == 8 * size * 5, expression
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 @pytest.mark.parametrize(
@@ -440,7 +442,7 @@ def test_pfedme_warns_of_overshooting() -> None:
         World(training=PLAIN, rounds=1).run(build("pfedme"))
 
 
-def test_an_absent_client_keeps_its_place_in_the_mixtures() -> None:
+def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
     """A client that drops out leaves its last model with the server, and its memory as it was."""
     world = everybody(training=PLAIN)
     for expression in ("fedamp", "apple", "fedfomo"):
@@ -449,12 +451,12 @@ def test_an_absent_client_keeps_its_place_in_the_mixtures() -> None:
         schedule = Schedule(rounds=6, participation=1.0, seed=1, dropout=0.4, evaluate_every=100)
         federation = Federation(build(expression), task, engine, schedule)
         while not federation.history or not federation.history[-1]["faults"]:
-            before = engine.memory()
+            memory = engine.memory()
             federation.step()
         absent = federation.history[-1]["faults"][0]["client"]
-        after = engine.memory()
-        kept = [name for name in before if name.startswith(f"{absent}/")]
-        assert all(torch.equal(before[name], after[name]) for name in kept), expression
+        later_memory = engine.memory()
+        names = [name for name in memory if name.startswith(f"{absent}/")]
+        assert all(torch.equal(memory[name], later_memory[name]) for name in names), expression
         federation.step()
         assert bool(torch.isfinite(federation.algorithm.model()).all())
 
@@ -465,7 +467,7 @@ def test_methods_are_known_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "kept"),
+    ("expression", "private_layers"),
     [
         ("fedrep", True),
         ("fedper", True),
@@ -475,12 +477,12 @@ def test_methods_are_known_by_name() -> None:
         ("fedmr", False),
     ],
 )
-def test_a_global_model_whose_layers_never_leave_the_clients_is_named(expression: str, kept: bool) -> None:
+def test_a_global_model_whose_layers_never_leave_the_clients_is_named(expression: str, private_layers: bool) -> None:
     task = World().task()
     federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0))
     named = [text for text in federation.notices if "as drawn at first" in text]
-    assert len(named) == kept
-    if kept:
+    assert len(named) == private_layers
+    if private_layers:
         federation.step()
         layout, start = task.layout, task.initial
         untouched = {

@@ -100,7 +100,7 @@ def test_every_place_gives_the_numbers_of_rows(
         federation = _in(engine, algorithm, model)
     expected = on_rows(algorithm, model)
     # What real sites exchange is counted as it is carried, in envelopes.
-    assert_close(federation, expected, apart={"peer_bytes"} if place == "flower" else set())
+    assert_close(federation, expected, except_for={"peer_bytes"} if place == "flower" else set())
     assert not any(record["faults"] for record in federation.history)
     assert federation.client_history
     assert federation.history[-1]["bytes_up"] > 0

@@ -1,4 +1,4 @@
-"""The four stages by themselves and in the simulator: what they preserve, what they cost, and how unpredictable they are."""
+"""The four stages of the exchange alone and in the simulator: invariants, traffic and the distribution of destinations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seeded(seed: int) -> Choices:
 
 
 def one_stream(seed: int) -> Choices:
-    """All choices from one stream that goes on: quick, for many exchanges in a row."""
+    """Take all choices from one continuing stream: quick for many exchanges in a row."""
     draws = stream_draw(stream(seed, "test"))
     return lambda peer, purpose: draws
 
@@ -47,7 +47,7 @@ def settings_of_an_exchange(draw: st.DrawFn) -> tuple[int, int, Rules]:
     return draw(st.integers(1, 7)), units, Rules(draw(st.integers(1, 4)), low, high)
 
 
-# --- what is preserved ---
+# --- invariants ---
 
 
 @given(settings_of_an_exchange(), st.integers(0, 2**32))
@@ -64,9 +64,9 @@ def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rul
     exchange_(moved, rows, slices, sources, torch.arange(count))
     assert torch.equal(rows, original)
     for index in range(count):
-        for unit, parts in enumerate(slices):
-            for part in parts:
-                assert torch.equal(moved[index, part], rows[sources[unit][index], part])
+        for unit, unit_slices in enumerate(slices):
+            for columns in unit_slices:
+                assert torch.equal(moved[index, columns], rows[sources[unit][index], columns])
     center = torch.randint(-1000, 1000, (3 * units,), generator=stream(seed, "center")).double()
     assert torch.equal(moved.sum(0), rows.sum(0))  # whole numbers: sums are exact in any order
     assert torch.equal((moved - center).square().sum(), (rows - center).square().sum())
@@ -93,10 +93,10 @@ def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent(
 
 
 def test_two_peers_swap_or_keep() -> None:
-    found = {tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(20)}
-    assert found == {(0, 1)}  # each is alone in the other's empty buffer and comes back
-    found = {tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(40)}
-    assert found == {(0, 1), (1, 0)}
+    orders = {tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(20)}
+    assert orders == {(0, 1)}  # each is alone in the other's empty buffer and comes back
+    orders = {tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(40)}
+    assert orders == {(0, 1), (1, 0)}
 
 
 def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
@@ -108,7 +108,7 @@ def test_choices_do_not_depend_on_the_order_of_arrival() -> None:
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-# --- what it costs ---
+# --- traffic ---
 
 
 def test_bytes_are_equation_26_and_on_average_equation_27() -> None:
@@ -132,30 +132,30 @@ def test_without_an_upper_bound_the_first_repeat_sends_at_most_a_quarter() -> No
     assert Rules(2, 1, 2).bounds(2) == [(1, 2), (1, 2)]
 
 
-# --- how unpredictable it is ---
+# --- distribution of destinations ---
 
 
 def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
-    """Probability that layer 0 of peer 0 ends at each peer after one repeat, by going through all that can happen.
+    """Return the probability that layer 0 of peer 0 ends at each peer after one repeat, by enumeration.
 
     Each peer sends this index with probability `sent`, to one of the others; at each recipient, what it holds is spread
     uniformly over those that must be answered and, if it kept its own, itself.
     """
     result = [Fraction(0)] * count
-    options = [[peer, *(other for other in range(count) if other != peer)] for peer in range(count)]
+    options = [[peer, *(k for k in range(count) if k != peer)] for peer in range(count)]
     for goes in itertools.product(*options):
         chance = Fraction(1)
         for peer, to in enumerate(goes):
             chance *= 1 - sent if to == peer else sent / (count - 1)
-        together = [peer for peer, to in enumerate(goes) if to == goes[0]]
-        for peer in together:
-            result[peer] += chance / len(together)
+        gathered = [peer for peer, to in enumerate(goes) if to == goes[0]]
+        for peer in gathered:
+            result[peer] += chance / len(gathered)
     assert sum(result) == 1
     return result
 
 
 @pytest.mark.parametrize(("count", "units", "low", "high"), [(3, 1, 1, 1), (3, 2, 1, 2), (4, 3, 1, 2), (5, 2, 2, 2)])
-def test_where_a_layer_ends_follows_the_exact_distribution(count: int, units: int, low: int, high: int) -> None:
+def test_destinations_follow_the_exact_distribution(count: int, units: int, low: int, high: int) -> None:
     exact = exact_destinations(count, Fraction(low + high, 2 * units))
     choices, number = one_stream(count), 3000
     counts: Counter[int] = Counter()
@@ -170,7 +170,7 @@ def test_where_a_layer_ends_follows_the_exact_distribution(count: int, units: in
     assert chisquare(away).pvalue > 1e-3
 
 
-def test_after_many_repeats_a_layer_is_anywhere_alike() -> None:
+def test_after_many_repeats_a_layer_is_uniform_over_peers() -> None:
     choices, counts = one_stream(9), Counter[int]()
     for _ in range(400):
         for source in rehearse(range(4), 3, Rules(12, 1, 3), choices, "before_upload").sources:
@@ -181,8 +181,8 @@ def test_after_many_repeats_a_layer_is_anywhere_alike() -> None:
 def test_layers_of_one_model_scatter_independently() -> None:
     choices, counts = one_stream(5), Counter[tuple[int, int]]()
     for _ in range(1500):
-        first, second = rehearse(range(3), 2, Rules(8, 1, 2), choices, "before_upload").sources
-        counts[first.index(0), second.index(0)] += 1
+        first_layer, second_layer = rehearse(range(3), 2, Rules(8, 1, 2), choices, "before_upload").sources
+        counts[first_layer.index(0), second_layer.index(0)] += 1
     assert chisquare([counts[pair] for pair in itertools.product(range(3), repeat=2)]).pvalue > 1e-3
 
 
@@ -195,7 +195,7 @@ def federation(expression: str, rounds: int = 3, directory: Path | None = None, 
     return Federation(build(expression), task, RowsEngine(task), schedule, directory)
 
 
-def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
+def test_the_exchange_moves_downloads_and_uploads() -> None:
     run = federation("secure(indep, repeats=3, low=1, high=3)")
     method = run.algorithm
     assert isinstance(method, Secure)
@@ -208,19 +208,21 @@ def test_the_exchange_moves_what_is_sent_and_what_comes_back() -> None:
     expected = rehearse([5, 0, 6, 2], 3, Rules(3, 1, 3), choices, "before_train").sources
     for unit, source in zip(units, expected, strict=True):
         for index, origin in enumerate(source):
-            assert all(torch.equal(sent[index, part], pool[origin, part]) for part in unit)
+            assert all(torch.equal(sent[index, columns], pool[origin, columns]) for columns in unit)
     assert not torch.equal(sent, pool)
     rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
     slots = torch.tensor([0, 2, 3])
     matrix = torch.zeros(4, rows.shape[1], dtype=rows.dtype).index_copy(0, slots, rows)
     method.receive(round, Replies({"model": matrix}, torch.tensor([5, 6, 2]), slots, torch.ones(3), exchange))
-    after = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
+    sources_before_upload = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
     assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
-    for unit, source in zip(units, after, strict=True):
+    for unit, source in zip(units, sources_before_upload, strict=True):
         for slot, origin in zip((0, 2, 3), source, strict=True):
-            assert all(torch.equal(method.method.state["pool"][slot, part], rows[origin, part]) for part in unit)
+            assert all(
+                torch.equal(method.method.state["pool"][slot, columns], rows[origin, columns]) for columns in unit
+            )
     method.finish(round, exchange)
-    sizes = [sum(part.stop - part.start for part in unit) * 8 for unit in units]
+    sizes = [sum(columns.stop - columns.start for columns in unit) * 8 for unit in units]
     both = [
         rehearse(clients, 3, Rules(3, 1, 3), choices, when).bytes(sizes)
         for clients, when in (((5, 0, 6, 2), "before_train"), ((5, 6, 2), "before_upload"))
@@ -239,12 +241,12 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
     record, _ = secure.step()
     # In the first round all models start equal, so that it makes no difference who holds which layer.
     torch.testing.assert_close(secure.algorithm.model(), plain.algorithm.model(), rtol=1e-12, atol=1e-12)
-    for part in (part for unit in secure.task.layout.units("layer") for part in unit):
+    for columns in (columns for unit in secure.task.layout.units("layer") for columns in unit):
         pools = [run.algorithm.full_state() for run in (plain, secure)]
-        one, two = (
-            sorted(map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, part].tolist())) for p in pools
+        plain_rows, secure_rows = (
+            sorted(map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, columns].tolist())) for p in pools
         )
-        assert one == two
+        assert plain_rows == secure_rows
     assert record["bytes_up"] == plain.history[0]["bytes_up"]
     assert record["peer_bytes"] > 0
 
@@ -265,12 +267,12 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
         "secure(clustered(fedmr, by='size'))",
     ],
 )
-def test_it_nests_resumes_bit_for_bit_and_describes_itself(expression: str, tmp_path: Path) -> None:
+def test_nested_expressions_resume_bit_for_bit_and_round_trip(expression: str, tmp_path: Path) -> None:
     uninterrupted = federation(expression, dropout=0.2)
-    held = uninterrupted.algorithm.full_state()
-    original = {name: tensor.clone() for name, tensor in held.items()}
+    initial_state = uninterrupted.algorithm.full_state()
+    original = {name: tensor.clone() for name, tensor in initial_state.items()}
     uninterrupted.run()
-    assert all(torch.equal(held[name], tensor) for name, tensor in original.items())  # replaced, never edited
+    assert all(torch.equal(initial_state[name], tensor) for name, tensor in original.items())  # replaced, never edited
     halted = federation(expression, directory=tmp_path, dropout=0.2)
     halted.step()
     halted.save()
@@ -282,7 +284,7 @@ def test_it_nests_resumes_bit_for_bit_and_describes_itself(expression: str, tmp_
     assert build(str(uninterrupted.algorithm)) == build(expression)
 
 
-def test_idle_clients_are_sent_the_global_model_unmoved() -> None:
+def test_idle_clients_are_sent_the_global_model_itself() -> None:
     run = federation("secure(umf(fedmr), repeats=3)")
     run.step()
     round = Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
@@ -312,7 +314,7 @@ def test_idle_clients_are_sent_the_global_model_unmoved() -> None:
         ("secure(stages(fedmr:1, fedmr(unit='tensor')))", "moves different units"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(expression: str, text: str) -> None:
+def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> None:
     with pytest.raises(InvalidValue, match=text) as caught:
         build(expression)
     assert "\n" not in str(caught.value)

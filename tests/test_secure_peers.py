@@ -1,4 +1,4 @@
-"""The library: real envelopes and letters between peers in memory, and what each party sees of them."""
+"""The library: real envelopes and letters between peers in memory, and the contents that each party can read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedloom.secure.wire import (
 )
 from secure_support import KEY, SIZES, WatchedTransport, World, choices_of, is_parcel
 
-# --- it does what it should ---
+# --- outcomes ---
 
 
 @given(
@@ -40,7 +40,9 @@ from secure_support import KEY, SIZES, WatchedTransport, World, choices_of, is_p
     st.sampled_from(["before_upload", "before_train"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_peers_exchange_what_the_simulator_says(count: int, sizes: list[int], data: st.DataObject, when: str) -> None:
+def test_peers_end_with_the_models_of_the_simulator(
+    count: int, sizes: list[int], data: st.DataObject, when: str
+) -> None:
     low = data.draw(st.integers(1, len(sizes)))
     rules = Rules(data.draw(st.integers(1, 3)), low, data.draw(st.none() | st.integers(low, len(sizes))))
     world = World(count, sizes, rules, seed=data.draw(st.integers(0, 99)), fewest=1)
@@ -50,9 +52,9 @@ def test_peers_exchange_what_the_simulator_says(count: int, sizes: list[int], da
     exchanged = world.outcome(terms)
     rehearsal = rehearse(world.numbers, len(sizes), rules, choices_of(world.seed)(terms), when)
     for unit, source in enumerate(rehearsal.sources):
-        after = [exchanged[k][unit] for k in world.numbers]
-        assert after == [world.models[world.numbers[origin]][unit] for origin in source]
-        assert Counter(after) == Counter(model[unit] for model in world.models.values())
+        layers_after = [exchanged[k][unit] for k in world.numbers]
+        assert layers_after == [world.models[world.numbers[origin]][unit] for origin in source]
+        assert Counter(layers_after) == Counter(model[unit] for model in world.models.values())
     parcels = [letter for letter in transport.letters if len(letter.body) > 1 and is_parcel(letter)]
     assert len(parcels) == 2 * sum(map(sum, rehearsal.sent))
 
@@ -64,9 +66,9 @@ def test_secret_choices_differ_from_one_exchange_to_the_next_and_keep_every_laye
     outcomes = []
     for round in range(1, 9):
         terms, _ = world.exchange(InMemoryTransport(world.peers), "before_train", round)
-        outcomes.append(found := world.outcome(terms))
+        outcomes.append(models := world.outcome(terms))
         for unit in range(3):
-            assert sorted(m[unit] for m in found.values()) == sorted(m[unit] for m in world.models.values())
+            assert sorted(m[unit] for m in models.values()) == sorted(m[unit] for m in world.models.values())
     assert any(outcome != outcomes[0] for outcome in outcomes)
 
 
@@ -75,14 +77,14 @@ def test_rows_survive_as_layers() -> None:
     units = [(slice(0, 3), slice(7, 9)), (slice(3, 7), slice(9, 10))]
     layers = to_layers(row, units)
     assert [len(layer) for layer in layers] == [20, 20]
-    other = torch.zeros(11)
-    other[10] = row[10]
-    assert torch.equal(from_layers(layers, units, other), row)
+    row_of_others = torch.zeros(11)
+    row_of_others[10] = row[10]
+    assert torch.equal(from_layers(layers, units, row_of_others), row)
     with pytest.raises(InvalidValue, match="layer 1 has 19 bytes, not 20"):
         from_layers([layers[0], layers[1][:-1]], units, row)
 
 
-# --- who sees what ---
+# --- secrecy ---
 
 
 def windows(data: bytes, length: int = 16) -> set[bytes]:
@@ -111,23 +113,23 @@ def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when
     for parcel in parcels:
         note = read_note(parcel.body, parcel.sender)
         numbers.setdefault((note.repeat, note.kind, note.sender, note.recipient), []).append(note.number)
-    assert all(sorted(found) == list(range(len(found))) for found in numbers.values())
+    assert all(sorted(group) == list(range(len(group))) for group in numbers.values())
 
 
 def test_before_upload_peers_never_hold_another_s_plain_layer() -> None:
     class Watching(InMemoryTransport):
         def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
             answers = super().carry(requests)
-            seen.extend((k, self.peers[k].snapshot()) for k in requests)
+            snapshots.extend((k, self.peers[k].snapshot()) for k in requests)
             return answers
 
-    seen: list[tuple[int, bytes]] = []
+    snapshots: list[tuple[int, bytes]] = []
     world = World(4)
     terms, _ = world.exchange(Watching(world.peers))
-    assert len(seen) == 4 * (2 * world.rules.repeats + 3)
-    for number, remembered in seen:
-        others = set().union(*(windows(layer) for k, m in world.models.items() if k != number for layer in m))
-        assert not windows(remembered) & others
+    assert len(snapshots) == 4 * (2 * world.rules.repeats + 3)
+    for number, remembered in snapshots:
+        secrets = set().union(*(windows(layer) for k, m in world.models.items() if k != number for layer in m))
+        assert not windows(remembered) & secrets
     assert world.outcome(terms) == world.expected(terms)
     assert any(world.peers[k].layers[unit] != world.peers[k].offered[unit] for k in terms.peers for unit in range(3))
 
@@ -145,21 +147,21 @@ def test_a_parcel_names_its_stage_one_sender_to_its_recipient_and_nothing_else()
         assert index < 3
         assert size == 4 + SIZES[index] + OVERHEAD
         assert set(opened[8 + size :]) <= {0}
-        for other in set(world.numbers) - {parcel.recipient}:
-            assert unseal(note.payload, world.peers[other].opening, note.header()) is None
+        for outsider in set(world.numbers) - {parcel.recipient}:
+            assert unseal(note.payload, world.peers[outsider].opening, note.header()) is None
 
 
 def test_keys_belong_to_a_run_and_envelopes_are_never_the_same() -> None:
     world = World(2)
     peer = world.peers[10]
-    introductions, held = [], []
+    introductions, envelopes = [], []
     for run, round in (("one", 1), ("one", 2), ("two", 1)):
         peer.offer(world.models[10])
         answer = PeerMessage.decode(peer.handle(PeerMessage("begin", world.terms(round=round, run=run)).encode()), 10)
         introductions.append(answer.letters[0].body)
-        held += peer.holding.items
+        envelopes += peer.holding.items
     assert introductions[0] == introductions[1] != introductions[2]
-    assert len(set(held)) == len(held) == 9
+    assert len(set(envelopes)) == len(envelopes) == 9
 
 
 def test_identities_may_be_those_of_supernodes() -> None:
@@ -177,11 +179,13 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
     class Restarting(InMemoryTransport):
         def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
             for number in requests:
-                old = self.peers[number]
-                new = Peer(number, old.identity, old.identities, old.rules, fewest=1, choices=old.choices)
-                new.offer(old.offered)
-                new.restore(old.snapshot())
-                self.peers[number] = new
+                running = self.peers[number]
+                restarted = Peer(
+                    number, running.identity, running.identities, running.rules, fewest=1, choices=running.choices
+                )
+                restarted.offer(running.offered)
+                restarted.restore(running.snapshot())
+                self.peers[number] = restarted
             return super().carry(requests)
 
     world = World(3)
@@ -197,28 +201,30 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
 
 
 @pytest.mark.parametrize("colluding", [(13,), (12, 13)])
-def test_what_peers_and_server_together_know_of_an_honest_peer_is_what_it_sent_them(colluding: tuple[int, ...]) -> None:
-    """They open all that they have keys for: the parcels for them, and in these the envelopes for the server."""
+def test_colluding_peers_and_server_learn_of_an_honest_peer_only_the_layers_it_sent_them(
+    colluding: tuple[int, ...],
+) -> None:
+    """Colluders open every parcel for them and, in these, the envelopes for the server."""
     repeats: Counter[int] = Counter()
     for seed in range(1, 5):
         world = World(5, rules=Rules(2, 1, 2), seed=seed)
         world.offer()
         transport = WatchedTransport(world.peers)
         terms, _ = world.exchange(transport)
-        known: Counter[int] = Counter()
-        for letter in (one for one in transport.letters if is_parcel(one) and one.sender not in colluding):
+        learned: Counter[int] = Counter()
+        for letter in (sent for sent in transport.letters if is_parcel(sent) and sent.sender not in colluding):
             note = read_note(letter.body, letter.sender)
             keys = [world.peers[k].opening for k in colluding] + [KEY.private]
-            found = [content for key in keys if (content := unseal(note.payload, key, note.header())) is not None]
-            assert bool(found) == (letter.recipient in colluding)
-            if found and note.kind == SENT:
-                content = found[0][8 : 8 + int.from_bytes(found[0][:8])]
+            opened = [content for key in keys if (content := unseal(note.payload, key, note.header())) is not None]
+            assert bool(opened) == (letter.recipient in colluding)
+            if opened and note.kind == SENT:
+                content = opened[0][8 : 8 + int.from_bytes(opened[0][:8])]
                 index = int.from_bytes(content[:4])
                 layer = unseal(content[4:], KEY.private, terms.layer_context(index))
-                own = layer == world.models[letter.sender][index]
-                assert own or note.repeat > 1, "in the first repeat a peer sends layers of its own"
-                known[letter.sender] += note.repeat == 1
+                from_sender = layer == world.models[letter.sender][index]
+                assert from_sender or note.repeat > 1, "in the first repeat a peer sends layers of its own"
+                learned[letter.sender] += note.repeat == 1
                 repeats[note.repeat] += 1
-        assert max(known.values(), default=0) <= 2  # n_u
+        assert max(learned.values(), default=0) <= 2  # n_u
     assert repeats[1] > 0
     assert repeats[2] > 0

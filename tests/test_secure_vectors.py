@@ -1,4 +1,4 @@
-"""The bytes of an exchange are those that docs/secure-messages.md describes: recorded ones in `vectors/`, and those of today.
+"""Messages of an exchange have the bytes that docs/secure-messages.md describes: recorded ones in `vectors/` and new ones.
 
 `python tests/test_secure_vectors.py` records an exchange anew, where the description has changed.
 """
@@ -26,7 +26,7 @@ SIZES = (5, 3)
 
 
 class Recording(InMemoryTransport):
-    """Keeps what every step asked and what was answered."""
+    """Records every step's requests and answers."""
 
     steps: list[list[dict[str, Any]]]
 
@@ -39,11 +39,11 @@ class Recording(InMemoryTransport):
 
 
 def recorded(when: str) -> dict[str, Any]:
-    """A whole exchange of three peers, as hexadecimal text, with all keys."""
+    """Run an exchange of three peers; return its messages and all keys as hexadecimal text."""
     key, rules = ServerKey(), Rules(2, 1, 2)
     identities = {k: Ed25519PrivateKey.generate() for k in (3, 7, 11)}
-    known = {k: identity.public_key() for k, identity in identities.items()}
-    peers = {k: Peer(k, identities[k], known, rules) for k in identities}
+    public_keys = {k: identity.public_key() for k, identity in identities.items()}
+    peers = {k: Peer(k, identities[k], public_keys, rules) for k in identities}
     models = {k: [bytes([k] * size) for size in SIZES] for k in peers}
     for k, peer in peers.items():
         peer.offer(models[k])
@@ -74,72 +74,76 @@ def follow(case: dict[str, Any]) -> None:
     }
     sealing = {int(k): X25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["sealing"].items()}
     reader = Reader(sealing, server, {k: identity.public_key() for k, identity in identities.items()})
-    first, *steps = case["steps"]
-    for one in first:
-        terms = reader.begin(bytes.fromhex(one["request"]))
+    introductions, *steps = case["steps"]
+    for entry in introductions:
+        terms = reader.begin(bytes.fromhex(entry["request"]))
         assert terms == {"run": "vectors", "when": case["when"], "round": 4, "attempt": 0, "repeats": 2, "low": 1, "high": 2,
                          "peers": [3, 7, 11], "sizes": list(SIZES)}  # fmt: skip
-        letters = reader.letters(bytes.fromhex(one["answer"]))
-        assert [recipient for _, recipient, _ in letters] == [k for k in (3, 7, 11) if k != one["peer"]]
+        letters = reader.letters(bytes.fromhex(entry["answer"]))
+        assert [recipient for _, recipient, _ in letters] == [k for k in (3, 7, 11) if k != entry["peer"]]
         for sender, _, body in letters:
             reader.introduce(sender, body)
     assert reader.session.hex() == case["session"]
     assert len(steps) == 2 * reader.repeats + 2
     kinds: list[set[tuple[int, int]]] = []
-    delivered = first
+    delivered = introductions
     for step in steps:
-        going = [letter for one in delivered for letter in reader.letters(bytes.fromhex(one["answer"]))]
-        coming = [letter for one in step for letter in reader.letters(bytes.fromhex(one["request"]))]
+        going = [letter for entry in delivered for letter in reader.letters(bytes.fromhex(entry["answer"]))]
+        coming = [letter for entry in step for letter in reader.letters(bytes.fromhex(entry["request"]))]
         assert sorted(going) == sorted(coming), "the server changed what it carried"
-        found = [
+        notes = [
             (sender, recipient, *reader.note(sender, recipient, body))
-            for one in step
-            for sender, recipient, body in reader.letters(bytes.fromhex(one["answer"]))
+            for entry in step
+            for sender, recipient, body in reader.letters(bytes.fromhex(entry["answer"]))
         ]
-        kinds.append({(repeat, kind) for _, _, repeat, kind, _, _ in found})
+        kinds.append({(repeat, kind) for _, _, repeat, kind, _, _ in notes})
         for sender in (3, 7, 11):
             for recipient in {3, 7, 11} - {sender}:
-                mine = [one for one in found if one[:2] == (sender, recipient)]
+                mine = [note for note in notes if note[:2] == (sender, recipient)]
                 parcels = [number for _, _, _, kind, number, _ in mine if kind in (2, 3)]
                 assert sorted(parcels) == list(range(len(parcels)))
                 announced = [number for _, _, _, kind, number, _ in mine if kind == 1]
                 assert announced in ([], [len(parcels)])
         delivered = step
     assert kinds == [{(1, 1), (1, 2)}, {(1, 3)}, {(2, 1), (2, 2)}, {(2, 3)}, {(2, 4)}, set()]
-    there = Counter((r, s, t, i) for r, kind, s, t, i in reader.sent if kind == 2)
+    outgoing = Counter((r, s, t, i) for r, kind, s, t, i in reader.sent if kind == 2)
     back = Counter((r, t, s, i) for r, kind, s, t, i in reader.sent if kind == 3)
-    assert there == back, "for every layer one of the same index comes back"
-    held = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
+    assert outgoing == back, "for every layer one of the same index comes back"
+    layers_held = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
     if case["when"] == "before_upload":
-        held = {k: [reader.layer(index, layer) for index, layer in enumerate(layers)] for k, layers in held.items()}
+        layers_held = {
+            k: [reader.layer(index, layer) for index, layer in enumerate(layers)] for k, layers in layers_held.items()
+        }
     models = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["models"].items()}
     for index in range(len(SIZES)):
-        assert sorted(layers[index] for layers in held.values()) == sorted(layers[index] for layers in models.values())
+        assert sorted(layers[index] for layers in layers_held.values()) == sorted(
+            layers[index] for layers in models.values()
+        )
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_reader_of_the_page_follows_the_recorded_exchange(place: int) -> None:
-    follow(json.loads(PATH.read_text())[place])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_reader_of_the_page_follows_the_recorded_exchange(index: int) -> None:
+    follow(json.loads(PATH.read_text())[index])
 
 
 @pytest.mark.parametrize("when", ["before_upload", "before_train"])
-def test_a_reader_of_the_page_follows_an_exchange_of_today(when: str) -> None:
+def test_a_reader_of_the_page_follows_a_new_exchange(when: str) -> None:
     follow(recorded(when))
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
-    case = json.loads(PATH.read_text())[place]
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_library_writes_and_reads_the_recorded_bytes(index: int) -> None:
+    case = json.loads(PATH.read_text())[index]
     server = ServerKey(X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"])))
     terms = Terms("vectors", 4, case["when"], 0, (3, 7, 11), server.public, Rules(2, 1, 2), SIZES)
     assert terms.encode().hex() == case["terms"]
     assert Terms.decode(bytes.fromhex(case["terms"])) == terms
     introductions: dict[int, Introduction] = {}
-    for one in case["steps"][0]:
-        peer = one["peer"]
-        assert PeerMessage("begin", terms).encode().hex() == one["request"]
-        answer = PeerMessage.decode(bytes.fromhex(one["answer"]), peer)
-        assert answer.encode().hex() == one["answer"]
+    for entry in case["steps"][0]:
+        peer = entry["peer"]
+        assert PeerMessage("begin", terms).encode().hex() == entry["request"]
+        answer = PeerMessage.decode(bytes.fromhex(entry["answer"]), peer)
+        assert answer.encode().hex() == entry["answer"]
         introductions[peer] = keys = Introduction.decode(answer.letters[0].body, peer)
         identity = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["identities"][str(peer)]))
         signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(peer)]))
@@ -148,10 +152,10 @@ def test_the_library_writes_and_reads_the_recorded_bytes(place: int) -> None:
         assert keys.verifying == signing.public_key().public_bytes_raw()
     assert PeerSession(terms, introductions).digest.hex() == case["session"]
     for step in case["steps"][1:]:
-        for one in step:
-            request = PeerMessage.decode(bytes.fromhex(one["request"]))
-            assert request.encode().hex() == one["request"]
-            for letter in PeerMessage.decode(bytes.fromhex(one["answer"]), one["peer"]).letters:
+        for entry in step:
+            request = PeerMessage.decode(bytes.fromhex(entry["request"]))
+            assert request.encode().hex() == entry["request"]
+            for letter in PeerMessage.decode(bytes.fromhex(entry["answer"]), entry["peer"]).letters:
                 note = read_note(letter.body, letter.sender)
                 signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(letter.sender)]))
                 assert note.signed(signing) == letter.body

@@ -1,4 +1,4 @@
-"""What clients remember, in memory and in files, against a plain dictionary."""
+"""The store of client memory, in RAM and in files, against a plain dictionary."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NAMES = ("model", "weights", "steps")
 
 
 def value(number: int) -> Tensor:
-    """A tensor that no other number gives; the type differs, too."""
+    """Return a tensor that is unique to the number, with one of four types."""
     kinds = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
     return (torch.arange(8) + number).to(kinds[number % 4]).view(2, 4)
 
 
-def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    return one.keys() == two.keys() and all(
-        one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one
+def equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return state.keys() == expected.keys() and all(
+        state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name]) for name in state
     )
 
 
@@ -48,65 +48,65 @@ OPERATIONS = st.lists(
 def test_a_store_is_a_dictionary_whatever_its_budget(
     operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also through undone rounds, and through restoring either of the two newest checkpoints in a new process."""
+    """Also after undone rounds, and after a restart from either of the two newest checkpoints."""
     directory = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedloom.state.store, "INLINE", inline)
         store = ClientStore(directory, budget)
-        now: dict[int, dict[str, Tensor]] = {}  # with what is pending
+        pending: dict[int, dict[str, Tensor]] = {}  # settled and pending writes
         settled: dict[int, dict[str, Tensor]] = {}
         checkpoints: list[tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]] = []
-        for number, (what, *arguments) in enumerate(operations):
-            if what == "write":
+        for number, (operation, *arguments) in enumerate(operations):
+            if operation == "write":
                 client, name = arguments
                 store.write(client, {name: value(number)})
-                now[client] = {**now.get(client, {}), name: value(number)}
-            elif what == "commit":
+                pending[client] = {**pending.get(client, {}), name: value(number)}
+            elif operation == "commit":
                 store.commit()
-                settled = dict(now)
-            elif what == "rollback":
+                settled = dict(pending)
+            elif operation == "rollback":
                 if store.rollback():
-                    now = dict(settled)
+                    pending = dict(settled)
                 else:
                     assert budget < 10_000  # only a round that outgrows half the budget cannot be undone
                     break
-            elif what == "checkpoint":
+            elif operation == "checkpoint":
                 store.commit()
-                settled = dict(now)
+                settled = dict(pending)
                 state = {name: tensor.clone() for name, tensor in store.state().items()}
                 checkpoints = [*checkpoints, (state, settled)][-2:]
                 store.release()
             elif checkpoints:
-                place = 0 if what == "fall back" else -1
-                checkpoints = checkpoints[: place + 1] if place == 0 else checkpoints
+                index = 0 if operation == "fall back" else -1
+                checkpoints = checkpoints[: index + 1] if index == 0 else checkpoints
                 store = ClientStore(directory, budget)
-                store.restore(checkpoints[place][0])
-                settled = checkpoints[place][1]
-                now = dict(settled)
-            assert list(store) == sorted(now)
+                store.restore(checkpoints[index][0])
+                settled = checkpoints[index][1]
+                pending = dict(settled)
+            assert list(store) == sorted(pending)
             for client in range(CLIENTS):
-                assert same(store.read(client), now.get(client, {}))
-                assert store.read(client).keys() == set(now.get(client, {}))
+                assert equal(store.read(client), pending.get(client, {}))
+                assert store.read(client).keys() == set(pending.get(client, {}))
                 for name in NAMES:
-                    found, wanted = store.read(client).get(name), now.get(client, {}).get(name)
-                    assert (found is None) == (wanted is None)
-                    assert found is None or torch.equal(found, wanted)
+                    tensor, expected = store.read(client).get(name), pending.get(client, {}).get(name)
+                    assert (tensor is None) == (expected is None)
+                    assert tensor is None or torch.equal(tensor, expected)
             assert store._undo_bytes + store._memory_bytes <= budget
 
 
 def test_the_least_recently_used_clients_spill() -> None:
-    one = torch.zeros(100)
+    model = torch.zeros(100)
     store = ClientStore(budget=3 * 400)
     for client in range(3):
-        store.write(client, {"model": one + client})
+        store.write(client, {"model": model + client})
         store.commit()
     folder = store._files().folder
     assert files(folder) == set()
     store.read(0)  # now client 1 has waited for longest
-    store.write(3, {"model": one + 3})
+    store.write(3, {"model": model + 3})
     store.commit()
     assert files(folder) == {"client-000001.v1.safetensors"}
-    assert torch.equal(load_file(folder / "client-000001.v1.safetensors")["model"], one + 1)
+    assert torch.equal(load_file(folder / "client-000001.v1.safetensors")["model"], model + 1)
     store.close()
     assert not folder.exists()
     assert list(store) == []
@@ -123,18 +123,20 @@ def test_an_unchanged_client_costs_nothing_and_versions_never_change(tmp_path: P
     store.write(1, {"model": torch.full((50,), 9.0)})
     store.commit()
     table = store.state()[VERSIONS]
-    after = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
-    assert {name: after[name] for name in original} == original  # client 1's old version serves the checkpoint before
-    assert len(after) == 4
+    later_files = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    assert {
+        name: later_files[name] for name in original
+    } == original  # client 1's old version serves the checkpoint before
+    assert len(later_files) == 4
     store.release()
-    assert files(tmp_path / "clients") == set(after)
+    assert files(tmp_path / "clients") == set(later_files)
     store.state()
     store.release()  # two newer checkpoints than the one that named it
     current = {f"client-{client:06d}.v{version}.safetensors" for client, version in table.tolist()}
     assert files(tmp_path / "clients") == current
 
 
-def test_what_only_passing_rounds_wrote_leaves_no_file(tmp_path: Path) -> None:
+def test_versions_that_no_checkpoint_names_leave_no_file(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, budget=0)
     for number in range(20):
         store.write(0, {"model": value(number)})
@@ -159,7 +161,7 @@ def test_a_lost_or_shortened_file_is_named(tmp_path: Path, harm: str) -> None:
     assert list(fresh) == []
 
 
-def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_half_written_files_of_a_kill_are_removed(tmp_path: Path) -> None:
     unfinished = tmp_path / ".client-000001.v4.safetensors.0123456789abcdef.writing"
     unfinished.mkdir()
     (unfinished / "client-000001.v4.safetensors").write_bytes(b"half")
@@ -198,14 +200,14 @@ def test_a_cohort_reads_rows_and_writes_on_commit() -> None:
     assert "w" not in store.read(4)
     cohort.commit([1])
     assert "w" not in store.read(4)
-    other = Memory(store, [4, 2])
-    assert other.knows("w").tolist() == [False, True]
-    assert torch.equal(other.get("w", default), torch.tensor([[1.0, 1.0], [6.0, 6.0]]))
-    assert torch.equal(other.get("w", torch.zeros(1, 2)), torch.tensor([[0.0, 0.0], [6.0, 6.0]]))
+    same_cohort = Memory(store, [4, 2])
+    assert same_cohort.knows("w").tolist() == [False, True]
+    assert torch.equal(same_cohort.get("w", default), torch.tensor([[1.0, 1.0], [6.0, 6.0]]))
+    assert torch.equal(same_cohort.get("w", torch.zeros(1, 2)), torch.tensor([[0.0, 0.0], [6.0, 6.0]]))
     store.close()
 
 
-def test_what_is_stored_shares_no_memory_with_the_writer_or_reader() -> None:
+def test_stored_tensors_share_no_memory_with_writer_or_reader() -> None:
     store = ClientStore()
     rows = torch.zeros(1, 3)
     cohort = Memory(store, [0])
@@ -216,7 +218,7 @@ def test_what_is_stored_shares_no_memory_with_the_writer_or_reader() -> None:
     assert torch.equal(store.read(0)["w"], torch.zeros(3))
 
 
-def test_folders_and_files_in_each_others_place_are_said_in_one_line(tmp_path: Path) -> None:
+def test_folders_in_place_of_files_are_refused_in_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "client-000001.v7.safetensors"
     folder.mkdir()
     store = ClientStore(tmp_path, budget=0)
