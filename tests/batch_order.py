@@ -12,6 +12,6 @@ from fedloom.training import Passes
 
 
 def batch_order(samples: int, generator: torch.Generator | None, **settings: Any) -> Iterator[Tensor]:
-    """Positions of each batch's samples, batch after batch; `settings` as in `Passes`."""
+    """Yield the positions of each batch's samples; `settings` as in `Passes`."""
     for order, sizes in Passes(**settings).orders(samples, generator):
         yield from order.split(sizes)

@@ -30,4 +30,4 @@ PRIVATE = ("private", "local_private", "dp_sgd")
 """Refuse batch norm, which the tests' models have: `test_places` and tests of their own run them."""
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in PRIVATE)
 EVERYBODY = ("afl", "apple", "cfl", "fedamp")
-"""Beginnings of methods that need all clients in every round."""
+"""Prefixes of methods that need all clients in every round."""

@@ -1,4 +1,4 @@
-"""The command line in processes of its own that start at once: a server that has loaded everything forks one for each command.
+"""The command line in processes that start at once: a server that has loaded everything forks one for each command.
 
 A command may be told to die (SIGKILL) in the middle of its n-th file operation, or (n = -1) to list its file operations.
 """
@@ -58,7 +58,7 @@ class Command:
         return False
 
     def wait(self) -> tuple[int, str]:
-        """Exit code (negative: the signal that killed it) and all it wrote."""
+        """Return the exit code (negative: the signal that killed it) and all output."""
         assert self.server.stdout is not None
         code = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
         return code, self.output.read_text()
@@ -86,7 +86,7 @@ class Server:
 
 @contextmanager
 def serving() -> Iterator[subprocess.Popen[str]]:
-    """The process of a server."""
+    """Start the process of a server."""
     process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -127,8 +127,8 @@ def _obey(request: dict[str, Any]) -> NoReturn:
     os._exit(code)
 
 
-def _die_at(last: int) -> None:
-    """Half of the `last` write reaches its file; then the process is gone. -1 notes the names of all in `OPERATIONS` instead."""
+def _die_at(number: int) -> None:
+    """Die in the middle of write `number`; -1 lists the names of all written files in `OPERATIONS` instead."""
     import fedloom.state.files as files
     from fedloom.rounds.checkpoint import RoundLog
 
@@ -137,14 +137,14 @@ def _die_at(last: int) -> None:
     def counted(path: Path) -> bool:
         nonlocal done
         done += 1
-        if last < 0:
+        if number < 0:
             with open(OPERATIONS, "a") as file:
                 file.write(f"{path.name}\n")
-        return done == last
+        return done == number
 
     @contextmanager
-    def cut_replacing(path: Path, **how: Any) -> Iterator[Path]:
-        with replacing(path, **how) as temporary:
+    def cut_replacing(path: Path, **options: Any) -> Iterator[Path]:
+        with replacing(path, **options) as temporary:
             yield temporary
             if counted(path):
                 os.truncate(temporary, temporary.stat().st_size // 2)

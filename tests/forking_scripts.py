@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that start at once: a server that has loaded fedloom forks one for each."""
+"""Scripts in processes that start at once: a server that has loaded fedloom forks one for each."""
 
 from __future__ import annotations
 

@@ -26,20 +26,20 @@ BATCHES = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
 
 
 def idx_bytes(array: np.ndarray[Any, Any]) -> bytes:
-    """An idx file of an array of bytes."""
+    """Return an idx file of an array of bytes."""
     sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
     return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
 
 
 def picture(side: int, kind: str = "PNG", value: int = 100) -> bytes:
-    """A grey picture."""
+    """Return a grey picture."""
     buffer = io.BytesIO()
     Image.fromarray(np.full((side, side), value, np.uint8)).save(buffer, kind)
     return buffer.getvalue()
 
 
 def saved(folder: Path, table: pa.Table) -> None:
-    """A folder as `save_to_disk` of Hugging Face's `datasets` writes it."""
+    """Write a folder as `save_to_disk` of Hugging Face's `datasets` does."""
     folder.mkdir(parents=True)
     with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as s:
         s.write_table(table)
@@ -48,7 +48,7 @@ def saved(folder: Path, table: pa.Table) -> None:
 
 
 def patients(rows: int = 12) -> pa.Table:
-    """A table with columns of several types."""
+    """Return a table with columns of several types."""
     return pa.table({
         "age": [20 + row for row in range(rows)],
         "pressure": [None if row == 3 else 100 + 0.5 * row for row in range(rows)],
@@ -204,16 +204,16 @@ class Sets:
             datasets.build(self.expressions[name])  # whole, they are read
 
     def files(self, name: str) -> list[Path]:
-        """The files of a set, relative to its folder."""
+        """Return the files of a set, relative to its folder."""
         folder = self.root / name.replace(" ", "-")
         return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
     def content(self, name: str, file: Path) -> bytes:
-        """The content of a file of a set."""
+        """Return the content of a file of a set."""
         return (self.root / name.replace(" ", "-") / file).read_bytes()
 
     def build(self, name: str, file: Path, content: bytes | Callable[[Path], object]) -> Any:
-        """Read a set of which one file has another content, or is something that is made at its path."""
+        """Read a set in which one file has other content, or something else is made at its path."""
         folder, copy = self.root / name.replace(" ", "-"), self.root / "damaged"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy)
@@ -226,7 +226,7 @@ class Sets:
 
 
 def changed(content: bytes, draw: random.Random) -> bytes:
-    """A content with something wrong: bytes that a disk damages, or that somebody puts in."""
+    """Return the content with damage of a disk, or with hostile bytes."""
     if draw.random() < 0.5 or not content:
         return mutated(content, draw)
     ((_, damaged),) = damages(content, 1, draw.randrange(1 << 30))

@@ -1,4 +1,4 @@
-"""The few clients that methods are compared on, by fedloom and the slow way (`naive`, `naive_personal`)."""
+"""The few clients on which fedloom's methods are compared with naive ones (`naive`, `naive_personal`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ FEATURES = 5
 
 @dataclass
 class SmallWorld:
-    """Unequal clients with random data in float64, and how they train; which labels they have and with which model, each world
-    says itself."""
+    """Unequal clients with random data in float64 and their training settings; subclasses choose labels and model."""
 
     norm: bool = False
     rounds: int = 4
@@ -47,23 +46,23 @@ class SmallWorld:
             self.module = self.make_net().double()
 
     def draw_labels(self, generator: torch.Generator) -> Tensor:
-        """The label of every sample."""
+        """Draw the label of every sample."""
         raise NotImplementedError
 
     def make_net(self) -> nn.Module:
-        """The model, with initial weights from torch's own generator."""
+        """Build the model, with initial weights from torch's generator."""
         raise NotImplementedError
 
     def task(self) -> Task:
-        """The same world for fedloom."""
+        """Return this world as a task of fedloom."""
         samples = Samples(self.inputs, self.labels)
         data = Dataset("random", samples, samples, self.classes)
         return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
 
     def rate(self, number: int) -> float:
-        """The learning rate of a round."""
+        """Return the learning rate of a round."""
         return self.training.learning_rate * self.training.decay ** (number - 1)
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
-        """A client's samples and labels."""
+        """Return a client's samples and labels."""
         return self.inputs[self.owned[client]], self.labels[self.owned[client]]

@@ -20,12 +20,12 @@ SAMPLES = 48
 
 
 def absolute(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss as a user writes it."""
+    """A user's loss."""
     return (outputs - targets).abs().mean(1)
 
 
 class Tokens(nn.Module):
-    """Logits of the next of five tokens at each place, from the token there."""
+    """Logits of the next of five tokens at each position, from the token there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Pixels(nn.Module):
 
 
 def draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
-    """Samples, a model, the objective and the number of classes of one kind, the same every time."""
+    """Return samples, a model, the objective and the number of classes of one kind, the same every time."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return _draw(kind)

@@ -1,4 +1,4 @@
-"""Small modules that do all that a module may do, at the top level so that worker processes find them."""
+"""Small modules with every feature that a module may have, at the top level so that worker processes find them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def shifted(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0] + 1
 
 
-def damped(_: nn.Module, given: tuple[Tensor | None], __: object) -> tuple[Tensor | None]:
-    return tuple(None if gradient is None else 0.3 * gradient for gradient in given)
+def damped(_: nn.Module, gradients: tuple[Tensor | None], __: object) -> tuple[Tensor | None]:
+    return tuple(None if gradient is None else 0.3 * gradient for gradient in gradients)
 
 
 class AddedWeights(nn.Module):
@@ -42,7 +42,7 @@ class AddedWeights(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls and keeps a moving mean, in buffers, and has a parameter that the loss does not use."""
+    """Counts its calls and a moving mean in buffers, and has a parameter that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ def parametrized() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    one, two = linear(), linear()
-    two.weight = one.weight
-    return nn.Sequential(one, nn.ReLU(), two)
+    lower, upper = linear(), linear()
+    upper.weight = lower.weight
+    return nn.Sequential(lower, nn.ReLU(), upper)
 
 
 def frozen() -> nn.Module:
@@ -117,9 +117,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_module(names: tuple[str, ...], dtype: torch.dtype = torch.float64, repeated: bool = False) -> nn.Module:
-    """Chain these parts and a classifier; `repeated`, each is passed twice in a row."""
+    """Chain these layers and a classifier; `repeated` applies each twice in a row."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        parts = [PARTS[name]() for name in names]
-        passed = [part for part in parts for _ in range(1 + repeated)]
+        layers = [PARTS[name]() for name in names]
+        passed = [layer for layer in layers for _ in range(1 + repeated)]
         return nn.Sequential(nn.Flatten(), *passed, nn.Linear(FEATURES, CLASSES)).to(dtype)

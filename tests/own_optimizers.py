@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Sign(torch.optim.Optimizer):
-    """Steps by the sign of a moving mean: every number alike."""
+    """Steps by the sign of a moving mean, elementwise."""
 
     def __init__(self, params: Iterable[Tensor], lr: float, smoothing: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "smoothing": smoothing})
@@ -41,14 +41,14 @@ class Normed(torch.optim.Optimizer):
 
 
 def no_optimizer(params: Iterable[Tensor], lr: float) -> None:
-    """A function and no class."""
+    """A function instead of a class."""
 
 
 def falling(done: int, total: int) -> float:
-    """From 1 in a straight line."""
+    """Fall linearly from 1."""
     return 1 - done / total
 
 
 def never(done: int, total: int) -> float:
-    """No rate at all after the first."""
+    """Return no rate after the first step."""
     return 1.0 - (done > 0)

@@ -1,4 +1,4 @@
-"""What the tests of partitions share."""
+"""Helpers of the partition tests."""
 
 from __future__ import annotations
 

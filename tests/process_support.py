@@ -1,4 +1,4 @@
-"""What the tests of the processes engine run inside its workers, which import it by this name."""
+"""Methods that the tests of the processes engine run inside its workers, which import this module by name."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Deadly(KeepsClientMemory):
 class Private(Exception):
     """An error that does not survive pickling."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    def __init__(self, numerator: int, denominator: int) -> None:
+        super().__init__(f"{numerator} and {denominator}")
 
 
 @dataclass
 class Failing(FedAvg):
-    """Client 0 divides by zero, client 1 raises an error of its own, client 2 sends something not finite, client 3 too little."""
+    """Client 0 divides by zero, client 1 raises a custom error, client 2 sends NaN, client 3 a short row."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)
@@ -85,7 +85,7 @@ class Failing(FedAvg):
 
 @dataclass
 class OneByOne(FedAvg):
-    """Trains one client at a time, and counts on it."""
+    """Trains one client at a time and relies on it."""
 
     stackable: ClassVar[bool] = False
 
@@ -96,7 +96,7 @@ class OneByOne(FedAvg):
 
 @dataclass
 class Misconfigured(FedAvg):
-    """Something about the method itself is wrong."""
+    """A method that is misconfigured."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         raise InvalidValue("mu must be at least 0, not -1")
@@ -104,7 +104,7 @@ class Misconfigured(FedAvg):
 
 @dataclass
 class Peeking(FedAvg):
-    """A client half that looks at what only the server has."""
+    """A client half that reads the server's state."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {"model": self.state["model"].unsqueeze(0)}

@@ -1,4 +1,4 @@
-"""What the tests of the Ray engine run inside its actors, which import it by this name; and what they watch from outside."""
+"""Methods and scripts that the tests of the Ray engine run inside its actors, which import this module, and process helpers."""
 
 from __future__ import annotations
 
@@ -70,53 +70,53 @@ assert folder is None or not folder.exists()
 assert not ray.is_initialized()
 assert os.environ.get("RAY_AUTH_MODE") == before, "Ray's setting for the whole program is taken back"
 """
-"""A program with a cluster and a method of its own, run as `python script.py FOLDER`, and then with a cluster that is started
+"""A program with its own cluster and method, run as `python script.py FOLDER`, and then with a cluster that is started
 for it; it prints the processes of both."""
 
 
 @dataclass
 class Echoing(FedAvg):
-    """A method that replies with the very tensor that it was sent."""
+    """A method that replies with the tensor that it was sent."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {"model": inbox["model"]}
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """The processes that a process (by default this one) started, and those that they did."""
+    """Return the descendants of a process (by default this one)."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         fields = _stat(int(entry)) if entry.isdigit() else None
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found, waiting = [], [os.getpid() if of is None else of]
+    processes, waiting = [], [os.getpid() if of is None else of]
     while waiting:
-        new = children.get(waiting.pop(), [])
-        found += new
-        waiting += new
-    return found
+        started = children.get(waiting.pop(), [])
+        processes += started
+        waiting += started
+    return processes
 
 
 class Stopped:
-    """Stops the processes that this one started and whose command a test chooses, as soon as they are there, until `wake`."""
+    """Stops this process's descendants whose command a test chooses, as soon as they appear, until `wake`."""
 
-    def __init__(self, chosen: Callable[[str], bool], apart: set[int]) -> None:
+    def __init__(self, chosen: Callable[[str], bool], spared: set[int]) -> None:
         self.processes: set[int] = set()
-        self._chosen, self._apart = chosen, apart
+        self._chosen, self._spared = chosen, spared
         self._awake = threading.Event()
         self._thread = threading.Thread(target=self._stop, daemon=True)
         self._thread.start()
 
     def _stop(self) -> None:
         while not self._awake.is_set():
-            for process in {*descendants()} - self._apart - self.processes:
+            for process in {*descendants()} - self._spared - self.processes:
                 with suppress(OSError):
                     if self._chosen(Path(f"/proc/{process}/cmdline").read_text()):
                         os.kill(process, signal.SIGSTOP)
                         self.processes.add(process)
 
     def wake(self) -> None:
-        """Let them go on."""
+        """Let the stopped processes continue."""
         self._awake.set()
         self._thread.join()
         for process in self.processes:
@@ -125,13 +125,13 @@ class Stopped:
 
 
 @contextmanager
-def stopped(chosen: Callable[[str], bool], apart: set[int]) -> Iterator[Stopped]:
-    """Processes that stand still until they are woken, here or at the end."""
-    found = Stopped(chosen, apart)
+def stopped(chosen: Callable[[str], bool], spared: set[int]) -> Iterator[Stopped]:
+    """Stop processes until they are woken, here or at the end."""
+    stopper = Stopped(chosen, spared)
     try:
-        yield found
+        yield stopper
     finally:
-        found.wake()
+        stopper.wake()
 
 
 def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
@@ -145,8 +145,8 @@ def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
 
 
 def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
-    """Return True if all processes end within so many seconds of a processor's time. They are counted on a processor that is kept
-    busy, so that on a machine with much else to do they are as long as the processes' own."""
+    """Return True if all processes end within so many seconds of processor time. They are counted on a busy processor, so that
+    on a loaded machine they are as long as the processes' own."""
     watched, began = list(processes), time.process_time()
     while not gone(watched, patience=0):
         if time.process_time() - began > seconds:
@@ -161,7 +161,7 @@ def counted(history: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def _stat(process: int) -> list[str] | None:
-    """State, parent and so on; None when there is no such process."""
+    """Return state, parent and so on of a process; None if there is none."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

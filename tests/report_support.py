@@ -1,4 +1,4 @@
-"""Runs made up for the report's tests, and a headless Chromium driven over a pipe with its DevTools protocol."""
+"""Synthetic runs for the report's tests, and a headless Chromium driven over a pipe with its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 60.0
 
 
 def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, classes: int = 5) -> RunSummary:
-    """A run with plausible figures of every kind; the same arguments give the same run."""
+    """Make a run with plausible figures of every kind; the same arguments give the same run."""
     noise = np.random.default_rng([seed, *algorithm.encode()])
     pace = 0.05 + 0.1 * float(noise.random())
     records: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, 
 
 
 def ablations_drawn(page: str) -> list[dict[str, Any]]:
-    """The figures of parameters and settings in a report's page."""
+    """Return the figures of parameters and settings in a report's page."""
     match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
     assert match is not None
     return [slot["variants"][""] for name, slot in json.loads(match[1]).items() if name.startswith("ablation")]
@@ -97,7 +97,7 @@ class Browser:
         os.close(self._read)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its answer."""
+        """Send one command of the protocol and return its answer."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
@@ -110,7 +110,7 @@ class Browser:
                 return dict(answer["result"])
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False) -> float:
-        """Load a page from disk and wait until all its figures are drawn; seconds from the start to the last figure."""
+        """Load a page from disk and wait until all figures are drawn; return the seconds until the last figure."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
         )  # fmt: skip
@@ -129,39 +129,39 @@ class Browser:
         return time.perf_counter() - began
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Write the whole page as a PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         image = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(image))
 
     def pdf(self) -> bytes:
-        """The page as printed."""
+        """Return the printed page."""
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._read], [], [], SECONDS)
-            part = os.read(self._read, 1 << 20) if ready else b""
-            assert part, "Chromium does not answer"
-            self._rest += part
+            chunk = os.read(self._read, 1 << 20) if ready else b""
+            assert chunk, "Chromium does not answer"
+            self._rest += chunk
         line, self._rest = self._rest.split(b"\0", 1)
         message: dict[str, Any] = json.loads(line)
         self._note(message.get("method"), message.get("params", {}))
         return message
 
-    def _note(self, event: str | None, what: dict[str, Any]) -> None:
+    def _note(self, event: str | None, details: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(what["exceptionDetails"]))
-        elif event == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
-            self.errors.append(what["entry"]["text"])
-        elif event == "Runtime.consoleAPICalled" and what["type"] in ("error", "warning", "assert"):
-            self.errors.append(json.dumps(what["args"]))
+            self.errors.append(json.dumps(details["exceptionDetails"]))
+        elif event == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
+            self.errors.append(details["entry"]["text"])
+        elif event == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(details["args"]))
         elif event == "Network.requestWillBeSent":
-            self.requests.append(what["request"]["url"])
+            self.requests.append(details["request"]["url"])

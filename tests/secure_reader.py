@@ -1,4 +1,4 @@
-"""A second implementation of docs/secure-messages.md, as far as reading goes: nothing of `fedloom.secure` is used here."""
+"""A second implementation of reading by docs/secure-messages.md, without `fedloom.secure`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Record = dict[str, Any]
 
 
 def split(data: bytes) -> list[bytes]:
-    """The parts of a packed text."""
-    parts = []
+    """Return the fields of a packed text."""
+    fields = []
     while data:
         (length,) = struct.unpack_from(">Q", data)
-        parts.append(data[8 : 8 + length])
-        assert len(parts[-1]) == length
+        fields.append(data[8 : 8 + length])
+        assert len(fields[-1]) == length
         data = data[8 + length :]
-    return parts
+    return fields
 
 
-def join(*parts: bytes) -> bytes:
-    return b"".join(struct.pack(">Q", len(part)) + part for part in parts)
+def join(*fields: bytes) -> bytes:
+    return b"".join(struct.pack(">Q", len(field)) + field for field in fields)
 
 
 def numbers(data: bytes) -> list[int]:
@@ -52,7 +52,7 @@ def _expand(suite: bytes, secret: bytes, label: bytes, info: bytes, length: int)
 
 
 def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
-    """The content of an envelope: 32 bytes of the sender's fresh key, then the ciphertext."""
+    """Decrypt an envelope: 32 bytes of the sender's fresh key, then the ciphertext."""
     fresh, sealed = envelope[:32], envelope[32:]
     shared = private.exchange(X25519PublicKey.from_public_bytes(fresh))
     kem, suite = b"KEM" + struct.pack(">H", 0x20), b"HPKE" + struct.pack(">HHH", 0x20, 1, 3)
@@ -69,7 +69,7 @@ def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
 
 @dataclass
 class Reader:
-    """Follows one attempt of an exchange from its bytes, with the private keys of everybody, and checks every field of it."""
+    """Follows one attempt of an exchange from its bytes, with all private keys, and checks every field."""
 
     sealing: dict[int, X25519PrivateKey]
     server: X25519PrivateKey
@@ -79,7 +79,7 @@ class Reader:
     sent: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # repeat, kind, sender, recipient, index
 
     def begin(self, request: bytes) -> Record:
-        """The terms in a request to begin."""
+        """Return the terms in a request to begin."""
         kind, self.terms = split(request)
         assert kind == b"begin"
         label, run, when, key, counts, peers, sizes = split(self.terms)
@@ -91,10 +91,10 @@ class Reader:
                 "low": low, "high": high, "peers": self.peers, "sizes": self.sizes}  # fmt: skip
 
     def letters(self, message: bytes) -> list[tuple[int, int, bytes]]:
-        """Sender, recipient and body of the letters in a request or an answer."""
-        kind, *parts = split(message)
+        """Return sender, recipient and body of the letters in a request or an answer."""
+        kind, *packed = split(message)
         assert kind == b"letters"
-        return [(*struct.unpack_from(">II", part), part[8:]) for part in parts]
+        return [(*struct.unpack_from(">II", letter), letter[8:]) for letter in packed]
 
     def introduce(self, sender: int, body: bytes) -> None:
         verifying, sealing, signature = split(body)
@@ -109,26 +109,26 @@ class Reader:
         return hashlib.sha256(join(b"fedloom session", self.terms, *bodies)).digest()
 
     def note(self, sender: int, recipient: int, body: bytes) -> tuple[int, int, int, bytes]:
-        """Repeat, kind, number, and the layer with its index (or nothing) of one letter after the introductions."""
+        """Return repeat, kind, number and the layer with its index (or nothing) of a letter after the introductions."""
         self.verifying[sender].verify(body[-64:], body[:-64])
-        magic, session, repeat, kind, one, other, number = struct.unpack_from(">4s32sIBIII", body)
-        assert (magic, session, one, other) == (b"flsx", self.session, sender, recipient)
+        magic, session, repeat, kind, from_peer, to_peer, number = struct.unpack_from(">4s32sIBIII", body)
+        assert (magic, session, from_peer, to_peer) == (b"flsx", self.session, sender, recipient)
         header, payload = body[:53], body[53:-64]
         if kind in (1, 4):
             assert payload == b""
             return repeat, kind, number, b""
-        held = [size + 48 * (self.when == "before_upload") for size in self.sizes]
-        assert len(payload) == 32 + 8 + 4 + max(held) + 16
+        sizes = [size + 48 * (self.when == "before_upload") for size in self.sizes]
+        assert len(payload) == 32 + 8 + 4 + max(sizes) + 16
         padded = opened(payload, self.sealing[recipient], header)
         (length,) = struct.unpack_from(">Q", padded)
         content = padded[8 : 8 + length]
         assert set(padded[8 + length :]) <= {0}
         (index,) = struct.unpack_from(">I", content)
-        assert len(content) - 4 == held[index]
+        assert len(content) - 4 == sizes[index]
         self.sent.append((repeat, kind, sender, recipient, index))
         return repeat, kind, number, content
 
     def layer(self, index: int, envelope: bytes) -> bytes:
-        """The layer in an envelope for the server."""
+        """Return the layer in an envelope for the server."""
         info = join(b"fedloom layer", hashlib.sha256(self.terms).digest(), struct.pack(">Q", index))
         return opened(envelope, self.server, info)

@@ -1,4 +1,4 @@
-"""Sites that exchange layers over Flower's messages, without processes; what travels between them is kept and can be changed."""
+"""Sites that exchange layers over Flower's messages, without processes; their messages are recorded and can be changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
 
 @dataclass
 class PeerNode(Node):
-    """A SuperNode whose part in exchanges can go wrong. `steps` counts the requests of the exchange that it is in, from 0."""
+    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current exchange, from 0."""
 
     answers: list[Message] = field(default_factory=list)
     when: str = "before_upload"  # the exchange in which something happens, in round `round`, attempt 0
@@ -80,16 +80,20 @@ class ExchangeGrid(LocalGrid):
 
 
 def on_the_wire(message: Message) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return bytes(message_to_proto(message).SerializeToString())
 
 
 def peers(folder: Path, config: dict[str, Any], choices: str = "rehearsed", count: int = CLIENTS) -> ExchangeGrid:
-    """A grid of sites that know each other's keys, and are content with one other for company."""
+    """Return a grid of sites that know each other's keys and accept exchanges of two peers."""
     keys = make_keys(folder / "keys", count)
     plain = nodes(count, folder)
     for node in plain.values():
-        place = keys.site(node.config["partition-id"])
-        node.config |= {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), "choices": choices}
+        keys_folder = keys.site(node.config["partition-id"])
+        node.config |= {
+            "identity": str(keys_folder / "site.key"),
+            "peers": str(keys_folder / "peers.pub"),
+            "choices": choices,
+        }
         node.config["fewest-peers"] = 2
     return ExchangeGrid({number: PeerNode(node.config) for number, node in plain.items()}, config)

@@ -1,4 +1,4 @@
-"""A federation over the sites of a deployment, and the same one on one machine to compare it with."""
+"""A federation over the sites of a deployment, and the same one simulated on one machine."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
 
 
 class Trial:
-    """An app that trains the example's task by `algorithm` in a deployment: what its run writes, and what the same
-    configuration gives on one machine. `name` is that of the app and of its output; `others` change the task."""
+    """An app that trains the example's task by `algorithm` in a deployment, and the simulation of the same
+    configuration. `name` is that of the app and of its output; `overrides` change the task."""
 
-    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int, *others: str) -> None:
+    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int, *overrides: str) -> None:
         self.deployment = deployment
         self.app, self.output = deployment.folder / name, deployment.folder / "runs" / name
         changes = [
@@ -48,7 +48,7 @@ class Trial:
             f"rounds={rounds}",
             f"data.clients={deployment.count}",
             "checkpoint_every=1",
-            *others,
+            *overrides,
         ]
         self.configuration = write_app(self.app, overrides=changes)
 
@@ -57,22 +57,22 @@ class Trial:
         return self.deployment.run(self.app, output=str(self.output))
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The figures of the rounds that have ended."""
+        """Return the records of the finished rounds."""
         metrics = self.output / "metrics.jsonl"
         lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def absent(self) -> dict[int, list[int]]:
-        """By round, the sites that did not answer."""
-        return {one["round"]: [fault["client"] for fault in one["faults"]] for one in self.rounds() if one["faults"]}
+        """Return the sites that did not answer, by round."""
+        return {row["round"]: [fault["client"] for fault in row["faults"]] for row in self.rounds() if row["faults"]}
 
     def wait_for_round(self, number: int) -> None:
         self.deployment.wait_until(lambda: len(self.rounds()) >= number, PATIENCE, f"round {number} to end")
 
     def wait_for_work(self, site: int, number: int) -> None:
         """Wait until a site has been sent its work of a round, where it has been asked to train in all rounds before."""
-        wanted = self._asked[site] + number
-        self.deployment.wait_until(lambda: self._trainings(site) >= wanted, PATIENCE, f"round {number} at site {site}")
+        count = self._asked[site] + number
+        self.deployment.wait_until(lambda: self._trainings(site) >= count, PATIENCE, f"round {number} at site {site}")
 
     def _trainings(self, site: int) -> int:
         """Return how often a site has been asked to train, in this run and before."""
@@ -87,7 +87,7 @@ class Trial:
         return read_tensors(self.output / "model.safetensors")[0]
 
     def simulated(self, absent: Mapping[int, Sequence[int]] | None = None) -> Federation:
-        """The federation on one machine, where in some rounds some clients are absent."""
+        """Simulate the federation on one machine, with clients absent in some rounds."""
         task = self.configuration.task(self.configuration.seed)
         method = build(str(self.configuration.algorithm))
         federation = Federation(method, task, Absences(task, absent or {}), self.configuration.schedule)
@@ -95,13 +95,13 @@ class Trial:
         return federation
 
     def require_same(self, expected: Federation) -> None:
-        """The run's global model, to the last bit, and the bytes it counted are those of `expected`."""
+        """Assert that the run's global model, to the last bit, and its counted bytes equal `expected`."""
         module = expected.task.module(expected.algorithm.model())
-        found = self.model()
+        state = self.model()
         for name, tensor in module.state_dict().items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
-        counted = [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in self.rounds()]
-        assert counted == [(one["bytes_down"], one["bytes_up"], one["clients"]) for one in expected.history]
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
+        counted = [(row["bytes_down"], row["bytes_up"], row["clients"]) for row in self.rounds()]
+        assert counted == [(row["bytes_down"], row["bytes_up"], row["clients"]) for row in expected.history]
 
 
 class Absences(RowsEngine):
@@ -114,7 +114,7 @@ class Absences(RowsEngine):
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
         gone = self.absent.get(round.number, [])
         yield from super().train(algorithm, round, [task for task in client_tasks if task.client not in gone])
-        before = self.absent.get(round.number - 1, [])  # who was gone by then is not sent anything
+        gone_before = self.absent.get(round.number - 1, [])  # they are not sent anything
         for client_task in client_tasks:
             if client_task.client in gone:
-                yield Fault(client_task, "absent", sent=client_task.client not in before)
+                yield Fault(client_task, "absent", sent=client_task.client not in gone_before)

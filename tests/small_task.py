@@ -1,4 +1,4 @@
-"""A small task with clients of unequal sizes that hold test data of their own, and a method that remembers."""
+"""A small task with clients of unequal sizes and local test data, and a method with client memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEST_SIZES = (4, 1, 6, 0, 2, 3)
 
 
 class SmallNet(nn.Module):
-    """Batch norm and dropout, so that statistics, integer buffers and torch's own draws are at stake."""
+    """A network with batch norm and dropout: statistics, integer buffers and torch's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class SmallNet(nn.Module):
 
 
 def small_task(own_test: bool = True) -> Task:
-    """Six clients; the samples of client i follow those of client i - 1, first all training parts, then all test parts."""
+    """Return a task of six clients; the samples of client i follow those of client i - 1, first all for training, then all for
+    testing."""
     generator = torch.Generator().manual_seed(5)
     count = sum(TRAIN_SIZES) + sum(TEST_SIZES)
     inputs = torch.randn(count + 20, 5, generator=generator)

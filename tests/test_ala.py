@@ -127,7 +127,7 @@ def test_partialfed_takes_the_blend_for_the_download() -> None:
     compare(world, f"ala({inner}, {RATES})", methods.partialfed, HEAD, pattern=(3, 2))
 
 
-def test_the_variants_of_the_code() -> None:
+def test_the_variants_of_the_authors_code() -> None:
     world = World(rounds=5)
     run = world.run(build(f"fedala(sampling=window, epoch_loss=last, percent=50, window=4, epochs=3, {RATES})"))
     options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last_loss": True, "contiguous": True}
@@ -312,7 +312,7 @@ def test_features_are_reused_only_if_no_sample_depends_on_others_or_chance() -> 
         assert torch.equal(row[0], layout.flatten(module))
 
 
-def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
+def test_idle_clients_of_umf_keep_no_learned_weights() -> None:
     world = World(participation=0.4, rounds=5, training=PLAIN)
     few = world.run(build(f"ala(umf(fedavg), {RATES})"))
     all_of_them = world.run(build(f"ala(umf(fedavg, simulate_all=true), {RATES})"))
@@ -335,7 +335,7 @@ def test_idle_clients_of_umf_learn_nothing_that_lasts() -> None:
         ("ala", "needs method"),
     ],
 )
-def test_one_line_errors(expression: str, words: str) -> None:
+def test_bad_expressions_are_refused_in_one_line(expression: str, words: str) -> None:
     with pytest.raises(InvalidValue, match=words) as caught:
         World().run(build(expression))
     assert "\n" not in str(caught.value)
@@ -349,7 +349,7 @@ def test_expressions_round_trip(expression: str) -> None:
     assert isinstance(build(expression), Ala)
 
 
-def test_a_blend_is_between_its_sources() -> None:
+def test_a_blend_lies_between_its_sources() -> None:
     """The blend lies elementwise between local model and download; lower blocks are the download."""
     world = World(participation=1.0, rounds=3)
     run = world.run(build(f"fedala({RATES})"))

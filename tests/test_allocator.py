@@ -1,4 +1,4 @@
-"""The allocator's wish is granted on glibc and refused in silence elsewhere."""
+"""The allocator's setting takes effect on glibc and is ignored elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous methods against a naive simulation of events, their limiting cases, and a run that stopped half-way."""
+"""Asynchronous methods against a naive simulation of events, their limiting cases, and resumption."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from test_clock import STRAGGLERS, task, trained
 
 def federation(method: str, rounds: int = 6, clock: Clock = STRAGGLERS, directory: Path | None = None) -> Federation:
     schedule = Schedule(rounds=rounds, participation=0.5, seed=3, clock=clock, checkpoint_every=1)
-    one = task()
-    return Federation(build(method), one, RowsEngine(one), schedule, directory)
+    small = task()
+    return Federation(build(method), small, RowsEngine(small), schedule, directory)
 
 
 def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]:
     """FedBuff, or FedAsync where `asynchronous`, as a loop over events; four clients train at a time."""
-    learned, now, times = task(), 0.0, []
+    learned, clock, times = task(), 0.0, []
     engine = RowsEngine(learned)
     model = learned.initial.clone()
     under_way: list[tuple[float, int, int, Tensor, Tensor]] = []  # done at, client, version, sent, returned
     for number in range(1, rounds + 1):
         round = Round(number, rounds, 3, 8, 4, 0.1, 0.1)
         busy = [entry[1] for entry in under_way]
-        new = [client for client in uniform(round) if client not in busy][: 4 - len(busy)]
-        for client in new:
+        started = [client for client in uniform(round) if client not in busy][: 4 - len(busy)]
+        for client in started:
             flat = engine.cohort(round, [_ClientTask(client)]).fit(model[None].clone()).model[0]
             device, size = STRAGGLERS.device(3, client), int(learned.partition.sizes[client])
-            done = now + 2600 / device.down + size / device.speed + 2600 / device.up
+            done = clock + 2600 / device.down + size / device.speed + 2600 / device.up
             under_way.append((done, client, number, model.clone(), flat))
         under_way.sort(key=lambda entry: entry[:2])
         arrived, under_way = under_way[:k], under_way[k:]
-        now = max(now, arrived[-1][0])
-        times.append(now)
+        clock = max(clock, arrived[-1][0])
+        times.append(clock)
         weights = torch.tensor([float(learned.partition.sizes[client]) for _, client, *_ in arrived])
         moved = []
         for _, _, version, sent, returned in arrived:
@@ -66,7 +66,7 @@ class _ClientTask:
 
 
 @pytest.mark.parametrize(("method", "k"), [("fedbuff(fedavg, k=2)", 2), ("fedasync(fedavg)", 1)])
-def test_the_order_of_events_and_the_model_are_those_of_a_naive_simulation(method: str, k: int) -> None:
+def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int) -> None:
     """Clients of ten speeds: some replies are several versions old."""
     simulation = federation(method)
     simulation.run()
@@ -84,49 +84,51 @@ def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
     assert torch.equal(waits.federation.algorithm.model(), plain.federation.algorithm.model())
 
 
-def test_fedmr_recombines_those_that_are_back_and_keeps_every_layer() -> None:
-    """The pool's mean moves by what has come back alone, and models under way stay as they were sent."""
+def test_fedmr_recombines_the_returned_models_and_keeps_every_layer() -> None:
+    """Only returned models change the pool's mean; models under way stay as they were sent."""
     simulation = federation("fedmr_async(k=2)", rounds=1)
     original = simulation.algorithm.state["pool"].clone()
     simulation.run()
     state = simulation.algorithm.state
     back = (state["client"] < 0).nonzero()[:, 0]
     assert len(back) == 2
-    away = [place for place in range(4) if place not in back.tolist()]
+    away = [slot for slot in range(4) if slot not in back.tolist()]
     assert torch.equal(state["pool"][away], original[away])
     assert torch.allclose(state["pool"][back].mean(0), state["replies"][back].mean(0), atol=1e-7)
 
 
 @pytest.mark.parametrize("method", ["fedbuff(fedavg, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"])
-def test_a_run_that_stopped_goes_on_bit_for_bit(method: str, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(method: str, tmp_path: Path) -> None:
     """The checkpoint holds the clients in training, their times and their results."""
     begun = federation(method, directory=tmp_path)
     for _ in range(3):
         begun.step()
     begun.save()
     begun.step()  # whose checkpoint is never written
-    again, uninterrupted = federation(method, directory=tmp_path), federation(method)
-    assert again.finished == 3
-    again.run()
+    resumed, uninterrupted = federation(method, directory=tmp_path), federation(method)
+    assert resumed.finished == 3
+    resumed.run()
     uninterrupted.run()
-    assert again.history == uninterrupted.history
-    assert all(torch.equal(again.algorithm.state[name], held) for name, held in uninterrupted.algorithm.state.items())
+    assert resumed.history == uninterrupted.history
+    assert all(
+        torch.equal(resumed.algorithm.state[name], tensor) for name, tensor in uninterrupted.algorithm.state.items()
+    )
 
 
 def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() -> None:
-    """Nobody is dropped: what came after the deadline is in a later step."""
+    """Nobody is dropped: replies after the deadline count in a later step."""
     clock = Clock(speed="stragglers(100, 10)", deadline=2.0)
     simulation = federation("fedbuff(fedavg, k=4)", rounds=12, clock=clock)
     simulation.run()
     times = [record["simulated_seconds"] for record in simulation.history]
-    assert all(after - before <= 2.0 + 1e-9 for before, after in zip([0.0, *times], times, strict=False))
+    assert all(end - start <= 2.0 + 1e-9 for start, end in zip([0.0, *times], times, strict=False))
     assert not any(record["faults"] for record in simulation.history)
     assert any(len(record["clients"]) < 4 for record in simulation.history)
     assert not torch.equal(simulation.algorithm.model(), task().initial)
 
 
 def test_batch_norm_and_clients_that_drop_out() -> None:
-    """Statistics stay variances, and the place of a client that never answers is free again."""
+    """Variances stay non-negative, and the slot of a client that never answers is free again."""
     result = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
     method = result.federation.algorithm
     assert isinstance(method, FedBuff)
@@ -135,7 +137,7 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         ("fedbuff(fedavg)", "k must be at most the 4 clients that train at a time, not 10"),
         ("fedbuff(scaffold, k=2)", "does more than average whole models"),
@@ -145,7 +147,7 @@ def test_batch_norm_and_clients_that_drop_out() -> None:
         ("fedmr_async(k=2, blend=auto)", "blend must be a number"),
     ],
 )
-def test_what_cannot_be_is_refused(method: str, said: str) -> None:
-    """In one line, before anybody trains."""
-    with pytest.raises(InvalidValue, match=said):
+def test_bad_expressions_are_refused(method: str, message: str) -> None:
+    """In one line, before any client trains."""
+    with pytest.raises(InvalidValue, match=message):
         federation(method)

@@ -1,4 +1,4 @@
-"""Images lie channels last in training where filters are few, with the same numbers to tolerance and bit by bit repeatable."""
+"""Channels-last training of small convolutions: the numbers of channels first to tolerance, repeatable bit by bit."""
 
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ def stepped(flat_module: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     return loss, gradient.clone(), rows
 
 
-def test_the_numbers_are_those_of_channels_first_and_repeat() -> None:
+def test_channels_last_gives_the_numbers_of_channels_first_repeatably() -> None:
     module = convolutions()
-    seen: list[bool] = []
+    layouts: list[bool] = []
     module[0].register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+        lambda _, inputs: layouts.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
     )
-    last = Shortcuts(channels_last=True)
-    found, again = stepped(FlatModule(module, Layout(module), last)), stepped(FlatModule(module, Layout(module), last))
-    assert seen[-1]
-    for one, two in zip(found, again, strict=True):
-        assert torch.equal(one, two)
+    shortcuts = Shortcuts(channels_last=True)
+    gradients, repeated = (
+        stepped(FlatModule(module, Layout(module), shortcuts)),
+        stepped(FlatModule(module, Layout(module), shortcuts)),
+    )
+    assert layouts[-1]
+    for gradient, reference in zip(gradients, repeated, strict=True):
+        assert torch.equal(gradient, reference)
     expected = stepped(FlatModule(module, Layout(module)))
-    assert not seen[-1]
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    assert not layouts[-1]
+    for gradient, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_it_depends_on_the_filters_beside_what_they_put_out() -> None:
-    """8 filters of 3x3x3 and 8 of 8x3x3 put out 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544."""
+def test_it_depends_on_the_sizes_of_filters_and_outputs() -> None:
+    """8 filters of 3x3x3 and 8 of 8x3x3 output 8x8x8 and 8x2x2 numbers; 792 <= 8 * 544."""
     image = torch.zeros(1, 3, 10, 10)
     assert light_convolutions(convolutions().eval(), image)
     assert not light_convolutions(convolutions(600).eval(), image)
@@ -58,7 +61,7 @@ def test_it_depends_on_the_filters_beside_what_they_put_out() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_layer_after_images_that_are_laid_out_is_laid_out_too(channels: int) -> None:
+def test_later_layers_keep_the_channels_last_layout(channels: int) -> None:
     images = torch.randn(5, channels, 8, 8, generator=torch.Generator().manual_seed(0))
     laid = channels_last(images)
     torch.testing.assert_close(laid, images, rtol=0, atol=0)

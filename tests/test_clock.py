@@ -54,7 +54,7 @@ def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_byte
         assert record["bytes_up"] == record["bytes_down"] == 4 * 650 * 4
 
 
-def test_time_changes_no_other_figure_and_without_a_clock_none_is_recorded() -> None:
+def test_the_clock_changes_no_other_figure() -> None:
     """Nothing that clients draw or learn depends on the clock."""
     clocked, plain = trained().history, trained(clock=Clock()).history
     assert [{k: v for k, v in record.items() if k != "simulated_seconds"} for record in clocked] == plain
@@ -139,13 +139,13 @@ def test_methods_that_need_every_selected_client_are_not_over_selected(method: s
     assert not any(record["faults"] for record in trained(method, replace(clock, over_selection=0.0)).history)
 
 
-def test_fedmut_is_over_selected_with_a_model_for_each_client_that_is_asked() -> None:
+def test_fedmut_is_over_selected_with_a_model_for_each_selected_client() -> None:
     """Mutants are drawn for all selected clients; the mean of the first replies is that of fewer clients."""
     history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
     assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(history)
 
 
-def test_a_resumed_run_has_the_time_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_simulated_time_of_an_uninterrupted_one(tmp_path: Path) -> None:
     """Lengthened: the clock goes on where the last record says."""
     trained(directory=tmp_path, rounds=2)
     assert trained(directory=tmp_path).history == trained().history
@@ -169,7 +169,7 @@ def test_a_trace_gives_each_client_its_line(tmp_path: Path) -> None:
             Clock(trace=str(bad))
 
 
-def test_a_run_does_not_go_on_with_another_trace_of_the_same_name(tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_a_changed_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     for speed in (10, 20):
         path.write_text(f"speed\n{speed}\n")

@@ -1,4 +1,4 @@
-"""CluSamp: the masses of its clusters, its groups, its draws and its rounds, each against a second computation."""
+"""CluSamp: its cluster masses, groups, draws and rounds, each against a second computation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from naive import State, World, assert_same, average, flat
 
 
 def assert_masses(clusters: list[Distribution], sizes: list[int], count: int) -> None:
-    """Rows sum to 1 and columns to m p_i, in exact fractions."""
+    """Assert that rows sum to 1 and columns to m p_i, in exact fractions."""
     total = sum(sizes)
     assert len(clusters) == count
     for cluster in clusters:
@@ -87,8 +87,8 @@ def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], s
 
 @settings(deadline=None, max_examples=40)
 @given(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
-def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
-    """Cut the tree as the reference does: write the weight of each merge in the place of its height and let scipy cut there."""
+def test_groups_equal_a_cut_of_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
+    """Cut the tree as the reference does: use the weight of each merge as its height and let SciPy cut there."""
     sizes, count = case
     points = np.random.default_rng(seed).normal(size=(len(sizes), 3))
     distance = np.linalg.norm(points[:, None] - points[None], axis=2)
@@ -102,7 +102,7 @@ def test_groups_are_those_of_cutting_the_tree_at_the_merged_weight(case: tuple[l
     assert {frozenset(group) for group in similar_groups(distance, sizes, count)} == expected
 
 
-def test_like_clients_share_a_cluster() -> None:
+def test_similar_clients_share_a_cluster() -> None:
     """Six clients in three directions, three draws: one from each direction."""
     angles = torch.tensor([0.0, 0.02, 2.0, 2.03, 4.0, 4.01])
     rows = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -138,7 +138,7 @@ def test_distances_equal_plain_loops(distance: str) -> None:
 
 
 def ready(method: Algorithm, world: World) -> Algorithm:
-    """The method after its setup."""
+    """Return the method after its setup."""
     task = world.task()
     Federation(method, task, RowsEngine(task), Schedule(rounds=world.rounds, participation=world.participation))
     return method
@@ -180,11 +180,11 @@ def test_a_client_drawn_twice_trains_once_and_weighs_twice() -> None:
 
 def test_weights_by_size_count_samples() -> None:
     world = World(sizes=(100, 5, 5, 5, 5, 5, 5))
-    one = ready(CluSamp(by="size"), world)
-    two = ready(CluSamp(by="size", weight="size"), world)
+    by_mass = ready(CluSamp(by="size"), world)
+    by_samples = ready(CluSamp(by="size", weight="size"), world)
     for number in range(1, 20):
-        round = replace(one.plan.opening(), number=number)
-        draws, sized = one.select(round), two.select(round)
+        round = replace(by_mass.plan.opening(), number=number)
+        draws, sized = by_mass.select(round), by_samples.select(round)
         assert draws.clients == sized.clients
         assert draws.weights is not None
         expected = tuple(w * world.sizes[c] for c, w in zip(draws.clients, draws.weights, strict=True))
@@ -205,7 +205,7 @@ def test_rounds_of_clusamp_equal_plain_loops(distance: str, norm: bool) -> None:
 
 
 def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[State]]:
-    """Selection and averages from the uploads alone, with dense matrices; the draws are those of the method's stream."""
+    """Compute selection and averages from the uploads alone, with dense matrices and the draws of the method's stream."""
     count, draws = world.clients, 3
     total = sum(world.sizes)
     updates = [torch.zeros(len(flat(world, world.initial())), dtype=torch.float64) for _ in range(count)]
@@ -218,17 +218,17 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
         groups = similar_groups(matrix, list(world.sizes), draws)
         order = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
         masses = np.zeros((draws, count), dtype=np.int64)
-        left = np.array(world.sizes) * draws
+        remaining = np.array(world.sizes) * draws
         heavy = sorted(groups, key=lambda group: (-sum(world.sizes[c] for c in group), group))[:draws]
         for k, group in enumerate(heavy):
             for client in group:
-                masses[k, client] = min(left[client], total)
-                left[client] -= masses[k, client]
+                masses[k, client] = min(remaining[client], total)
+                remaining[client] -= masses[k, client]
         for client in order:
             for k in range(draws):
-                part = min(left[client], total - masses[k].sum())
-                masses[k, client] += part
-                left[client] -= part
+                mass = min(remaining[client], total - masses[k].sum())
+                masses[k, client] += mass
+                remaining[client] -= mass
         generator = stream(world.seed, "select", round=number)
         drawn = []
         for k in range(draws):
@@ -271,10 +271,12 @@ def test_displacements_are_remembered_until_a_client_uploads_again() -> None:
         for client in clients:
             expected[client] = flat(world, world.train(state, number, client)[0]) - flat(world, state)
         state = run.models[number - 1]
-    kept = {int(name.removeprefix("displacement")): t for name, t in method.state.items() if name != "distance"}
-    assert kept.keys() == expected.keys()
+    displacements = {
+        int(name.removeprefix("displacement")): t for name, t in method.state.items() if name != "distance"
+    }
+    assert displacements.keys() == expected.keys()
     for client, tensor in expected.items():
-        torch.testing.assert_close(kept[client], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(displacements[client], tensor, rtol=1e-9, atol=1e-9)
 
 
 # --- other methods inside ---
@@ -282,7 +284,7 @@ def test_displacements_are_remembered_until_a_client_uploads_again() -> None:
 
 @pytest.mark.parametrize("inner", ["fedmr", "indep", "fedmut", "stages(fedavg:1, fedmr)"])
 @pytest.mark.parametrize("by", ["size", "similarity"])
-def test_every_model_of_a_pool_gets_a_client_of_its_own(inner: str, by: str) -> None:
+def test_every_model_of_a_pool_gets_a_different_client(inner: str, by: str) -> None:
     world = World(sizes=(200, 5, 5, 5, 5, 5, 5), participation=0.6, rounds=5)
     run = world.run(build(f"clustered({inner}, by={by})"))
     for clients in run.selected[1:] if inner.startswith("stages") else run.selected:
@@ -306,10 +308,10 @@ def test_a_selection_is_a_function_of_round_and_state() -> None:
     method = CluSamp()
     world.run(method)
     round = replace(method.plan.opening(), number=4)
-    first = method.select(round)
+    selection = method.select(round)
     repeated = ready(CluSamp(), world)
     repeated.restore(method.full_state())
-    assert method.select(round) == first == repeated.select(round)
+    assert method.select(round) == selection == repeated.select(round)
 
 
 @pytest.mark.parametrize(
@@ -336,12 +338,12 @@ def test_methods_that_cannot_be_clustered_are_refused(expression: str, reason: s
         ("clustered(fedavgg)", "did you mean 'fedavg'"),
     ],
 )
-def test_values_that_cannot_be_are_refused(expression: str, message: str) -> None:
+def test_impossible_values_are_refused(expression: str, message: str) -> None:
     with pytest.raises((InvalidValue, KeyError), match=message):
         build(expression)
 
 
-def test_an_expression_describes_what_it_builds() -> None:
+def test_an_expression_round_trips() -> None:
     for expression in ("clusamp", "clusamp(distance='l1')", "clustered(fedprox(mu=0.1), by='size')"):
         assert str(build(expression)) == expression
         assert build(str(build(expression))) == build(expression)

@@ -47,7 +47,7 @@ def overridden(*overrides: str) -> dict[str, Any]:
     return table
 
 
-def test_settings_are_every_value_with_every_other() -> None:
+def test_settings_are_the_product_of_all_values() -> None:
     settings = configuration(
         overridden(
             "settings.data.partition=[iid, dirichlet(0.1)]",
@@ -125,7 +125,7 @@ def test_an_impossible_setting_is_refused_before_the_first_round(tmp_path: Path)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(tmp_path: Path) -> None:
+def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) -> None:
     settings = {"data": {"partition": ["iid", "dirichlet(0.5)"]}}
     job = plan(tmp_path, seeds=[0, 1], settings=settings)
     events: list[Event] = []
@@ -169,7 +169,7 @@ def test_a_comparison_in_several_settings_is_one_run_each_and_makes_none_twice(t
     assert sum(event.kind == "ended" for event in events) == 8
 
 
-def test_images_and_a_report_made_anew_go_by_the_measure_of_the_comparison(
+def test_a_rewritten_report_and_its_images_keep_the_measure_of_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"participation": [0.5, 1.0]}
@@ -187,7 +187,7 @@ def test_images_and_a_report_made_anew_go_by_the_measure_of_the_comparison(
     assert not drawn["ablation-participation"].layout.title.text
 
 
-def test_runs_of_a_plain_comparison_are_found_again_in_a_setting(tmp_path: Path) -> None:
+def test_a_setting_reuses_the_runs_of_a_plain_comparison(tmp_path: Path) -> None:
     Comparison.of(plan(tmp_path)).run(lambda event: None)
     events: list[Event] = []
     Comparison.of(plan(tmp_path, settings={"data": {"partition": ["iid"]}})).run(events.append)
@@ -224,7 +224,7 @@ def test_a_key_that_is_not_set_and_one_set_to_none_are_one_configuration() -> No
     assert fingerprint(plain) != fingerprint({"rounds": 3, "data": {"clients": 3}})
 
 
-def test_labels_are_what_the_command_line_takes() -> None:
+def test_labels_have_the_syntax_of_the_command_line() -> None:
     changes = {"data.partition": "dirichlet(0.1)", "training.clip": "none", "data.merge": True, "rounds": 3}
     assert label(changes) == "data.partition=dirichlet(0.1), training.clip=none, data.merge=true, rounds=3"
     assert label({}) == ""

@@ -1,4 +1,4 @@
-"""Methods in methods: every sensible nesting runs, stops and goes on as if it had not stopped."""
+"""Methods in methods: every sensible nesting runs and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path)
     assert state.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
-    kept, remembered = uninterrupted.engine.memory(), resumed.engine.memory()
-    assert kept.keys() == remembered.keys()
-    assert all(torch.equal(kept[name], remembered[name]) for name in kept)
+    expected_memory, memory = uninterrupted.engine.memory(), resumed.engine.memory()
+    assert memory.keys() == expected_memory.keys()
+    assert all(torch.equal(memory[name], expected_memory[name]) for name in memory)
 
 
 @pytest.mark.parametrize("expression", NESTINGS)
-def test_a_nesting_describes_itself(expression: str) -> None:
+def test_nested_expressions_round_trip(expression: str) -> None:
     method = build(expression)
     repeated = build(str(method))
     assert repeated == method
@@ -111,8 +111,8 @@ def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
     """Appendix C.1: 2K models; SCAFFOLD 2K variates more, FedGen K generators (its class counts are not in the table)."""
     world = World(norm=True, sizes=(9,) * 6)
     run = world.run(build(name))
-    last = run.federation.history[-1]
-    count = len(last["clients"])
+    record = run.federation.history[-1]
+    count = len(record["clients"])
     layout, state = run.federation.task.layout, run.federation.algorithm.full_state()
     down = up = layout.size * 8
     if name == "scaffold":
@@ -120,4 +120,4 @@ def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
     if name == "fedgen":
         down, up = down + state["generator"].numel() * state["generator"].element_size(), up + world.classes * 4
     counters = run.federation.integers.numel() * 8  # batch norm's, which travel with every model
-    assert (last["bytes_down"], last["bytes_up"]) == (count * (down + counters), count * (up + counters))
+    assert (record["bytes_down"], record["bytes_up"]) == (count * (down + counters), count * (up + counters))

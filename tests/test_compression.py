@@ -51,9 +51,7 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40)
 
 @given(NUMBERS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.data())
 @settings(max_examples=40, deadline=None)
-def test_quantisation_is_that_of_each_number_in_its_bucket(
-    numbers: list[float], bits: int, bucket: int, data: st.DataObject
-) -> None:
+def test_quantisation_equals_plain_python(numbers: list[float], bits: int, bucket: int, data: st.DataObject) -> None:
     drawn = data.draw(st.none() | st.lists(st.floats(0, 0.99), min_size=len(numbers), max_size=len(numbers)))
     rows = torch.tensor([numbers], dtype=torch.float64)
     levels, scales = quantise(rows, bits, bucket, None if drawn is None else torch.tensor([drawn]).double())
@@ -142,7 +140,7 @@ def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched
     return simulation, inner, models
 
 
-def test_sparse_updates_with_feedback_are_those_of_plain_python() -> None:
+def test_sparse_updates_with_feedback_equal_plain_python() -> None:
     _, inner, models = watched(Sparse, share=0.05)
     count, size = task().clients, task().layout.trainable
     count_sent = max(1, int(0.05 * size))
@@ -222,7 +220,7 @@ def numbers_sent(expression: str) -> tuple[float, float]:
     return tuple(record[name] / len(record["clients"]) - buffers for name in ("bytes_down", "bytes_up"))  # type: ignore[return-value]
 
 
-def test_bytes_are_those_of_the_packed_arrays() -> None:
+def test_counted_bytes_equal_the_packed_arrays() -> None:
     size = task().layout.trainable
     model_bytes = 4 * size
     for bits in (1, 2, 4, 8):
@@ -254,7 +252,7 @@ def test_bytes_are_those_of_the_packed_arrays() -> None:
         "sparse(umf(scaffold), feedback=false)",
     ],
 )
-def test_codes_go_with_other_methods(expression: str) -> None:
+def test_codes_combine_with_other_methods(expression: str) -> None:
     trained = run_federation(expression)
     assert trained.history[-1]["accuracy"] > 0
     plain = 4 * task().layout.size

@@ -1,4 +1,4 @@
-"""Configurations: what a file and the command line say, and that whatever is wrong is told in one line."""
+"""Configurations from files and the command line; errors are one line."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_command_line_changes_any_key(tmp_path: Path, override: str, key: str, value: Any) -> None:
-    found: Any = load(write(tmp_path, 'algorithm = "fedavg"'), [override])
+    setting: Any = load(write(tmp_path, 'algorithm = "fedavg"'), [override])
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == value
+        setting = getattr(setting, name)
+    assert setting == value
 
 
 WRONG = [
@@ -151,26 +151,26 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("override", "said"), WRONG, ids=[override for override, _ in WRONG])
-def test_whatever_is_wrong_is_told_in_one_line(tmp_path: Path, override: str, said: str) -> None:
+@pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
+def test_bad_configurations_are_refused_in_one_line(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(FedloomError) as caught:
         load(write(tmp_path, 'algorithm = "fedavg"\nmodel = "mlp"'), [override]).task(0)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"rounds = = 3", "is not a TOML file"),
         (b"\xff\xfe\x00", "not a TOML file: .* codec can't decode byte 0xff"),
         (b"rounds = 3\nrounds = 4", "not a TOML file"),
     ],
 )
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content)
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(InvalidValue, match=message):
         load(path)
 
 
@@ -179,7 +179,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nothing.toml")
 
 
-def test_everything_a_schedule_and_a_training_take_can_be_said() -> None:
+def test_every_field_of_schedule_and_training_is_a_key() -> None:
     schedule = {field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)}
     training, clock = dataclasses.asdict(Training()), dataclasses.asdict(schedule.pop("clock"))
     stop = {key: "none" if value is None else value for key, value in dataclasses.asdict(schedule.pop("stop")).items()}
@@ -189,7 +189,7 @@ def test_everything_a_schedule_and_a_training_take_can_be_said() -> None:
     assert configuration({**plain, "training": spelled, "clock": timed, "stop": stop}) == Configuration()
 
 
-def test_the_default_data_and_the_example_are_there() -> None:
+def test_the_default_data_and_the_example_exist() -> None:
     assert Configuration().data.name in datasets
     example = load(ROOT / "examples" / "digits.toml")
     assert example.data == Data(name="digits", clients=20, partition="dirichlet(0.1)")
@@ -198,7 +198,7 @@ def test_the_default_data_and_the_example_are_there() -> None:
     assert len(example.algorithms) > 1
 
 
-def test_folders_tell_methods_apart() -> None:
+def test_folder_names_of_methods_differ() -> None:
     expressions = [
         "fedavg",
         "fedmr(unit='segment', fraction=0.5)",
@@ -216,12 +216,12 @@ def test_folders_tell_methods_apart() -> None:
     assert len(folder_name("stages(" + ", ".join(f"fedavg:{k}" for k in range(1, 90)) + ")")) < 120
 
 
-def test_personal_figures_judge_where_they_are_taken_unless_another_is_named() -> None:
-    own = {"personal_every": 5, "data": {"local_test": 0.25}}
+def test_the_default_measure_is_personal_if_personal_figures_are_taken() -> None:
+    personal = {"personal_every": 5, "data": {"local_test": 0.25}}
     assert configuration({}).measure == "last"
     assert configuration({"personal_every": 5}).measure == "last"  # nothing to take them on
     assert configuration({"data": {"local_test": 0.25}}).measure == "last"
-    assert configuration(own).measure == "personal"
-    assert configuration({**own, "measure": "best"}).measure == "best"
-    (varied,) = configuration({**own, "settings": {"rounds": [7]}}).settings.values()
+    assert configuration(personal).measure == "personal"
+    assert configuration({**personal, "measure": "best"}).measure == "best"
+    (varied,) = configuration({**personal, "settings": {"rounds": [7]}}).settings.values()
     assert varied.measure == "personal"

@@ -1,4 +1,4 @@
-"""Data as people have it: any type of number, labels of text or from 1, and what each refusal says."""
+"""Conversion of user data: any type of number, labels of text or from 1, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ["cat", "ant", "bee"] * 4
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype"),
+    ("inputs", "dtype"),
     [
         (FEATURES, torch.float32),
         (FEATURES.astype(np.float16), torch.float32),
@@ -30,8 +30,8 @@ NAMES = ["cat", "ant", "bee"] * 4
         (torch.ones(12, 3, dtype=torch.float64), torch.float64),  # a model of that type may want it
     ],
 )
-def test_inputs_of_any_type_of_number(given: Any, dtype: torch.dtype) -> None:
-    samples = fl.Samples(given, np.arange(12))
+def test_inputs_of_any_type_of_number(inputs: Any, dtype: torch.dtype) -> None:
+    samples = fl.Samples(inputs, np.arange(12))
     assert (samples.inputs.dtype, len(samples)) == (dtype, 12)
     if dtype == torch.uint8:
         assert samples.inputs.shape == (12, 1, 8, 8)
@@ -51,7 +51,7 @@ def test_labels_of_text_keep_their_names_and_mean_the_same_in_both_parts() -> No
     assert both.groups[-3:].tolist() == [1, 3, 0]
 
 
-def test_parts_with_names_of_their_own_are_joined_under_all_of_them() -> None:
+def test_splits_with_different_class_names_are_joined_under_all_names() -> None:
     joined = fl.Samples(FEATURES[:2], ["b", "a"]).concatenate(fl.Samples(FEATURES[:2], ["c", "b"]))
     assert (joined.labels.tolist(), joined.label_names) == ([1, 0, 2, 1], ("a", "b", "c"))
 
@@ -65,7 +65,7 @@ def test_parts_with_names_of_their_own_are_joined_under_all_of_them() -> None:
         (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class that has no sample yet
     ],
 )
-def test_labels_that_do_not_begin_at_0_are_numbered_from_there(labels: Any, numbered: Any, names: Any) -> None:
+def test_labels_that_do_not_begin_at_0_are_renumbered(labels: Any, numbered: Any, names: Any) -> None:
     samples = fl.Samples(FEATURES[:3], labels)
     dataset = fl.Dataset("numbers", samples, samples)
     assert dataset.train.labels.tolist() == dataset.test.labels.tolist() == numbered
@@ -80,9 +80,9 @@ def test_a_task_of_lists_and_float64_trains() -> None:
     assert double.train.inputs.dtype == torch.float64
 
 
-def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **more: Any) -> fl.Dataset:
+def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **options: Any) -> fl.Dataset:
     samples = fl.Samples(inputs, labels)
-    return fl.Dataset("pets", samples, samples, **more)
+    return fl.Dataset("pets", samples, samples, **options)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **more: Any) -> fl.Data
         ),
     ],
 )
-def test_each_refusal_names_the_field_and_the_cure(make: Any, text: str) -> None:
+def test_each_error_names_the_field_and_the_remedy(make: Any, text: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         make()
     assert text in str(caught.value)
@@ -127,8 +127,8 @@ def test_no_samples_are_no_error() -> None:
     assert len(fl.Samples(np.zeros((0, 3)), np.zeros(0, int))) == 0
 
 
-def test_text_is_numbered_in_alphabetical_order_whatever_holds_it() -> None:
-    for given in (np.array(NAMES), np.array(NAMES, object), np.array(NAMES, "S")):
-        numbers, names = as_labels(given)
+def test_text_labels_of_any_array_are_numbered_alphabetically() -> None:
+    for labels in (np.array(NAMES), np.array(NAMES, object), np.array(NAMES, "S")):
+        numbers, names = as_labels(labels)
         assert names == ("ant", "bee", "cat")
         assert numbers[:3].tolist() == [2, 0, 1]

@@ -1,4 +1,4 @@
-"""Runs side by side: how many at a time with how many threads, and that neither changes what comes of them."""
+"""Concurrent runs: their number, their threads, and that neither changes the results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedloom.experiment.run import run_configured
 from fedloom.task import make_task
 
 
-def table(**more: object) -> Configuration:
-    return configuration({"algorithm": "fedavg", **more})
+def table(**keys: object) -> Configuration:
+    return configuration({"algorithm": "fedavg", **keys})
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_there_is_a_run_on_each_core_and_cores_are_shared_out_to_few_runs() -> None:
+def test_many_runs_take_a_core_each_and_few_share_all_cores() -> None:
     assert [(runs_side_by_side(table(), runs), threads_each(table(), runs)) for runs in (0, 1, 3, 8, 100)] == [
         (1, 8), (1, 8), (3, 2), (8, 1), (8, 1),
     ]  # fmt: skip
@@ -42,23 +42,25 @@ def test_there_is_a_run_on_each_core_and_cores_are_shared_out_to_few_runs() -> N
 
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize("workers", [1, 2, 50, "auto"])
-def test_threads_do_not_depend_on_how_many_runs_go_on_at_a_time(workers: object) -> None:
+def test_threads_do_not_depend_on_the_number_of_concurrent_runs(workers: object) -> None:
     assert threads_each(table(workers=workers), 4) == 2
     assert threads_each(table(workers=workers), 9) == 1
 
 
 @pytest.mark.usefixtures("eight_cores")
-@pytest.mark.parametrize("more", [{"engine": "ray"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}])
-def test_runs_that_use_several_cores_themselves_go_one_after_another(more: dict[str, str]) -> None:
-    assert runs_side_by_side(table(**more), 100) == 1
-    assert threads_each(table(**more), 100) == (8 if "engine" in more else 1)
+@pytest.mark.parametrize("keys", [{"engine": "ray"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}])
+def test_runs_that_use_several_cores_are_sequential(keys: dict[str, str]) -> None:
+    assert runs_side_by_side(table(**keys), 100) == 1
+    assert threads_each(table(**keys), 100) == (8 if "engine" in keys else 1)
 
 
 @pytest.mark.usefixtures("eight_cores")
-@pytest.mark.parametrize(("room", "together"), [(0.5, 1), (1, 1), (2.9, 2), (50, 8)])
-def test_no_more_go_on_at_a_time_than_memory_holds(monkeypatch: pytest.MonkeyPatch, room: float, together: int) -> None:
+@pytest.mark.parametrize(("room", "concurrent"), [(0.5, 1), (1, 1), (2.9, 2), (50, 8)])
+def test_no_more_runs_are_concurrent_than_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, room: float, concurrent: int
+) -> None:
     monkeypatch.setattr(cores, "_memory", lambda: int(room * RUN_BYTES))
-    assert runs_side_by_side(table(), 100) == together
+    assert runs_side_by_side(table(), 100) == concurrent
 
 
 def test_cores_and_memory_are_those_of_this_machine() -> None:
@@ -66,7 +68,7 @@ def test_cores_and_memory_are_those_of_this_machine() -> None:
     assert cores._memory() > 1 << 28
 
 
-def test_the_number_of_threads_before_comes_back() -> None:
+def test_the_previous_number_of_threads_is_restored() -> None:
     threads = torch.get_num_threads()
     with using_threads(threads + 1):
         assert torch.get_num_threads() == threads + 1
@@ -86,34 +88,34 @@ def test_steps_that_are_small_take_one_thread(model: str, batch_size: int, threa
     assert step_threads(task) == threads
 
 
-@pytest.mark.parametrize("wanted", [None, 2])
-def test_a_run_notes_the_threads_that_it_trains_on(wanted: int | None, tmp_path: Path) -> None:
-    own = configuration({"algorithm": "fedavg", "rounds": 1, "threads": wanted, "data": {"clients": 2}})
+@pytest.mark.parametrize("threads", [None, 2])
+def test_a_run_records_its_number_of_threads(threads: int | None, tmp_path: Path) -> None:
+    job = configuration({"algorithm": "fedavg", "rounds": 1, "threads": threads, "data": {"clients": 2}})
     with using_threads(3):
-        run_configured(own, RunName("fedavg", 0), lambda event: None, path=tmp_path)
+        run_configured(job, RunName("fedavg", 0), lambda event: None, path=tmp_path)
         assert torch.get_num_threads() == 3
-    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == (wanted or 1)
+    assert json.loads((tmp_path / "environment.json").read_text())["threads"] == (threads or 1)
 
 
 def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
     """The matrices are so large that PyTorch splits their products: sums then depend on the threads in the last digits."""
 
     def compared(workers: int) -> Path:
-        place = tmp_path / str(workers)
+        folder = tmp_path / str(workers)
         configured = configuration(
             {
                 "algorithms": ["fedavg", "fedmr"], "rounds": 2, "model": "mlp(hidden=[2600])", "workers": workers,
-                "directory": str(place), "data": {"clients": 2, "partition": "iid"}, "training": {"batch_size": 400},
+                "directory": str(folder), "data": {"clients": 2, "partition": "iid"}, "training": {"batch_size": 400},
             }
         )  # fmt: skip
         assert Comparison.of(configured).run(lambda event: None) == {}
-        return place
+        return folder
 
     with using_threads(4):
-        alone, together = compared(1), compared(2)
+        sequential, concurrent = compared(1), compared(2)
     for method in ("fedavg", "fedmr"):
-        first, second = (place / method / "seed-0" for place in (alone, together))
+        run_of_one, run_of_two = (folder / method / "seed-0" for folder in (sequential, concurrent))
         for name in ("metrics.jsonl", "model.safetensors"):
-            assert (first / name).read_bytes() == (second / name).read_bytes()
-        threads = [json.loads((place / "environment.json").read_text())["threads"] for place in (first, second)]
+            assert (run_of_one / name).read_bytes() == (run_of_two / name).read_bytes()
+        threads = [json.loads((run / "environment.json").read_text())["threads"] for run in (run_of_one, run_of_two)]
         assert threads == [2, 2]

@@ -328,7 +328,7 @@ def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(na
     assert noticed > 8
 
 
-def test_a_figure_of_the_newest_rounds_alone_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
     federation(tmp_path).run()
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -339,7 +339,7 @@ def test_a_figure_of_the_newest_rounds_alone_leads_back_to_the_checkpoint_before
     assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
 
 
-def test_lines_after_the_checkpoint_are_not_counted_on(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     federation(tmp_path).run()
     log = RoundLog(tmp_path / "metrics.jsonl")
     (tmp_path / "checkpoint-0000005.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Label noise: how many labels of whom are replaced, by what, and that nothing else is touched."""
+"""Label noise: number, clients and values of replaced labels; nothing else changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def noise_of(kind: str, rate: float | list[float]) -> LabelNoise:
 
 
 def some_partition(sizes: list[int], spare: int = 5) -> tuple[Partition, int]:
-    """Clients of these sizes with samples in random order, and how many samples there are, of which some are nobody's."""
+    """Return clients of these sizes with samples in random order, and the number of all samples (`spare` have no client)."""
     count = sum(sizes) + spare
     order = np.random.default_rng(sum(sizes)).permutation(count)
     return Partition.from_sizes(order[: sum(sizes)], sizes), count
@@ -43,7 +43,7 @@ def some_partition(sizes: list[int], spare: int = 5) -> tuple[Partition, int]:
 
 @PROPERTIES
 @given(kind=KINDS, rate=RATES, sizes=SIZES, classes=st.integers(2, 12), seed=st.integers(0, 2**40))
-def test_each_client_has_its_share_replaced_and_nobody_elses_labels_change(
+def test_each_client_has_its_share_of_labels_replaced(
     kind: str, rate: float, sizes: list[int], classes: int, seed: int
 ) -> None:
     partition, count = some_partition(sizes)
@@ -89,7 +89,7 @@ def test_the_mean_share_is_exact_however_small_the_clients_are(kind: str) -> Non
     assert wrong == pytest.approx(0.3 if kind == "paired" else 0.27, abs=0.015)
 
 
-def test_symmetric_replacements_are_uniform_over_all_classes_and_samples_equally_often_replaced() -> None:
+def test_symmetric_replacements_are_uniform_over_classes_and_samples() -> None:
     labels, partition = np.zeros(500, np.int64), Partition.from_sizes(np.arange(500), [200, 300])
     noisy = np.stack([noise_of("symmetric", 0.5).apply(labels, partition, 5, seed) for seed in range(200)])
     counts = np.bincount(noisy.ravel(), minlength=5)
@@ -112,8 +112,8 @@ def test_clients_rates_are_uniform_in_the_range() -> None:
 
 
 def noisy_task(label_noise: str, **options: Any) -> Task:
-    given = {"clients": 6, "partition": "dirichlet(1.0)", "model": "mlp(hidden=[8])", "seed": 4} | options
-    return fl.make_task("digits", label_noise=label_noise, **given)  # type: ignore[arg-type]
+    task_options = {"clients": 6, "partition": "dirichlet(1.0)", "model": "mlp(hidden=[8])", "seed": 4} | options
+    return fl.make_task("digits", label_noise=label_noise, **task_options)  # type: ignore[arg-type]
 
 
 @settings(max_examples=12, deadline=None)
@@ -127,8 +127,8 @@ def test_test_labels_are_never_touched(noise: str, merge: bool, local: bool) -> 
     assert torch.equal(noisy.test.labels, clean.test.labels)
     assert torch.equal(noisy.train.inputs, clean.train.inputs)
     if noisy.local_test is not None:
-        own = torch.from_numpy(noisy.local_test.indices)
-        assert torch.equal(noisy.train.labels[own], clean.train.labels[own])
+        test_rows = torch.from_numpy(noisy.local_test.indices)
+        assert torch.equal(noisy.train.labels[test_rows], clean.train.labels[test_rows])
     wrong = (noisy.train.labels != noisy.true_labels)[torch.from_numpy(noisy.partition.indices)]
     assert 0.4 < wrong.float().mean() < 0.95
     assert torch.equal(noisy_task(noise, **options).train.labels, noisy.train.labels)
@@ -139,13 +139,13 @@ def test_validation_samples_have_their_true_labels() -> None:
     task = noisy_task("paired(1.0)", local_test=0.25)
     assert task.true_labels is not None
     assert task.local_test is not None
-    held = withhold(task, 0.4, seed=1)
-    assert held.local_test is not None
-    own = torch.from_numpy(np.sort(held.local_test.indices))
-    assert torch.equal(held.test.labels, task.true_labels[own])
-    assert torch.equal(held.train.labels[own], task.true_labels[own])
-    trained = torch.from_numpy(held.partition.indices)
-    assert bool((held.train.labels[trained] != task.true_labels[trained]).all())
+    withheld = withhold(task, 0.4, seed=1)
+    assert withheld.local_test is not None
+    test_rows = torch.from_numpy(np.sort(withheld.local_test.indices))
+    assert torch.equal(withheld.test.labels, task.true_labels[test_rows])
+    assert torch.equal(withheld.train.labels[test_rows], task.true_labels[test_rows])
+    trained = torch.from_numpy(withheld.partition.indices)
+    assert bool((withheld.train.labels[trained] != task.true_labels[trained]).all())
 
 
 RUN: dict[str, Any] = {"rounds": 3, "participation": 0.5, "seed": 4}
@@ -154,8 +154,8 @@ RUN: dict[str, Any] = {"rounds": 3, "participation": 0.5, "seed": 4}
 @pytest.mark.parametrize("noise", ["symmetric(0)", "paired([0.0, 0.0])"])
 def test_a_rate_of_0_changes_no_bit(noise: str) -> None:
     clean, noisy = fl.run("fedmr", noisy_task("none"), **RUN), fl.run("fedmr", noisy_task(noise), **RUN)
-    for one, other in zip(clean.model.parameters(), noisy.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, expected in zip(clean.model.parameters(), noisy.model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
     assert noisy.history == clean.history
 
 
@@ -168,12 +168,12 @@ def test_every_engine_trains_on_the_noisy_labels(engine: str) -> None:
         fl.Dataset("digits", train, noisy.test, 10), train, noisy.test, noisy.partition, noisy.model,
         noisy.training, noisy.local_test,
     )  # fmt: skip
-    found, expected = (fl.run("ditto", task, engine=engine, **RUN) for task in (noisy, by_hand))
+    result, expected = (fl.run("ditto", task, engine=engine, **RUN) for task in (noisy, by_hand))
     clean = fl.run("ditto", noisy_task("none", local_test=0.25), **RUN)
-    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert found.history == expected.history
-    assert found.history != clean.history
+    for parameter, expected_parameter in zip(result.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(parameter, expected_parameter)
+    assert result.history == expected.history
+    assert result.history != clean.history
 
 
 def test_workers_are_sent_no_true_labels() -> None:
@@ -194,7 +194,7 @@ def test_workers_are_sent_no_true_labels() -> None:
         ("symmetric(rat=0.4)", "symmetric has no parameter 'rat': did you mean 'rate'? (it has: rate)"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
+def test_bad_noise_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(FedloomError) as caught:
         noisy_task(text)
     assert message in str(caught.value)
@@ -206,7 +206,7 @@ def test_none_is_no_noise(text: str) -> None:
     assert label_noises.build_unless_none(text) is None
 
 
-def test_a_file_names_it_and_settings_vary_it(tmp_path: Path) -> None:
+def test_configurations_and_settings_take_noise(tmp_path: Path) -> None:
     (tmp_path / "noisy.toml").write_text("[settings]\ndata.label_noise = ['none', 'symmetric(0.4)']\n")
     loaded = load(tmp_path / "noisy.toml", ["data.clients=6", "model=mlp(hidden=[8])"])
     clean, noisy = (setting.task(1) for setting in loaded.settings.values())
@@ -223,13 +223,13 @@ def test_a_file_names_it_and_settings_vary_it(tmp_path: Path) -> None:
         load(tmp_path / "wrong.toml")
 
 
-def test_labels_are_kept_with_the_split_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
+def test_labels_are_saved_with_the_split_and_reused_on_resumption(tmp_path: Path) -> None:
     task = noisy_task("symmetric([0.0, 0.6])")
     assert task.true_labels is not None
     fl.run("fedavg", task, directory=tmp_path, rounds=2)
-    kept, _ = read_tensors(tmp_path / "labels.safetensors")
-    assert torch.equal(kept["given"], task.train.labels)
-    assert torch.equal(kept["true"], task.true_labels)
+    labels, _ = read_tensors(tmp_path / "labels.safetensors")
+    assert torch.equal(labels["given"], task.train.labels)
+    assert torch.equal(labels["true"], task.true_labels)
     summary = RunDirectory(tmp_path).summary()
     wrong = (task.train.labels != task.true_labels)[torch.from_numpy(task.partition.indices)]
     assert summary.wrong_labels == int(wrong.sum()) > 0
@@ -242,9 +242,9 @@ def test_labels_are_kept_with_the_split_and_a_resumed_run_has_the_same(tmp_path:
         fl.run("fedavg", noisy_task("symmetric([0.0, 0.5])"), directory=tmp_path, rounds=6)
 
 
-def test_reports_say_which_labels_they_count(tmp_path: Path) -> None:
-    for noise, said in (("paired(0.5)", True), ("none", False)):
+def test_reports_state_that_labels_are_noisy(tmp_path: Path) -> None:
+    for noise, noisy in (("paired(0.5)", True), ("none", False)):
         fl.run("fedavg", noisy_task(noise), rounds=1).report(tmp_path / "report.html")
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert ("By the labels given, of which 7" in page) == said
-        assert (", by the labels given, of which 7" in page) == said
+        assert ("By the labels given, of which 7" in page) == noisy
+        assert (", by the labels given, of which 7" in page) == noisy

@@ -58,10 +58,10 @@ def test_arrays_of_a_folder_are_held_out_by_class(tmp_path: Path) -> None:
     assert (data.classes, data.train.inputs.dtype, data.mean) == (5, torch.float32, None)
     assert data.train.labels.bincount().tolist() == [7, 7]
     assert data.test.labels.bincount().tolist() == [3, 3]
-    together = torch.cat([data.train.inputs, data.test.inputs])[:, 0]
-    assert sorted(together.tolist()) == list(range(0, 40, 2))
-    other = make("arrays", path=str(tmp_path), test_fraction=0.3, seed=1)
-    assert not torch.equal(other.test.inputs, data.test.inputs)
+    column = torch.cat([data.train.inputs, data.test.inputs])[:, 0]
+    assert sorted(column.tolist()) == list(range(0, 40, 2))
+    other_seed = make("arrays", path=str(tmp_path), test_fraction=0.3, seed=1)
+    assert not torch.equal(other_seed.test.inputs, data.test.inputs)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ _GOOD: dict[str, Any] = {"inputs": np.zeros((4, 2)), "labels": np.array([0, 1, 0
         ({}, {"layout": "channels_lst"}, "did you mean 'channels_last'?"),
     ],
 )
-def test_bad_arrays_are_told_in_one_line(
+def test_bad_arrays_are_refused_in_one_line(
     change: dict[str, Any], options: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     arrays = {key: value for key, value in {**_GOOD, **change}.items() if value is not None}
@@ -159,12 +159,12 @@ def test_client_ids_mean_the_same_in_both_parts(tmp_path: Path) -> None:
         "labels": np.array([0, 1, 0, 1]),
         "groups": np.array(["x", "z", "y", "x"]),
     }
-    part: dict[str, Any] = {
+    test_arrays: dict[str, Any] = {
         "test_inputs": np.zeros((2, 2)),
         "test_labels": np.array([1, 0]),
         "test_groups": np.array(["z", "yy"]),
     }
-    np.savez(tmp_path / "a.npz", **arrays, **part)
+    np.savez(tmp_path / "a.npz", **arrays, **test_arrays)
     data = make("arrays", path=str(tmp_path / "a.npz"))
     assert data.train.groups is not None
     assert data.test.groups is not None
@@ -220,7 +220,7 @@ def test_bad_image_folders_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module in the current folder that loads data in every allowed and some other ways."""
+    """Write a module into the current folder that loads data in every allowed and some other ways; return its name."""
     name = "loads_data_for_the_test"
     (tmp_path / f"{name}.py").write_text(
         "import fedloom as fl, numpy as np, torch\n"
@@ -239,8 +239,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}_too.py").write_text("value = 7\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    for made in (name, f"{name}_too"):
-        monkeypatch.delitem(sys.modules, made, raising=False)
+    for module_name in (name, f"{name}_too"):
+        monkeypatch.delitem(sys.modules, module_name, raising=False)
     return name
 
 
@@ -250,8 +250,8 @@ def test_python_functions(module: str) -> None:
     clients = make("python", source=f"{module}:clients", test_fraction=0.4)
     assert clients.train.groups is not None
     assert torch.equal(clients.train.groups, clients.train.labels + 5)
-    parts = make("python", source=f"{module}:parts")
-    assert (len(parts.train), parts.test.inputs.tolist()) == (10, [[0, 1], [2, 3]])
+    split = make("python", source=f"{module}:parts")
+    assert (len(split.train), split.test.inputs.tolist()) == (10, [[0, 1], [2, 3]])
     with_clients = make("python", source=f"{module}:parts_with_clients")
     assert with_clients.test.groups is not None
     assert with_clients.test.groups.tolist() == [4, 3]
@@ -269,15 +269,15 @@ def test_python_functions(module: str) -> None:
         ("pairs", "did you mean 'pair'?"),
     ],
 )
-def test_bad_python_functions_are_told_in_one_line(function: str, text: str, module: str) -> None:
+def test_bad_python_functions_are_refused_in_one_line(function: str, text: str, module: str) -> None:
     with pytest.raises((DataError, InvalidValue)) as caught:
         make("python", source=f"{module}:{function}")
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_may_import_from_the_current_folder_when_it_is_called(module: str) -> None:
-    """And so may a worker process that unpickles what it returned: the folder stays importable, as it does for models."""
+def test_a_function_may_import_from_the_current_folder_when_called(module: str) -> None:
+    """A worker process that unpickles its result may too: the folder stays importable, as for models."""
     assert len(make("python", source=f"{module}:late").train) == 8
     assert sys.path.count(os.getcwd()) == 1
 

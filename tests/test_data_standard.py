@@ -123,7 +123,9 @@ def test_mnist_is_found_in_the_usual_layouts(layout: str, suffix: str, tmp_path:
     assert data.test.labels.tolist() == list(range(10))
 
 
-def test_the_folder_of_all_data_keeps_sets_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_data_folder_distinguishes_sets_of_equal_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "all"))
     _write_mnist(tmp_path / "all" / "MNIST" / "raw")
     assert len(make("mnist").train) == 20
@@ -483,7 +485,7 @@ def test_the_hub_is_asked_only_without_local_files(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in datasets])
-def test_every_set_can_be_made_with_no_arguments_or_says_what_it_needs(name: str) -> None:
+def test_every_set_needs_no_arguments_or_names_the_missing_ones(name: str) -> None:
     entry = datasets[name]
     assert len(entry.summary) > 20
     assert all(parameter.default is not parameter.empty for parameter in entry.parameters.values())

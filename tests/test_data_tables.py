@@ -63,7 +63,7 @@ def test_a_csv_file_is_columns_of_numbers_and_categories(tmp_path: Path) -> None
         assert (int(label), int(group)) == (number % 2, number % 4)
 
 
-def test_numbers_are_standardised_over_what_clients_train_on_alone(tmp_path: Path) -> None:
+def test_numbers_are_standardised_over_training_rows_alone(tmp_path: Path) -> None:
     task = fl.make_task(
         f"table(path='{csv_file(tmp_path)}', target=outcome, group=hospital)",
         clients=0,
@@ -72,11 +72,11 @@ def test_numbers_are_standardised_over_what_clients_train_on_alone(tmp_path: Pat
         local_test=0.25,
     )
     assert task.clients == 4
-    held = task.train.inputs[torch.from_numpy(task.partition.indices)]
-    assert torch.allclose(held[:, :2].mean(0), torch.zeros(2), atol=1e-6)
-    assert torch.allclose(held[:, :2].std(0, correction=0), torch.ones(2), atol=1e-6)
+    training_rows = task.train.inputs[torch.from_numpy(task.partition.indices)]
+    assert torch.allclose(training_rows[:, :2].mean(0), torch.zeros(2), atol=1e-6)
+    assert torch.allclose(training_rows[:, :2].std(0, correction=0), torch.ones(2), atol=1e-6)
     assert abs(float(task.train.inputs[:, 0].mean())) > 1e-3  # the clients' test samples have no say
-    assert set(held[:, 2:].unique().tolist()) == {0.0, 1.0}
+    assert set(training_rows[:, 2:].unique().tolist()) == {0.0, 1.0}
     assert task.train.inputs.dtype == torch.float32
     plain = table(path=csv_file(tmp_path), target="outcome", standardise=False)
     assert isinstance(plain.encoding, TableInputs)
@@ -102,7 +102,7 @@ def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:
         DataError, match=r"column 'age' is empty in row 0, and in 1 in all: .* missing='drop' \(missing"
     ):
         table(path=path, target="outcome")
-    assert sum(len(part) for part in (table(path=path, target="outcome", missing="drop").train,)) == 30
+    assert len(table(path=path, target="outcome", missing="drop").train) == 30
     filled = table(path=path, target="outcome", missing="mean", test_path=path, inputs=["age", "ward"])
     task = fl.make_task(filled, clients=1, partition="iid", model="logistic")
     assert bool(filled.train.inputs[0, 0].isnan())
@@ -110,7 +110,7 @@ def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:
     assert filled.train.inputs[-1, 1:].sum() == 1  # a category of its own
 
 
-def test_rows_to_test_on_have_the_types_of_those_to_train_on(tmp_path: Path) -> None:
+def test_test_rows_have_the_column_types_of_training_rows(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("a,code,label\n1.5,x,0\n2.5,7,1\n3,8,1\n")
     (tmp_path / "test.csv").write_text("label,code,a\n1,7,4\n0,9,5\n")
     paths = {"path": str(tmp_path / "train.csv"), "test_path": str(tmp_path / "test.csv")}
@@ -132,7 +132,7 @@ def test_parquet_lists_and_several_groups(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, table: pa.Table) -> None:
-    """Write what `save_to_disk` of Hugging Face's `datasets` writes."""
+    """Write a folder as `save_to_disk` of Hugging Face's `datasets` does."""
     folder.mkdir(parents=True)
     with (
         pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
@@ -180,10 +180,10 @@ def test_a_task_of_a_data_frame(library: str) -> None:
 
 def test_a_task_of_hugging_faces_dataset() -> None:
     library = pytest.importorskip("datasets")
-    one = library.Dataset.from_dict(COLUMNS)
-    both = library.DatasetDict({"train": one, "test": one})
-    for given, tested in ((one, 8), (both, ROWS)):
-        task = fl.make_task(given, target="outcome", clients=2, partition="iid", model="logistic")
+    dataset = library.Dataset.from_dict(COLUMNS)
+    both = library.DatasetDict({"train": dataset, "test": dataset})
+    for data, tested in ((dataset, 8), (both, ROWS)):
+        task = fl.make_task(data, target="outcome", clients=2, partition="iid", model="logistic")
         assert len(task.test) == tested
 
 
@@ -213,15 +213,15 @@ def test_a_task_of_a_torch_data_set() -> None:
 def test_data_that_do_not_fit_into_memory_are_read_where_clients_train(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     training = fl.Training(batch_size=2, epochs=2, augmentation="none" if engine == "rows" else "flip_crop")
     for room in ("1", "0.000001"):
         monkeypatch.setenv("FEDLOOM_DATA_GIB", room)
         task = fl.make_task(
             Pictures(), clients=3, partition="iid", model="logistic", local_test=0.25, training=training
         )
-        found.append(fl.run("fedavg", task, rounds=2, participation=1.0, engine=engine, directory=tmp_path / room))
-    memory, lazy = found
+        results.append(fl.run("fedavg", task, rounds=2, participation=1.0, engine=engine, directory=tmp_path / room))
+    memory, lazy = results
     assert (
         "Pictures: 20 samples, 0 MiB, more than the 0 MiB that data may take (FEDLOOM_DATA_GIB)"
         in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_data_that_do_not_fit_into_memory_are_read_where_clients_train(
     assert lazy.history == memory.history
 
 
-def test_what_needs_all_data_in_memory_is_refused_for_lazy_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_need_all_data_in_memory_are_refused_for_lazy_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.000001")
     with pytest.raises(InvalidValue, match=r"merge=true needs data in memory, and Pictures is read by the clients"):
         fl.make_task(Pictures(), clients=2, merge=True, local_test=0.25)
@@ -281,7 +281,7 @@ class Broken(Pictures):
         (pa.table({"a": [[1], [1, 2]], "y": [1, 0]}), {}, "column 'a': lists of different lengths"),
     ],
 )
-def test_what_is_no_data_is_told_in_one_line(data: Any, options: dict[str, str], text: str) -> None:
+def test_objects_that_are_no_data_are_refused_in_one_line(data: Any, options: dict[str, str], text: str) -> None:
     with pytest.raises(FedloomError) as caught:
         fl.make_task(data, clients=2, partition="iid", **options)
     assert text in str(caught.value)
@@ -304,7 +304,7 @@ def _ragged(path: Path) -> None:
         ("a.csv", lambda path: None, "no such file"),
     ],
 )
-def test_damaged_files_are_told_in_one_line(
+def test_damaged_files_are_refused_in_one_line(
     name: str, write: Callable[[Path], object], text: str, tmp_path: Path
 ) -> None:
     write(tmp_path / name)

@@ -26,30 +26,30 @@ def make(name: str, **options: object) -> Dataset:
 def test_digits_keeps_every_pixel_and_every_image() -> None:
     data = make("digits")
     source = load_digits()
-    together = data.train.concatenate(data.test)
+    samples = data.train.concatenate(data.test)
     assert data.spec.shape == (1, 8, 8)
-    assert len(together) == 1797
-    counts = (together.inputs.flatten(1).double() * 16).numpy()
-    rows = sorted((tuple(pixels), int(label)) for pixels, label in zip(counts, together.labels, strict=True))
+    assert len(samples) == 1797
+    counts = (samples.inputs.flatten(1).double() * 16).numpy()
+    rows = sorted((tuple(pixels), int(label)) for pixels, label in zip(counts, samples.labels, strict=True))
     assert rows == sorted(
         (tuple(image.ravel()), int(label)) for image, label in zip(source.images, source.target, strict=True)
     )
 
 
-def test_digits_are_the_same_where_scikit_learn_keeps_no_such_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_are_the_same_without_scikit_learns_file(monkeypatch: pytest.MonkeyPatch) -> None:
     direct = make("digits").train
     monkeypatch.setattr("fedloom.data.sets.bundled.find_spec", lambda name: None)
-    asked = make("digits").train
-    assert torch.equal(asked.inputs, direct.inputs)
-    assert torch.equal(asked.labels, direct.labels)
+    packaged = make("digits").train
+    assert torch.equal(packaged.inputs, direct.inputs)
+    assert torch.equal(packaged.labels, direct.labels)
 
 
 def test_digits_split_is_stratified_and_always_the_same() -> None:
-    first, second = make("digits"), make("digits")
-    assert torch.equal(first.test.inputs, second.test.inputs)
-    whole = np.bincount(load_digits().target)
-    assert first.train.labels.bincount().tolist() == [int(count * 8 // 10) for count in whole]
-    assert (first.train.labels.bincount() + first.test.labels.bincount()).tolist() == whole.tolist()
+    data, repeated = make("digits"), make("digits")
+    assert torch.equal(data.test.inputs, repeated.test.inputs)
+    counts = np.bincount(load_digits().target)
+    assert data.train.labels.bincount().tolist() == [int(count * 8 // 10) for count in counts]
+    assert (data.train.labels.bincount() + data.test.labels.bincount()).tolist() == counts.tolist()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
@@ -95,7 +95,7 @@ def test_synthetic_has_the_sizes_of_the_authors() -> None:
 
 
 def _linear_fit_agrees(data: Dataset, users: list[int]) -> float:
-    """Share of training labels that one multinomial model fitted to `users` gets right."""
+    """Return the share of training labels that one multinomial model fitted to `users` predicts."""
     from sklearn.linear_model import LogisticRegression
 
     assert data.train.groups is not None
@@ -104,15 +104,15 @@ def _linear_fit_agrees(data: Dataset, users: list[int]) -> float:
     return float(LogisticRegression(C=1e3, max_iter=300).fit(x, y).score(x, y))
 
 
-def test_shared_models_fit_all_users_and_own_models_do_not() -> None:
+def test_one_linear_model_fits_all_users_only_if_they_share_it() -> None:
     options = {"users": 20, "seed": 2}
     shared = _linear_fit_agrees(make("synthetic_feddc", **options), list(range(20)))
-    own = _linear_fit_agrees(make("synthetic_feddc", alpha=1.0, **options), list(range(20)))
+    separate = _linear_fit_agrees(make("synthetic_feddc", alpha=1.0, **options), list(range(20)))
     assert shared > 0.97
-    assert own < 0.8
+    assert separate < 0.8
 
 
-def test_beta_moves_the_inputs_of_users_apart() -> None:
+def test_beta_separates_the_inputs_of_users() -> None:
     def spread(beta: float) -> float:
         data = make("synthetic_feddc", beta=beta, seed=5)
         assert data.train.groups is not None
@@ -150,8 +150,8 @@ def test_a_user_does_not_change_with_the_number_of_users() -> None:
     few, many = (make("synthetic_feddc", alpha=1.0, beta=1.0, users=n, test="train") for n in (3, 9))
     assert torch.equal(few.train.inputs, many.train[:600].inputs)
     assert torch.equal(few.train.labels, many.train[:600].labels)
-    other = make("synthetic_feddc", alpha=1.0, beta=1.0, users=3, test="train", seed=1)
-    assert not torch.equal(few.train.inputs, other.train.inputs)
+    other_seed = make("synthetic_feddc", alpha=1.0, beta=1.0, users=3, test="train", seed=1)
+    assert not torch.equal(few.train.inputs, other_seed.train.inputs)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_user_does_not_change_with_the_number_of_users() -> None:
         ("synthetic_feddc", {"test": "trian"}, "did you mean 'train'"),
     ],
 )
-def test_synthetic_refuses_what_makes_no_sense(name: str, options: dict[str, object], text: str) -> None:
+def test_synthetic_refuses_bad_options(name: str, options: dict[str, object], text: str) -> None:
     with pytest.raises(InvalidValue, match=text) as caught:
         make(name, **options)
     assert "\n" not in str(caught.value)
@@ -182,9 +182,9 @@ def test_tables_keep_every_sample_standardised_by_the_training_part(name: str, l
     assert data.train.inputs.mean(0).abs().max() < 1e-5
     assert (data.train.inputs.std(0, correction=0) - 1).abs().max() < 1e-5
     assert len(data.train) + len(data.test) == len(source.data)
-    kept = torch.cat([data.train.inputs, data.test.inputs]).double().numpy()
+    inputs = torch.cat([data.train.inputs, data.test.inputs]).double().numpy()
     scaled = (source.data - source.data.mean(0)) / source.data.std(0)
-    assert np.allclose(np.corrcoef(np.sort(kept, 0).T), np.corrcoef(np.sort(scaled, 0).T), atol=1e-4)
+    assert np.allclose(np.corrcoef(np.sort(inputs, 0).T), np.corrcoef(np.sort(scaled, 0).T), atol=1e-4)
     if data.objective.classes:
         assert sorted([*data.train.labels.tolist(), *data.test.labels.tolist()]) == sorted(source.target.tolist())
         assert data.class_names == tuple(source.target_names)

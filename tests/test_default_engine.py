@@ -69,7 +69,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("digits_cnn", "fedavg", SHORT, {}, "rows"),
     ],
 )
-def test_the_rule_looks_at_model_method_settings_and_work(
+def test_the_choice_depends_on_model_method_settings_and_work(
     model: str, method: str, schedule: Schedule | None, training: dict[str, Any], expected: str
 ) -> None:
     choices = [choice(task(model, **training), schedule, False, build(method))[0] for _ in range(2)]
@@ -160,7 +160,7 @@ def test_work_is_counted_in_multiply_adds() -> None:
 
 
 @pytest.mark.parametrize(("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")])
-def test_a_run_has_the_numbers_of_the_engine_that_the_rule_names(method: str, engine: str) -> None:
+def test_a_default_run_has_the_numbers_of_the_chosen_engine(method: str, engine: str) -> None:
     small = task()
     by_default, named = (
         fl.run(method, small, rounds=3, participation=0.5, engine=name) for name in ("default", engine)
@@ -191,7 +191,7 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
     assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
 
 
-def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = task()
     uninterrupted = fl.run("fedmr", small, rounds=4, participation=0.5, engine="stacked")
     fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
@@ -208,7 +208,7 @@ def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path, monkeypatch: pytest
         fl.run("fedmr", small, rounds=5, participation=0.5, directory=tmp_path, engine="rows")
 
 
-def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -> None:
+def test_a_run_with_a_named_engine_resumes_in_it_by_default(tmp_path: Path) -> None:
     small = task()
     uninterrupted = fl.run("fedmr", small, rounds=4, participation=0.5, engine="rows")
     fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path, engine="rows")
@@ -228,7 +228,9 @@ def test_a_run_whose_engine_was_named_goes_on_in_it_by_default(tmp_path: Path) -
         ("processes(workers=2, inside=stacked)", "mlp(hidden=[16])", StackedEngine),
     ],
 )
-def test_a_run_in_worker_processes_goes_on_where_none_may_start(name: str, model: str, kind: type[RowsEngine]) -> None:
+def test_a_run_in_worker_processes_resumes_without_them_if_none_may_start(
+    name: str, model: str, kind: type[RowsEngine]
+) -> None:
     begun = Choice(name, reason="it was worth it")
     engine: LocalEngine = make_engine("default", task(model), LONG, in_process=True, begun=begun)
     assert type(engine) is kind

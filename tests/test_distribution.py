@@ -1,4 +1,4 @@
-"""What `make dist` builds: a wheel with every file of the package, and a source archive from which the tests can be run."""
+"""The builds of `make dist`: a wheel with every file of the package, and a source archive from which the tests can run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def files(*places: str) -> set[str]:
-    """Every file below these places, as a path from the root."""
-    found = (path for place in places for path in [ROOT / place, *(ROOT / place).rglob("*")] if path.is_file())
-    return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
+def files(*folders: str) -> set[str]:
+    """Return every file below these folders, as a path from the root."""
+    paths = (path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*")] if path.is_file())
+    return {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
 def test_the_wheel_holds_every_file_of_the_package(built: Path) -> None:

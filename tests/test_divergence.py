@@ -1,4 +1,4 @@
-"""Training that goes wrong ends with one clear line and with the state before that round, not with tables of nan."""
+"""Diverged training ends with one clear line and the state before that round."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LAST = 2  # rounds that go well
 
 
 class Spoilt(Wrapper):
-    """The server half of a method goes wrong in the round after `LAST`."""
+    """A method whose server half fails in the round after `LAST`."""
 
-    how = "nan"
+    failure = "nan"
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
         if round.number == LAST + 1:
-            if self.how == "interrupt":
+            if self.failure == "interrupt":
                 raise KeyboardInterrupt
             for method in self.nested():
                 method.state = {name: self.spoil(tensor) for name, tensor in method.state.items()}
@@ -41,9 +41,9 @@ class Spoilt(Wrapper):
     def spoil(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        if self.how == "huge":
+        if self.failure == "huge":
             return tensor * 1e9
-        return tensor.clone().index_fill_(-1, torch.tensor([0]), float(self.how))
+        return tensor.clone().index_fill_(-1, torch.tensor([0]), float(self.failure))
 
 
 def federation(method: Algorithm, directory: Path | None = None, rounds: int = 9, **training: float) -> Federation:
@@ -60,23 +60,23 @@ def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
     reference = federation(Spoilt(build(inner)))
     for _ in range(number):
         reference.step()
-    expected, found = reference.algorithm.full_state(), run.algorithm.full_state()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kept, remembered = reference.engine.memory(), run.engine.memory()
-    assert kept.keys() == remembered.keys()
-    assert all(torch.equal(kept[name], remembered[name]) for name in kept)
+    expected, state = reference.algorithm.full_state(), run.algorithm.full_state()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    memory, expected_memory = run.engine.memory(), reference.engine.memory()
+    assert memory.keys() == expected_memory.keys()
+    assert all(torch.equal(memory[name], expected_memory[name]) for name in memory)
     assert torch.equal(run.integers, reference.integers)
     assert run.history == reference.history
 
 
 @pytest.mark.parametrize("inner", ["fedavg", "fedmr", "scaffold", "umf(feddc)", "stages(moon:2, fedmr)"])
-@pytest.mark.parametrize("how", ["nan", "inf", "huge"])
-def test_a_global_model_beyond_recovery_ends_the_run_with_the_round_before(
-    inner: str, how: str, tmp_path: Path
+@pytest.mark.parametrize("failure", ["nan", "inf", "huge"])
+def test_a_diverged_global_model_ends_the_run_in_the_state_of_the_round_before(
+    inner: str, failure: str, tmp_path: Path
 ) -> None:
     method = Spoilt(build(inner))
-    method.how = how
+    method.failure = failure
     run = federation(method, tmp_path)
     with pytest.raises(Diverged, match=r"round 3: training diverged .*; the model of round 2 is kept") as caught:
         run.run()
@@ -92,7 +92,7 @@ def test_a_global_model_beyond_recovery_ends_the_run_with_the_round_before(
 @pytest.mark.parametrize("inner", ["fedmr", "umf(scaffold)"])
 def test_an_interruption_on_the_server_undoes_the_round(inner: str, tmp_path: Path) -> None:
     method = Spoilt(build(inner))
-    method.how = "interrupt"
+    method.failure = "interrupt"
     run = federation(method, tmp_path, rounds=5)
     with pytest.raises(KeyboardInterrupt):
         run.run()
@@ -116,7 +116,7 @@ def test_a_learning_rate_that_is_far_too_large_is_named(method: str, rate: float
         assert bool(torch.isfinite(tensor).all())
 
 
-def test_a_run_whose_first_round_diverges_says_that_nothing_came_before() -> None:
+def test_a_run_that_diverges_in_round_1_has_no_earlier_model() -> None:
     run = federation(build("fedavg"), learning_rate=1e30)
     with pytest.raises(Diverged, match=r"round 1: .*; there is no model before that"):
         run.run()
@@ -124,19 +124,19 @@ def test_a_run_whose_first_round_diverges_says_that_nothing_came_before() -> Non
     assert torch.equal(run.algorithm.model(), run.task.initial)
 
 
-def test_a_loss_that_is_merely_high_goes_on() -> None:
+def test_a_high_loss_is_no_divergence() -> None:
     run = federation(build("fedavg"), rounds=4, learning_rate=5.0)
     run.run()
     assert len(run.history) == 4
 
 
 class Misnamed(FedAvg):
-    """Clients reply with one tensor too many, whose name speaks of values that are not finite."""
+    """Clients reply with an extra tensor whose name mentions values that are not finite."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return super().train(cohort, inbox) | {"not finite": torch.zeros(len(cohort.clients), 1)}
 
 
-def test_what_a_refusal_says_does_not_make_it_a_divergence() -> None:
+def test_the_text_of_a_refusal_does_not_make_it_a_divergence() -> None:
     with pytest.raises(RefusedReply, match="'not finite'"):
         federation(Misnamed()).run()

@@ -105,7 +105,7 @@ def test_spent_epsilon_is_computed_once_per_kind_of_client(method: str, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolutions", "recurrent"])
-def test_a_clients_training_is_that_of_a_loop_over_samples(kind: str) -> None:
+def test_a_clients_training_equals_a_loop_over_samples(kind: str) -> None:
     on = task(kind, clients=2, momentum=0.5, weight_decay=0.01)
     clip, noise, size = 0.7, 0.3, 8
     trained = run_federation(f"dp_sgd(fedavg, clip={clip}, noise={noise})", on, rounds=1)
@@ -156,7 +156,7 @@ def test_no_sample_moves_a_step_by_more_than_the_clip(clip: float, value: float,
     assert float((changed_update - update).norm()) <= 2 * bound / len(on.train) * (1 + 1e-9)
 
 
-def test_epsilon_is_the_librarys_for_the_client_that_spent_most() -> None:
+def test_epsilon_is_the_accountants_for_the_client_that_spent_most() -> None:
     library = pytest.importorskip("dp_accounting")
     rdp = pytest.importorskip("dp_accounting.rdp")
     on = task(steps=None, epochs=2)

@@ -1,4 +1,4 @@
-"""Engines by name, and how a choice is reported and kept."""
+"""Engines by name; the choice is reported and saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedloom.task import make_task
 from test_stacked import assert_same, world
 
 
-def test_an_engine_is_made_by_its_name() -> None:
+def test_engines_are_built_by_name() -> None:
     task = world()
     engine = make_engine("stacked", task, chunk=3)
     assert isinstance(engine, StackedEngine)
@@ -50,9 +50,9 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
     experiment = configuration(table)
     name = RunName("fedavg", 0)
     run_configured(experiment, name, heard.append)
-    told = [event.text for event in heard if event.kind == "started"]
-    assert len(told) == 1
-    assert told[0] == "stacked (linear layers train fastest in stacks)"
+    reasons = [event.text for event in heard if event.kind == "started"]
+    assert len(reasons) == 1
+    assert reasons[0] == "stacked (linear layers train fastest in stacks)"
     choice = json.loads((run_directory(experiment, *name).path / "engine.json").read_text())
     assert choice["name"] == "stacked"
     assert experiment.resolved(*name[:2])["engine"] == "auto"
@@ -61,7 +61,7 @@ def test_a_configuration_names_its_engine(tmp_path: Path) -> None:
         configuration({**table, "engine": "stackd"})
 
 
-def test_auto_is_the_rule() -> None:
+def test_auto_is_default() -> None:
     task = world()
     by_rule = make_engine("default", task, Schedule(2))
     assert make_engine("auto", task, Schedule(2)).chosen == by_rule.chosen
@@ -74,7 +74,7 @@ def test_auto_is_the_rule() -> None:
 
 def test_a_run_in_python_takes_an_engine() -> None:
     task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])")
-    one = experiments.run("fedavg", task, rounds=2, participation=0.5)
+    by_default = experiments.run("fedavg", task, rounds=2, participation=0.5)
     many = experiments.run("fedavg", task, rounds=2, participation=0.5, engine="stacked")
     assert isinstance(many.federation.engine, StackedEngine)
-    assert_same(one.federation, many.federation, tolerance=1e-5)
+    assert_same(by_default.federation, many.federation, tolerance=1e-5)

@@ -18,7 +18,7 @@ SMALL = {"rounds": 1, "model": "logistic", "data": {"clients": 4}, "training": {
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[RowsEngine]:
-    """The engines that were closed, in order."""
+    """Record the closed engines, in order."""
     engines_made: list[RowsEngine] = []
     monkeypatch.setattr(RowsEngine, "close", lambda engine: engines_made.append(engine))
     return engines_made
@@ -28,13 +28,13 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: Path, kept: bool) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: Path, saved: bool) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
-    result = fl.run("fedavg", task, rounds=1, directory=tmp_path if kept else None)
+    result = fl.run("fedavg", task, rounds=1, directory=tmp_path if saved else None)
     assert closed == [result.federation.engine]
     with pytest.raises(KeyboardInterrupt):
-        fl.run("fedmr", task, rounds=2, directory=tmp_path / "other" if kept else None, on_round=interrupted)
+        fl.run("fedmr", task, rounds=2, directory=tmp_path / "other" if saved else None, on_round=interrupted)
     assert len(set(closed)) == len(closed) == 2
 
 
@@ -54,7 +54,7 @@ def test_a_configured_run_closes_its_engine_also_when_it_fails(closed: list[Rows
     assert len(closed) == 2
 
 
-def test_an_engine_whose_run_does_not_even_begin_is_closed(closed: list[RowsEngine], tmp_path: Path) -> None:
+def test_an_engine_is_closed_if_its_run_never_begins(closed: list[RowsEngine], tmp_path: Path) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
     fl.run("fedavg", task, rounds=1, directory=tmp_path)
     (tmp_path / "result.json").unlink()  # the files of a finished run are checked before there is an engine

@@ -97,7 +97,7 @@ def test_an_expression_is_a_method_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expression.parameters(), built.parameters(), strict=True))
 
 
-def test_a_model_with_integer_buffers_comes_back_whole(tmp_path: Path) -> None:
+def test_a_model_with_integer_buffers_is_saved_and_loaded(tmp_path: Path) -> None:
     of = small_task()
     result = fl.run("fedavg", of, rounds=3, participation=0.5, directory=tmp_path)
     state = result.model.state_dict()
@@ -189,7 +189,7 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
         run_configured(plan(tmp_path, training={"learning_rate": 0.2}), name, events.append)
 
 
-def test_starting_afresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
+def test_fresh_removes_a_runs_files_and_no_others(tmp_path: Path) -> None:
     job, name = plan(tmp_path, engine="default"), RunName("fedavg", 0)
     run_configured(job, name, lambda event: None)
     directory = run_directory(job, *name).path
@@ -229,7 +229,7 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
     assert "</html>" in (tmp_path / "report.html").read_text().lower()
 
 
-def test_a_comparison_goes_on_run_by_run(tmp_path: Path) -> None:
+def test_an_interrupted_comparison_resumes_run_by_run(tmp_path: Path) -> None:
     job = plan(tmp_path, algorithms=["fedavg", "fedmr"], seeds=[0, 1])
     rounds = 0
 
@@ -266,9 +266,7 @@ def test_a_failed_run_stops_no_other(tmp_path: Path) -> None:
     assert len(report["failed"]) == 1
 
 
-def test_two_comparisons_in_one_folder_write_their_files_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_comparisons_in_one_folder_do_not_mix_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one comparison writes its files, the other waits, so the files belong together."""
     comparison, later = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
     comparison.run(lambda event: None)
@@ -308,7 +306,7 @@ def test_a_bad_run_is_refused_before_the_first_begins(tmp_path: Path, keys: dict
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_a_directory_of_another_configuration_stops_a_comparison_before_it_begins(tmp_path: Path) -> None:
+def test_a_run_of_another_configuration_stops_a_comparison_before_it_begins(tmp_path: Path) -> None:
     run_configured(plan(tmp_path), RunName("fedmr", 0), lambda event: None)
     job = plan(tmp_path, algorithms=["fedavg", "fedmr"], participation=0.75)
     with pytest.raises(CheckpointError, match=r"participation = 0\.5, not 0\.75"):

@@ -1,4 +1,4 @@
-"""The grammar of expressions: what is shown is read back, and what makes no sense is told in one line."""
+"""The grammar of expressions: shown values are read back, and bad ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_what_is_shown_is_read_back(value: Any) -> None:
+def test_shown_values_are_read_back(value: Any) -> None:
     parsed = parse_value(show(value))
     assert parsed == value
     assert show(parsed) == show(value)  # 1, 1.0 and true are equal
@@ -52,7 +52,7 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
 
 @given(st.text(alphabet="abe1.,:='\"()[]{}\\-\n ", max_size=20))
 def test_any_setting_on_the_command_line_is_plain(text: str) -> None:
-    """Whatever stands behind key= becomes a value of TOML, lists in lists too."""
+    """Any text behind key= becomes a value of TOML, also nested lists."""
     table: dict[str, Any] = {}
     put(table, f"key={text}")
     assert plain(table["key"])
@@ -88,7 +88,7 @@ def test_lists_in_lists_hold_text() -> None:
 @pytest.mark.parametrize(
     "text", ["a(" * 60, "[" * 5000, "9" * 5000, r"'\x'", "'open", "f(a=1, a=2)", "f(a=1, 2)", "f:", ""]
 )
-def test_what_makes_no_sense_is_refused(text: str) -> None:
+def test_bad_expressions_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         parse_value(text)
     assert len(str(caught.value).splitlines()) == 1
@@ -103,14 +103,14 @@ def test_what_makes_no_sense_is_refused(text: str) -> None:
         "ala(umf(feddc), p=2)",
     ],
 )
-def test_a_method_is_described_as_it_is_built(text: str) -> None:
+def test_method_expressions_round_trip(text: str) -> None:
     method = build(text)
     repeated = build(str(method))
     assert (repeated, str(repeated)) == (method, str(method))
     assert parse(str(parse(text))) == parse(text)
 
 
-def test_only_a_method_can_stand_where_a_method_is_wanted() -> None:
+def test_method_parameters_take_only_methods() -> None:
     for text in (
         "ala(3)",
         "ala(method='fedavg')",

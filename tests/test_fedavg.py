@@ -53,7 +53,7 @@ def small_task(**training: object) -> Task:
 
 
 def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: int) -> None:
-    """Local SGD as a script would write it, on the same batches."""
+    """Train one client by a plain SGD loop on the same batches."""
     settings = task.training
     samples = task.samples(client)
     scheduled = settings.schedule == "step(2, factor=0.5)"
@@ -135,10 +135,10 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
         if expected[name].is_floating_point():
             torch.testing.assert_close(state_dict[name], expected[name], rtol=1e-5, atol=1e-5)
     counters = task.layout.integer_slices
-    assert [int(run.integers[part.start]) for part in counters] == [int(expected[part.name]) for part in counters]
+    assert [int(run.integers[entry.start]) for entry in counters] == [int(expected[entry.name]) for entry in counters]
 
 
-def test_the_path_without_a_flat_gradient_gives_the_same_bits() -> None:
+def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
     """Plain SGD updates tensor by tensor; a correction that changes nothing takes the flat path."""
     task = small_task(momentum=0.9, weight_decay=1e-2)
 
@@ -183,7 +183,7 @@ def test_unequal_clients_weigh_by_their_samples() -> None:
         module = copy.deepcopy(plain)
         samples = task.samples(client)
         F.cross_entropy(module(samples.inputs), samples.labels).backward()
-        own = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
-        gradient += len(samples) / 120 * own
+        client_gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+        gradient += len(samples) / 120 * client_gradient
     expected = task.initial[: task.layout.trainable] - 0.1 * gradient
     torch.testing.assert_close(run.algorithm.model()[: task.layout.trainable], expected, rtol=1e-5, atol=1e-5)

@@ -56,7 +56,7 @@ def asking(frames: list[pd.DataFrame]) -> Callable[[dict[str, Any]], Mapping[int
     return ask
 
 
-def test_all_figures_are_those_of_pandas_on_the_pooled_rows() -> None:
+def test_all_figures_equal_pandas_on_the_pooled_rows() -> None:
     result = collect(asking(frames()), Survey(smallest=1, bins=400))
     pooled = pd.concat(frames())
     for name in ("age", "dose"):
@@ -93,7 +93,7 @@ def test_counts_below_the_smallest_leave_no_client() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
-def test_bins_keep_all_rows_and_no_stretch_holds_fewer_than_the_smallest(counts: list[int], smallest: int) -> None:
+def test_bins_keep_all_rows_and_equal_bins_hold_at_least_the_smallest(counts: list[int], smallest: int) -> None:
     shared = shared_rows(np.array(counts, float), smallest)
     if sum(counts) < smallest:
         assert not shared.any()
@@ -173,7 +173,7 @@ def test_clients_whose_columns_differ_are_named_by_column() -> None:
         {"columns": {"other": [[1.0, 0, 1], {}]}}, {"columns": {"dose": [[1, 0, 1], {"a": "b"}]}}, {"columns": {"dose": 1}},
     ],
 )  # fmt: skip
-def test_a_stranger_that_answers_anything_else_is_refused(answer: Any) -> None:
+def test_malformed_answers_are_refused(answer: Any) -> None:
     honest = asking(frames())
     with pytest.raises(RefusedReply, match="client 0 does not answer with numbers of the columns"):
         collect(lambda request: {**honest(request), **({} if request["step"] == "kinds" else {0: answer})}, Survey())

@@ -26,7 +26,7 @@ SMALL = (
 
 
 class Imaginer(nn.Module):
-    """The generator, in plain layers."""
+    """The generator in plain layers."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def fedgen(
             size = min(4, n)
             steps = world.training.epochs * ceil(n / size)
             generator = stream(world.seed, "generator", round=number, client=i)
-            wanted = torch.randint(world.classes, (steps, BATCH), generator=generator)
+            classes = torch.randint(world.classes, (steps, BATCH), generator=generator)
             free = torch.rand(steps, BATCH, NOISE, generator=generator).double()
             bound = torch.rand(steps, size, NOISE, generator=generator).double()
             imaginer.eval()
@@ -70,17 +70,17 @@ def fedgen(
                 x: Tensor,
                 y: Tensor,
                 step: int,
-                wanted: Tensor = wanted,
+                classes: Tensor = classes,
                 free: Tensor = free,
                 bound: Tensor = bound,
             ) -> Tensor:
                 logits = module(x)
                 with torch.no_grad():
                     target = module.head(imaginer(y, bound[step, : len(y)])).softmax(1)
-                    imagined = imaginer(wanted[step], free[step])
+                    imagined = imaginer(classes[step], free[step])
                 predicted = logits.softmax(1)
                 divergence = (target * (target.log() - predicted.log())).sum() / len(y)
-                taught = F.cross_entropy(module.head(imagined), wanted[step])
+                taught = F.cross_entropy(module.head(imagined), classes[step])
                 return F.cross_entropy(logits, y) + beta * divergence + alpha * taught
 
             uploads.append(world.train(state, number, i, loss=loss if number > 1 else None)[0])
@@ -114,9 +114,9 @@ def teach(
                 logits = state["head.weight"] @ features + state["head.bias"]
                 share = counts[i][y] / sum(counts[j][y] for j in clients)
                 total = total + teacher * share * -logits.log_softmax(0)[y] / BATCH
-        apart = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
+        distance = (z.unsqueeze(0) - z.unsqueeze(1)).abs().mean(2)
         drawn = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(2)
-        total = total + diversity * torch.exp(-(apart * drawn).mean())
+        total = total + diversity * torch.exp(-(distance * drawn).mean())
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
@@ -141,7 +141,7 @@ def test_without_losses_of_its_own_it_is_fedavg() -> None:
     assert_same(world.run(build(f"fedgen({SMALL}, alpha=0, beta=0)")).models, world.run(build("fedavg")).models)
 
 
-def test_nobody_has_two_samples_of_a_label_so_nothing_is_learned_and_nothing_sent() -> None:
+def test_without_two_samples_of_a_label_the_generator_is_neither_trained_nor_sent() -> None:
     world = World(sizes=(1, 1, 1, 1))
     method = build(f"fedgen({SMALL})")
     run = world.run(method)

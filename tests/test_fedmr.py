@@ -170,7 +170,7 @@ def test_one_participant_is_sequential_training() -> None:
     assert_same(run.models, expected)
 
 
-def test_a_single_segment_moves_whole_models() -> None:
+def test_a_single_segment_permutes_whole_models() -> None:
     """After one round the pool is that of Indep with its slots permuted."""
     world = World(rounds=1)
     single_segment, independent = FedMR(unit="segment", fraction=1.0), Indep()
@@ -335,7 +335,7 @@ def test_plain_training_as_the_local_objective_changes_nothing() -> None:
     assert_same(world.run(build("fedmr(local=fedavg)")).models, world.run(build("fedmr")).models, 0)
 
 
-def test_a_local_objective_may_remember() -> None:
+def test_a_local_objective_may_use_client_memory() -> None:
     world = World(rounds=6)
     run = world.run(build("fedmr(local=moon(mu=5))"))
     client = run.selected[0][0]
@@ -364,7 +364,7 @@ def test_methods_whose_client_half_needs_more_are_refused(local: str, reason: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_misspelt_local_objective_is_told_the_nearest() -> None:
+def test_a_misspelt_local_objective_is_refused_with_the_nearest() -> None:
     with pytest.raises(KeyError, match="did you mean 'fedprox'"):
         build("fedmr(local=fedporx)")
 
@@ -372,7 +372,7 @@ def test_a_misspelt_local_objective_is_told_the_nearest() -> None:
 @pytest.mark.parametrize(
     "expression", ["fedmr(local=fedprox(mu=0.1), unit=tensor)", "fedmr(unit='segment', fraction=0.5)", "indep", "fedmr"]
 )
-def test_an_expression_describes_what_it_builds(expression: str) -> None:
+def test_an_expression_round_trips(expression: str) -> None:
     method = build(expression)
     assert build(str(method)) == method
 

@@ -1,4 +1,4 @@
-"""Types of fields that say what is allowed: the same for Python, expressions and files."""
+"""Field types with their allowed values: the same for Python, expressions and files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Settings:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("positive", 0, "positive must be greater than 0 and at most 3.4e+38, not 0"),
         ("positive", 1e300, "positive must be greater than 0 and at most 3.4e+38, not 1e+300"),
@@ -55,13 +55,13 @@ class Settings:
         ("method", "fedavg", "method must be a method, such as fedavg, not 'fedavg'"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_told_in_one_line(name: str, value: object, said: str) -> None:
+def test_values_that_are_not_allowed_are_refused_in_one_line(name: str, value: object, message: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         Settings(**{name: value})  # type: ignore[arg-type]
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
-def test_numbers_are_those_that_the_types_want() -> None:
+def test_numbers_are_converted_to_the_types_of_their_fields() -> None:
     settings = Settings(positive=2, count=np.int64(3), share=np.float32(0.5), method=FedAvg())  # type: ignore[arg-type]
     assert (type(settings.positive), type(settings.count), type(settings.share)) == (float, int, float)
     assert (settings.positive, settings.count, settings.share, settings.word) == (2, 3, 0.5, "mean")
@@ -69,7 +69,7 @@ def test_numbers_are_those_that_the_types_want() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_ranges_hold_for_every_float(value: float) -> None:
-    """Whatever number is given, it is taken exactly where it lies in the range; no infinity and no NaN lies in one."""
+    """A number is accepted if and only if it lies in the range; infinity and NaN lie in none."""
     inside = {
         "positive": 0 < value <= LARGEST,
         "non_negative": 0 <= value <= LARGEST,
@@ -93,7 +93,7 @@ def test_python_is_told_what_a_file_is(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout", "new_clients"])
-def test_somebody_must_be_left(name: str) -> None:
+def test_at_least_one_client_must_be_left(name: str) -> None:
     with pytest.raises(InvalidValue, match=rf"{name} must be in \[0, 1\), not 1"):
         Schedule(**{name: 1})  # type: ignore[arg-type]
 

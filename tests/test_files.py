@@ -1,4 +1,4 @@
-"""Files are whole or absent, whoever writes them at the same time, and a killed writer's leftovers go at the next start."""
+"""Atomic files: complete or absent under concurrent writers; leftovers of a killed writer are removed at the next start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with replacing(pathlib.Path(sys.argv[1])) as temporary:
 
 
 def writer(path: Path) -> subprocess.Popen[str]:
-    """Another process in the middle of writing `path`."""
+    """Start a process that is in the middle of writing `path`."""
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
@@ -38,9 +38,9 @@ def writer(path: Path) -> subprocess.Popen[str]:
 
 def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    with replacing(path) as first, replacing(path) as second:
-        first.write_text("first")
-        second.write_text("second, and longer")
+    with replacing(path) as outer, replacing(path) as inner:
+        outer.write_text("first")
+        inner.write_text("second, and longer")
     assert path.read_text() == "first"  # the last one to end
     assert list(tmp_path.iterdir()) == [path]
 
@@ -62,7 +62,7 @@ def test_many_writers_of_one_file_leave_one_whole_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_fails_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     write_text(path, "old")
 
@@ -81,10 +81,10 @@ def test_a_killed_writer_leaves_nothing_behind_at_the_next_start(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     process = writer(path)
     remove_unfinished(tmp_path)  # it is still at work
-    (left,) = tmp_path.iterdir()
+    (unfinished,) = tmp_path.iterdir()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert left.exists()
+    assert unfinished.exists()
     remove_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -103,19 +103,19 @@ def test_other_files_with_such_names_stay(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions as POSIX has them")
 def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
-    """safetensors alone would write for the owner's eyes only."""
-    before = os.umask(0o022)
+    """safetensors alone would write files that only the owner may read."""
+    previous_mask = os.umask(0o022)
     try:
         write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(3)}, {})
         write_text(tmp_path / "text", "hello")
         write_bytes(tmp_path / "key", b"secret", mode=0o600)
     finally:
-        os.umask(before)
+        os.umask(previous_mask)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"model.safetensors": 0o644, "text": 0o644, "key": 0o600}
 
 
-def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing/text cannot be written \(.*No such file or directory"):
         write_text(tmp_path / "missing" / "text", "hello")
 
@@ -127,7 +127,7 @@ def no_space(*_: object, **__: object) -> None:
 def test_a_full_disk_says_how_many_bytes_a_file_without_tensors_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose only tensor is a pool in a file of its own has names alone."""
+    """A checkpoint whose only tensor, the pool, lies in another file holds names alone."""
     write_tensors(tmp_path / "names", {}, {"pool model": "rows-0000001"})
     monkeypatch.setattr(Path, "mkdir", no_space)
     size = (tmp_path / "names").stat().st_size
@@ -135,7 +135,7 @@ def test_a_full_disk_says_how_many_bytes_a_file_without_tensors_needs(
         write_tensors(tmp_path / "again", {}, {"pool model": "rows-0000001"})
 
 
-def test_a_folder_in_the_place_of_a_file_is_said_in_one_line_and_stays(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_is_refused_in_one_line_and_stays(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(CheckpointError, match="model cannot be written"):
         write_text(tmp_path / "model", "hello")

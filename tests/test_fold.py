@@ -1,4 +1,4 @@
-"""Replies are folded block by block: the same numbers as all together, whoever answers first, and little memory."""
+"""Replies folded block by block: the numbers of all at once, in any order of arrival, with little memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KEEP_ALL = {
 
 
 def begun(name: str) -> Algorithm:
-    """A method on a model in double precision, some rounds after its start."""
+    """Return a method on a model in double precision, some rounds after its start."""
     module = SmallNet().double()
     layout = small_task().layout.__class__(module)
     torch.manual_seed(0)
@@ -55,10 +55,10 @@ def begun(name: str) -> Algorithm:
     return method
 
 
-def given(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
+def random_replies(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
     """Return random replies of the clients in these slots."""
     torch.manual_seed(round.number)
-    types = {name: dtype for part in method.nested() for name, dtype in part.reply_dtypes.items()}
+    types = {name: dtype for layer in method.nested() for name, dtype in layer.reply_dtypes.items()}
     tensors = {}
     for name, shape in method.expects(round).items():
         rows = torch.rand(CLIENTS, *shape, dtype=torch.float64) + 0.5
@@ -69,7 +69,7 @@ def given(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
 
 
 @pytest.mark.parametrize("name", sorted({*EVERY_METHOD, *VARIANTS} - KEEP_ALL | {"robust(feddc)"}))
-def test_a_method_makes_the_same_of_replies_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for slots in (CLIENTS, 3, 1):
         monkeypatch.setattr("fedloom.algorithm.LEAST_SLOTS", slots)
@@ -82,18 +82,18 @@ def test_a_method_makes_the_same_of_replies_block_by_block(name: str, monkeypatc
                 learning_rate=0.1,
                 initial_learning_rate=0.2,
             )
-            replies = given(method, round, tuple(present))
+            replies = random_replies(method, round, tuple(present))
             assert replies.exchange is not None
             method.receive(round, replies)
             method.finish(round, replies.exchange)
         states.append(method.full_state())
-    for other in states[1:]:
-        assert other.keys() == states[0].keys()
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
         for key, expected in states[0].items():
-            torch.testing.assert_close(other[key], expected, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
+            torch.testing.assert_close(state[key], expected, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
 
 
-def test_which_methods_fold() -> None:
+def test_the_methods_that_fold() -> None:
     assert {name for name in [*EVERY_METHOD, *VARIANTS] if not begun(name).folds} == KEEP_ALL
     staged = begun("stages(fedavg:1, fedmr)")
     assert staged.folds
@@ -123,7 +123,7 @@ def federation(method: Algorithm | str, engine: Any = RowsEngine, **settings: An
 
 
 class Watching:
-    """An observer, for which all replies are kept."""
+    """An observer, which makes the round keep all replies."""
 
     def begin(self, federation: Federation) -> None:
         self.seen: list[int] = []
@@ -143,17 +143,21 @@ def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("blocks_of_four")
 @pytest.mark.parametrize("method", ["fedavg", "umf(scaffold)"])
-def test_bits_depend_neither_on_who_answers_first_nor_on_whether_replies_are_kept(method: str) -> None:
-    plain, shuffled, kept = federation(method), federation(method, Shuffled), federation(method, observers=[Watching()])
-    assert kept.observers[0].seen == [21, 21]  # type: ignore[attr-defined]
-    for other in (shuffled, kept):
-        assert other.history == plain.history
+def test_bits_depend_neither_on_order_of_arrival_nor_on_observers(method: str) -> None:
+    plain, shuffled, observed = (
+        federation(method),
+        federation(method, Shuffled),
+        federation(method, observers=[Watching()]),
+    )
+    assert observed.observers[0].seen == [21, 21]  # type: ignore[attr-defined]
+    for run in (shuffled, observed):
+        assert run.history == plain.history
         for name, tensor in plain.algorithm.full_state().items():
-            assert torch.equal(other.algorithm.full_state()[name], tensor), name
+            assert torch.equal(run.algorithm.full_state()[name], tensor), name
 
 
 class Held:
-    """A count of the tensors that are still alive."""
+    """Counts the tensors that are still alive."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[Tensor]] = []
@@ -161,7 +165,7 @@ class Held:
 
     def see(self, tensor: Tensor) -> None:
         self.seen.append(weakref.ref(tensor))
-        self.seen = [one for one in self.seen if one() is not None]
+        self.seen = [reference for reference in self.seen if reference() is not None]
         self.most = max(self.most, len(self.seen))
 
 
@@ -172,7 +176,7 @@ def test_no_more_than_a_block_of_replies_is_held(
 ) -> None:
     matrices, rows, train, fold = Held(), Held(), kind.train, FedAvg.fold
 
-    def seen(self: Any, *arguments: Any) -> Iterator[Reply | Fault]:
+    def counting_train(self: Any, *arguments: Any) -> Iterator[Reply | Fault]:
         for result in train(self, *arguments):
             rows.see(result.tensors["model"])
             yield result
@@ -183,7 +187,7 @@ def test_no_more_than_a_block_of_replies_is_held(
         matrices.see(replies["model"])
         return fold(self, round, replies)
 
-    monkeypatch.setattr(kind, "train", seen)
+    monkeypatch.setattr(kind, "train", counting_train)
     monkeypatch.setattr(FedAvg, "fold", folded)
     gc.disable()
     try:
@@ -196,7 +200,7 @@ def test_no_more_than_a_block_of_replies_is_held(
 
 @dataclass
 class Broken(FedAvg):
-    """FedAvg some of whose clients answer with NaN, and one with the wrong shape."""
+    """FedAvg in which some clients answer with NaN and one with the wrong shape."""
 
     broken: tuple[int, ...] = ()
 
@@ -223,7 +227,7 @@ def test_refused_replies_leave_their_block() -> None:
 def replies_of(
     answers: Sequence[int], size: int, lost: Sequence[int] = (), unheard: Sequence[int] = ()
 ) -> RoundReplies:
-    """Answers in this order of slots, each a row of the slot's number."""
+    """Make answers in this order of slots, each a row of the slot's number."""
     slots = 9
     tasks = [ClientTask(100 + slot, slot, {}) for slot in range(slots) if slot not in lost]
 
@@ -255,7 +259,7 @@ def test_absent_clients_and_whole_blocks_that_fail_are_left_out(size: int) -> No
     assert torch.equal(first_to_last.mean["model"], aggregate.mean["model"])
 
 
-def test_nobodys_reply_is_no_aggregate() -> None:
+def test_a_round_without_replies_has_no_aggregate() -> None:
     assert replies_of([], 4).aggregate is None
 
 

@@ -1,4 +1,4 @@
-"""Files in a run's folder that no run wrote: `report` answers in one line or leaves them out, `watch` shows the other runs."""
+"""Foreign files in a run's folder: `report` answers in one line or leaves them out, `watch` shows the other runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTENTS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of a comparison that recorded something, with the page of both."""
+    """Make a comparison of two runs with recordings, and its page."""
     folder = tmp_path_factory.mktemp("compared") / "pair"
     table = {
         "name": "pair", "directory": str(folder), "rounds": 2, "participation": 1.0, "model": "logistic",
@@ -59,7 +59,7 @@ def tidy(folder: Path) -> str:
 
 
 def spoil(run: Path, name: str, write: Callable[[Path], object]) -> None:
-    """Put something else in the place of a run's file. The run no longer says that it is finished, so no digest speaks of it."""
+    """Replace a run's file. The run is no longer marked finished, so no digest covers the file."""
     (run / "result.json").unlink()
     (run / name).unlink(missing_ok=True)
     write(run / name)

@@ -1,4 +1,4 @@
-"""Readers of single files: what they read, and what they say of damaged ones."""
+"""Readers of single files: their contents, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedloom.errors import DataError
 
 
 def refused(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
-    """Expect a `DataError` of one line that names `path` and says `text`."""
+    """Expect a `DataError` of one line with `path` and `text`."""
     return pytest.raises(DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z")
 
 
@@ -47,7 +47,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def python2_pickle(entries: dict[str, object]) -> bytes:
-    """A dictionary as Python 2's pickle, protocol 2, writes it: byte strings, and arrays by `_reconstruct`."""
+    """Write a dictionary as Python 2's pickle, protocol 2, does: byte strings, and arrays by `_reconstruct`."""
 
     def string(value: bytes) -> bytes:
         return b"T" + len(value).to_bytes(4, "little") + value
@@ -285,10 +285,10 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
     (tmp_path / "all_data_0.json").write_text(
         leaf_json({"f1": (every, [0, 61]), "f0": (random_pixels(1, 28, 28), [5])})
     )
-    (name, first), (second, _) = read_leaf_images(tmp_path / "all_data_0.json")
-    assert (name, second) == ("f1", "f0")
-    assert np.array_equal(first.inputs.numpy()[:, 0], every)
-    assert first.labels.tolist() == [0, 61]
+    (name, samples), (second_name, _) = read_leaf_images(tmp_path / "all_data_0.json")
+    assert (name, second_name) == ("f1", "f0")
+    assert np.array_equal(samples.inputs.numpy()[:, 0], every)
+    assert samples.labels.tolist() == [0, 61]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Frozen parameters are in no row: nobody is sent them, they are there once, and they are part of what a run and its model are.
+"""Frozen parameters are in no row: they are not sent, stored once, and part of the identity of a run and its model.
 
-That every place gives the numbers of rows with a frozen layer: test_places.py.
+Engines with a frozen layer against rows: test_places.py.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ FEATURES, CLASSES = 5, 4
 
 @dataclass
 class HeldFixed(FedAvg):
-    """FedAvg over whole rows in which the layer `hidden` never moves: what freezing it has to give."""
+    """FedAvg over full rows in which the layer `hidden` never moves: the reference for a frozen layer."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        moving = cohort.layout.unit(lambda part: part.layer != "hidden")
+        moving = cohort.layout.unit(lambda entry: entry.layer != "hidden")
         return {"model": cohort.fit(inbox["model"], only=moving).model}
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
-        (fixed,) = self.layout.unit(lambda part: part.layer == "hidden")
+        (fixed,) = self.layout.unit(lambda entry: entry.layer == "hidden")
         self.state["model"][fixed] = replies["model"][0, fixed]  # a mean of equal numbers may round
 
 
 def tasks(optimizer: str = "sgd") -> tuple[Task, Task]:
-    """The small task with its first layer frozen, and as it is."""
+    """Return the small task with its first layer frozen, and unfrozen."""
     momentum = {"momentum": 0.5} if optimizer == "sgd" else {}
-    whole = replace(small_task(), training=Training(0.1, batch_size=4, epochs=2, optimizer=optimizer, **momentum))
-    frozen = replace(whole, model=copy.deepcopy(whole.model))
+    unfrozen = replace(small_task(), training=Training(0.1, batch_size=4, epochs=2, optimizer=optimizer, **momentum))
+    frozen = replace(unfrozen, model=copy.deepcopy(unfrozen.model))
     frozen.model.hidden.requires_grad_(False)
-    return frozen, whole
+    return frozen, unfrozen
 
 
 def run(algorithm: FedAvg, task: Task, stacked: bool = False) -> Federation:
@@ -67,24 +67,24 @@ def run(algorithm: FedAvg, task: Task, stacked: bool = False) -> Federation:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(optimizer: str, stacked: bool) -> None:
-    frozen, whole = tasks(optimizer)
-    found, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), whole, stacked)
+    frozen, unfrozen = tasks(optimizer)
+    result, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), unfrozen, stacked)
     # In a stack the shared layer is one product for all clients, whose last digits are others.
     tolerance = {"rtol": 0, "atol": 1e-6 if stacked else 0}
-    state = whole.module(expected.algorithm.model()).state_dict()
-    for name, tensor in frozen.module(found.algorithm.model()).state_dict().items():
+    state = unfrozen.module(expected.algorithm.model()).state_dict()
+    for name, tensor in frozen.module(result.algorithm.model()).state_dict().items():
         if name != "norm.num_batches_tracked":  # a row of integers holds it
             torch.testing.assert_close(tensor, state[name], **tolerance)
-    assert torch.equal(found.integers, expected.integers)
+    assert torch.equal(result.integers, expected.integers)
     hidden = FEATURES * 6 + 6
-    assert frozen.layout.size == whole.layout.size - hidden
-    for one, other in zip(found.history, expected.history, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6 if stacked else 0)
+    assert frozen.layout.size == unfrozen.layout.size - hidden
+    for record, reference in zip(result.history, expected.history, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=1e-6 if stacked else 0)
         for direction in ("bytes_up", "bytes_down"):
-            assert one[direction] == other[direction] - 4 * hidden * len(one["clients"])
+            assert record[direction] == reference[direction] - 4 * hidden * len(record["clients"])
 
 
-def test_there_is_one_copy_of_what_is_frozen() -> None:
+def test_frozen_tensors_are_stored_once() -> None:
     frozen, _ = tasks()
     engine = StackedEngine(frozen)
     weight = frozen.model.hidden.weight
@@ -95,7 +95,7 @@ def test_there_is_one_copy_of_what_is_frozen() -> None:
     assert addresses.count(weight.data_ptr()) == 1
 
 
-def test_another_frozen_part_is_another_run_and_the_saved_model_is_whole(tmp_path: Path) -> None:
+def test_other_frozen_values_are_another_run_and_the_saved_model_holds_all_tensors(tmp_path: Path) -> None:
     frozen, _ = tasks()
 
     def go_on(task: Task, rounds: int) -> fl.Result:
@@ -108,12 +108,12 @@ def test_another_frozen_part_is_another_run_and_the_saved_model_is_whole(tmp_pat
     assert torch.equal(saved["hidden.weight"], frozen.model.hidden.weight)
     for name, tensor in longer.model.state_dict().items():
         assert torch.equal(saved[name], tensor)
-    other = replace(frozen, model=copy.deepcopy(frozen.model))
+    changed = replace(frozen, model=copy.deepcopy(frozen.model))
     with torch.no_grad():
-        other.model.hidden.bias[0] += 1
-    assert torch.equal(other.initial, frozen.initial)
+        changed.model.hidden.bias[0] += 1
+    assert torch.equal(changed.initial, frozen.initial)
     with pytest.raises(CheckpointError, match="a run with another initial model"):
-        go_on(other, 3)
+        go_on(changed, 3)
 
 
 class Adapted(nn.Module):
@@ -182,13 +182,13 @@ class Passing(nn.Module):
         return self.out(inputs)
 
 
-def test_training_that_changes_what_no_row_holds_is_refused() -> None:
+def test_training_that_changes_tensors_outside_the_row_is_refused() -> None:
     with pytest.raises(InvalidValue, match=r"^training changes the buffer 'calls' of the model[^\n]+persistent=True$"):
         RowsEngine(replace(small_task(), model=Passing()))
 
 
 class Pair(nn.Module):
-    """The two factors of a low-rank update, which are one layer."""
+    """A layer of the two factors of a low-rank update."""
 
     one_layer = True
 
@@ -208,17 +208,17 @@ def test_factors_move_together_and_blocks_are_those_that_train() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedrep", "fedgen", "fedbn"])
-def test_a_method_that_needs_what_is_frozen_is_refused_in_one_line(algorithm: str) -> None:
-    _, whole = tasks()
-    model = copy.deepcopy(whole.model)
+def test_methods_that_train_frozen_layers_are_refused_in_one_line(algorithm: str) -> None:
+    _, unfrozen = tasks()
+    model = copy.deepcopy(unfrozen.model)
     model.out.requires_grad_(False)
-    model.train = lambda mode=True: rest(model, mode)  # type: ignore[method-assign]
+    model.train = lambda mode=True: train_without_norm(model, mode)  # type: ignore[method-assign]
     model.norm.requires_grad_(False)
     with pytest.raises(InvalidValue, match=rf"^{algorithm}[^\n]*frozen[^\n]*$"):
-        fl.run(algorithm, replace(whole, model=model), rounds=1, participation=1.0, engine="rows")
+        fl.run(algorithm, replace(unfrozen, model=model), rounds=1, participation=1.0, engine="rows")
 
 
-def rest(model: SmallNet, mode: bool) -> SmallNet:
+def train_without_norm(model: SmallNet, mode: bool) -> SmallNet:
     nn.Module.train(model, mode)
     model.norm.eval()
     return model

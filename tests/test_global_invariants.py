@@ -1,4 +1,4 @@
-"""What must hold of the global-model methods: limits in which they are FedAvg, sums they keep, bytes they send."""
+"""Invariants of the global-model methods: limits in which they are FedAvg, sums they keep, bytes they send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FEDAVG, UNIFORM = "fedavg", "fedavg(weighted=false)"
 
 
 @pytest.mark.parametrize(
-    ("limit", "same", "world"),
+    ("limit", "equivalent", "world"),
     [
         ("fedprox(mu=0)", FEDAVG, World(norm=True)),
         ("moon(mu=0)", FEDAVG, World(norm=True)),
@@ -50,8 +50,8 @@ FEDAVG, UNIFORM = "fedavg", "fedavg(weighted=false)"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_limit_is_fedavg(limit: str, same: str, world: World) -> None:
-    assert_same(world.run(build(limit)).models, world.run(build(same)).models)
+def test_limit_is_fedavg(limit: str, equivalent: str, world: World) -> None:
+    assert_same(world.run(build(limit)).models, world.run(build(equivalent)).models)
 
 
 def test_scaffold_with_everybody_and_one_full_step_is_fedavg() -> None:
@@ -61,7 +61,7 @@ def test_scaffold_with_everybody_and_one_full_step_is_fedavg() -> None:
     assert_same(world.run(build("scaffold")).models, world.run(build(UNIFORM)).models)
 
 
-def test_fedexp_never_steps_shorter_than_fedavg_and_is_fedavg_where_it_does_not_step_longer() -> None:
+def test_fedexp_steps_at_least_as_far_as_fedavg() -> None:
     world = World()
     method = build("fedexp(epsilon=1e9)")
     run, plain = world.run(method), world.run(build(FEDAVG))
@@ -85,9 +85,9 @@ def test_running_variances_never_fall_below_zero(name: str) -> None:
 
 
 def remembered(run: Run, world: World, name: str) -> dict[int, torch.Tensor]:
-    seen = {client for clients in run.selected for client in clients}
+    selected = {client for clients in run.selected for client in clients}
     absent = torch.zeros(run.federation.task.layout.trainable, dtype=torch.float64)
-    return {i: run.memory(i, name) if i in seen else absent for i in range(world.clients)}
+    return {i: run.memory(i, name) if i in selected else absent for i in range(world.clients)}
 
 
 def test_server_sums_are_the_means_over_all_clients() -> None:
@@ -101,32 +101,32 @@ def test_server_sums_are_the_means_over_all_clients() -> None:
         ("feddc", "feddc_update", "update", True),
     ]:
         method = build(name)
-        held = remembered(world.run(method), world, memory)
-        total = sum(tensor * (world.sizes[i] / mean if scaled else 1) for i, tensor in held.items())
+        memories = remembered(world.run(method), world, memory)
+        total = sum(tensor * (world.sizes[i] / mean if scaled else 1) for i, tensor in memories.items())
         torch.testing.assert_close(method.state[state], total / world.clients, rtol=1e-9, atol=1e-11)
         assert float(method.state[state].norm()) > 0
 
 
 @pytest.mark.parametrize("name", ["scaffold", "feddyn", "feddc"])
-def test_what_an_idle_client_did_stays_out_of_the_sums(name: str) -> None:
+def test_idle_clients_stay_out_of_the_sums(name: str) -> None:
     world = World()
     method, task = build(name), world.task()
     engine = RowsEngine(task)
     federation = Federation(method, task, engine, Schedule(rounds=4, participation=0.5))
     record, _ = federation.step()
-    before = {client: copy.deepcopy(engine.store.read(client)) for client in range(world.clients)}
+    memories = {client: copy.deepcopy(engine.store.read(client)) for client in range(world.clients)}
     round = replace(Round(2, 4, 0, world.clients, 3, 0.1, 0.1), selected=(0,))
     inbox = method.send(round)
     assert (
         len(list(engine.train(method, round, [ClientTask(client, None, inbox) for client in range(world.clients)])))
         == 7
     )
-    for client, tensors in before.items():
-        after = engine.store.read(client)
-        assert after.keys() >= tensors.keys()
-        for key, tensor in after.items():
+    for client, tensors in memories.items():
+        later_tensors = engine.store.read(client)
+        assert later_tensors.keys() >= tensors.keys()
+        for key, tensor in later_tensors.items():
             assert torch.equal(tensor, tensors.get(key, torch.zeros_like(tensor)))
-    assert set(record["clients"]) == {client for client, tensors in before.items() if tensors}
+    assert set(record["clients"]) == {client for client, tensors in memories.items() if tensors}
 
 
 @given(
@@ -139,9 +139,9 @@ def test_mutations_pair_off(count: int, skew: float, radius: float, seed: int) -
     tensors = [slice(0, 4), slice(4, 5), slice(5, 8)]
     rows = mutate(center, radius * direction, center.new_empty(count, 10), tensors, skew, generator)
     pairs = count // 2
-    for part in tensors:
-        expected = center[part] + skew * pairs / count * radius * direction[part]
-        torch.testing.assert_close(rows[:, part].mean(0), expected)
+    for columns in tensors:
+        expected = center[columns] + skew * pairs / count * radius * direction[columns]
+        torch.testing.assert_close(rows[:, columns].mean(0), expected)
     assert torch.equal(rows[:, 8:], center[8:].expand(count, 2))
     if count % 2:
         assert torch.equal(rows[-1], center)

@@ -1,4 +1,4 @@
-"""Input that nobody means well with: every way in answers in one line, soon, and in bounded memory."""
+"""Hostile input: every entry point answers in one line, soon, and in bounded memory."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ LONG = "y " * 49_999 + "yy"
 
 
 def require_one_short_line(text: str) -> None:
-    """One printable line, in which nobody's value stands in full when it is long."""
+    """Assert one printable line that shortens long values."""
     assert text.isprintable()
     assert not re.search(r"(\S)\1{300}|(y ){150}", text)
     assert len(text) < 2100
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("rounds=" + "9" * 5000, "rounds must be a whole number, not '999"),
         ("rounds=" + "9" * 4000, "rounds must be a number between -3.4e+38 and 3.4e+38, not 999"),
@@ -107,19 +107,19 @@ def require_one_short_line(text: str) -> None:
     ],
     ids=lambda text: text[:40],
 )  # fmt: skip
-def test_an_option_that_makes_no_sense_is_told_in_one_short_line(
-    override: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_bad_option_is_refused_in_one_short_line(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n')
     assert main(["run", "job.toml", override]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
     require_one_short_line(line)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"rounds = " + b"9" * 5000, "is not a TOML file"),
         (b"rounds = " + b"9" * 4000, "rounds must be a number between"),
@@ -133,9 +133,9 @@ def test_an_option_that_makes_no_sense_is_told_in_one_short_line(
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_file_that_makes_no_sense_is_told_in_one_short_line(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_in_one_short_line(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(content)
-    with pytest.raises(InvalidValue, match=re.escape(said)) as caught:
+    with pytest.raises(InvalidValue, match=re.escape(message)) as caught:
         read_table(tmp_path / "job.toml")
     require_one_short_line(str(caught.value))
 
@@ -143,14 +143,14 @@ def test_a_file_that_makes_no_sense_is_told_in_one_short_line(content: bytes, sa
 @pytest.mark.parametrize(
     "text", ["rounds = " + "9" * 5000, "rounds = " + "[" * 3000, "rounds = " + "[" * 60 + "]" * 60]
 )
-def test_a_federation_that_makes_no_sense_is_told_in_one_short_line(text: str) -> None:
+def test_a_bad_deployment_is_refused_in_one_short_line(text: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         read_configuration(text)
     require_one_short_line(str(caught.value))
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "nan", ""])
-def test_a_record_that_makes_no_sense_is_damaged(content: str, tmp_path: Path) -> None:
+def test_a_bad_record_is_damaged(content: str, tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"result.json is missing or damaged"):
         read_json(tmp_path / "result.json", dict)
@@ -186,13 +186,15 @@ _REGISTRIES = (algorithms, datasets, partitions, models, recorders, trackers, en
 
 @st.composite
 def _expressions(draw: st.DrawFn) -> str:
-    """A name that is registered, with options that it has, which are anything."""
+    """Draw a registered name with random values for its options."""
     entry = draw(st.sampled_from([entry for registry in _REGISTRIES for entry in registry]))
     names = draw(st.lists(st.sampled_from(list(entry.parameters)), max_size=3, unique=True)) if entry.parameters else []
-    first = draw(st.sampled_from([(), (Call("fedavg"),), (Call("umf", (Call("fedmr"),)),), (0.1,), ([1, 2],), ("x",)]))
+    positional = draw(
+        st.sampled_from([(), (Call("fedavg"),), (Call("umf", (Call("fedmr"),)),), (0.1,), ([1, 2],), ("x",)])
+    )
     until = draw(st.sampled_from([None, None, 2, "auto"]))
     named = {name: draw(_NUMBERS | _PLAIN | st.lists(_PLAIN, max_size=3)) for name in names}
-    return str(Call(entry.name, first, named, until))
+    return str(Call(entry.name, positional, named, until))
 
 
 _KEYS = st.sampled_from(
@@ -209,17 +211,17 @@ _KEYS = st.sampled_from(
     st.dictionaries(_KEYS | _WORDS, _VALUES | _expressions() | st.lists(_expressions(), max_size=2), max_size=3),
     st.booleans(),
 )
-def test_any_configuration_is_read_or_refused_in_one_short_line(given: dict[str, Any], typed: bool) -> None:
+def test_any_configuration_is_read_or_refused_in_one_short_line(keys: dict[str, Any], typed: bool) -> None:
     table: dict[str, Any] = {}
     try:
-        for key, value in given.items():
+        for key, value in keys.items():
             if typed:
                 put(table, f"{key}={value if isinstance(value, str) else show(value)}")
             else:
-                *above, last = key.split(".")
+                *above, name = key.split(".")
                 inner = table.setdefault(above[0], {}) if above else table
                 if isinstance(inner, dict):
-                    inner[last] = value
+                    inner[name] = value
         parsed = configuration(table)
         for method in parsed.methods:
             parsed.resolved(method, parsed.seed)
@@ -235,7 +237,7 @@ def idx_bytes(shape: Sequence[int], content: bytes = b"") -> bytes:
 
 
 def npz_bytes(header: str, size: int = 64) -> bytes:
-    """An archive of one array, whose header says this, and zeros."""
+    """Return an archive of one array of zeros with this header."""
     text = header.encode() + b"\n"
     buffer = io.BytesIO()
     with ZipFile(buffer, "w", ZIP_DEFLATED) as archive, archive.open("inputs.npy", "w") as file:
@@ -256,7 +258,7 @@ def picture_bytes(*shape: int) -> bytes:
 
 
 def model_bytes(metadata: str) -> bytes:
-    """A model's file with any metadata, which are those that its digest is of."""
+    """Return a model's file with any metadata and a digest of them."""
     tensors = {"weight": torch.zeros(10, 64)}
     return save(tensors, {"fedloom": metadata, "digest": _checksum(tensors, metadata)})
 
@@ -334,14 +336,14 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_memory")
-@pytest.mark.parametrize(("read", "content", "said"), HOSTILE, ids=[said[:40] for _, _, said in HOSTILE])
+@pytest.mark.parametrize(("read", "content", "message"), HOSTILE, ids=[message[:40] for _, _, message in HOSTILE])
 def test_a_hostile_file_is_refused_in_one_line_and_little_memory(
-    read: Callable[[Path], Any], content: bytes, said: str, tmp_path: Path
+    read: Callable[[Path], Any], content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(content)
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match=re.escape(said)) as caught:
+        with pytest.raises(DataError, match=re.escape(message)) as caught:
             read(tmp_path / "file")
         assert tracemalloc.get_traced_memory()[1] < 3 * len(content) + (1 << 25)
     finally:
@@ -363,7 +365,7 @@ def test_a_picture_of_169_megapixels_is_refused_before_it_is_decoded(
     assert not recwarn.list
 
 
-def test_who_needs_more_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_state_the_memory_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(idx_bytes([1 << 20], bytes(1 << 20)))
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.0009")
     with pytest.raises(DataError, match="set FEDLOOM_DATA_GIB to more than 0"):
@@ -386,7 +388,7 @@ def test_synthetic_data_that_fit_no_memory_are_refused_with_what_they_would_take
 
 
 @pytest.mark.parametrize("metadata", ["[" * 100_000, "3", '{"model": 3}', "9" * 5000, '{"a": ' * 3000, "nan"])
-def test_metadata_that_make_no_sense_are_damage(metadata: str, tmp_path: Path) -> None:
+def test_bad_metadata_are_damage(metadata: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(model_bytes(metadata))
     with pytest.raises(CheckpointError, match=r"model.safetensors") as caught:
         load_model(tmp_path / "model.safetensors")
@@ -441,13 +443,13 @@ _JSON = st.recursive(
 @settings(deadline=10_000, suppress_health_check=list(HealthCheck))
 @given(
     users=_JSON | st.lists(st.sampled_from(["a", "x"])),
-    found=_JSON | st.fixed_dictionaries({"a": st.fixed_dictionaries({"x": _JSON, "y": _JSON})}),
+    data=_JSON | st.fixed_dictionaries({"a": st.fixed_dictionaries({"x": _JSON, "y": _JSON})}),
 )
 def test_any_json_is_read_or_refused_in_one_short_line(
-    users: Any, found: Any, tmp_path_factory: pytest.TempPathFactory
+    users: Any, data: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "users.json"
-    path.write_bytes(leaf_bytes(users, found))
+    path.write_bytes(leaf_bytes(users, data))
     try:
         read_leaf(path)
     except DataError as error:

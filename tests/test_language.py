@@ -1,4 +1,4 @@
-"""Language models of transformers with adapters of peft, where these are installed. The adapters' maths: test_frozen.py."""
+"""Language models of transformers with adapters of peft, if installed. The adapters' maths: test_frozen.py."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_the_base_may_be_in_half_precision_and_the_whole_model_may_train(folder:
     assert (half.layout.dtype, half.model.get_input_embeddings().weight.dtype) == (torch.float32, torch.bfloat16)
     result = fl.run("fedavg", half, rounds=1, participation=0.25, engine="rows")
     assert not torch.equal(result.federation.algorithm.model(), half.initial)
-    whole = build_model(f"causal_lm(folder='{folder}', lora=0)", SPEC, 0)
-    assert all(parameter.requires_grad for parameter in whole.parameters())
+    full_model = build_model(f"causal_lm(folder='{folder}', lora=0)", SPEC, 0)
+    assert all(parameter.requires_grad for parameter in full_model.parameters())
 
 
 @installed
@@ -105,7 +105,7 @@ def test_adapters_cost_a_small_part_of_the_whole_model(
         ("transformer(width=10, heads=4)", "width must be a multiple of heads, and 10 is none of 4"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(model: str, message: str, folder: Path) -> None:
+def test_models_that_do_not_fit_are_refused_in_one_line(model: str, message: str, folder: Path) -> None:
     with pytest.raises(FedloomError) as error:
         build_model(model.format(folder=folder), SPEC, 0)
     assert message in str(error.value)

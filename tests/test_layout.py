@@ -1,4 +1,4 @@
-"""Layout: any module to a row and back without loss."""
+"""Layouts: any module to a row and back without loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.task import make_task
 
 
 class Odd(nn.Module):
-    """Everything a module may hold: ties, frozen parameters of any type, double numbers, integers, truth values."""
+    """A module with ties, frozen parameters of any type, doubles, integers and booleans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,22 +80,22 @@ def test_trainable_parameters_come_first_and_ties_count_once() -> None:
     assert torch.equal(
         row[:35], torch.cat([module.scalar.detach().reshape(1), module.embedding.weight.detach().reshape(-1)])[:35]
     )
-    assert [part.name for part in layout.slices if part.stop <= layout.trainable] == [
+    assert [entry.name for entry in layout.slices if entry.stop <= layout.trainable] == [
         name for name, p in module.named_parameters() if p.requires_grad
     ]
     assert layout.frozen == ("frozen.weight", "frozen.bias", "brain.weight", "brain.bias", "scratch")
-    assert sum(part.name.endswith("weight") and "decoder" in part.name for part in layout.slices) == 0
+    assert sum(entry.name.endswith("weight") and "decoder" in entry.name for entry in layout.slices) == 0
 
 
-def test_tensors_gives_what_functional_call_takes() -> None:
+def test_tensors_are_arguments_of_functional_call() -> None:
     module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 2)).eval()
     layout = Layout(module)
-    other = copy.deepcopy(module)
-    randomise(other, torch.Generator().manual_seed(0))
-    other[1].running_var.abs_()
+    randomised = copy.deepcopy(module)
+    randomise(randomised, torch.Generator().manual_seed(0))
+    randomised[1].running_var.abs_()
     inputs = torch.randn(4, 1, 6, 6)
-    called = torch.func.functional_call(module, layout.tensors(layout.flatten(other)), (inputs,))
-    assert torch.equal(called, other(inputs))
+    called = torch.func.functional_call(module, layout.tensors(layout.flatten(randomised)), (inputs,))
+    assert torch.equal(called, randomised(inputs))
 
 
 def test_bound_module_trains_the_row_itself() -> None:
@@ -108,7 +108,7 @@ def test_bound_module_trains_the_row_itself() -> None:
     with torch.no_grad():
         module[0].weight.add_(1)
     assert torch.equal(row[:12], original[:12] + 1)
-    statistics = layout.unit(lambda part: "running" in part.name)
+    statistics = layout.unit(lambda entry: "running" in entry.name)
     assert not torch.equal(row[statistics[0]], original[statistics[0]])
 
 
@@ -116,9 +116,9 @@ def test_bound_module_trains_the_row_itself() -> None:
 def test_training_in_mixed_or_complex_numbers_is_refused(kind: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=getattr(torch, kind)))
     name = "0.weight' of the model is float32" if kind == "float64" else f"1.weight' of the model is {kind}"
-    for what in (module, module[1]) if kind in ("complex64", "float16") else (module,):
-        with pytest.raises(InvalidValue, match=name.replace("1.", "" if what is module[1] else "1[.]")):
-            Layout(what)
+    for module_or_layer in (module, module[1]) if kind in ("complex64", "float16") else (module,):
+        with pytest.raises(InvalidValue, match=name.replace("1.", "" if module_or_layer is module[1] else "1[.]")):
+            Layout(module_or_layer)
 
 
 def test_a_hook_on_a_parameter_is_refused_since_copies_lose_it() -> None:
@@ -146,7 +146,7 @@ def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
     assert layout.layers == ("0", "1", "3")
     names = []
     for unit in layout.units("layer"):
-        inside = {part.name for part in layout.slices for piece in unit if piece.start <= part.start < piece.stop}
+        inside = {entry.name for entry in layout.slices for piece in unit if piece.start <= entry.start < piece.stop}
         names.append(inside)
     assert names == [
         {"0.weight", "0.bias"},
@@ -164,7 +164,7 @@ def test_segments_follow_the_formula(layers: int, percent: int) -> None:
     expected: dict[int, list[int]] = {}
     for j in range(1, layers + 1):
         expected.setdefault(-(-100 * j // (percent * layers)), []).append(j - 1)
-    indices = [[k for part in unit for k in range(part.start, part.stop)] for unit in units]
+    indices = [[k for columns in unit for k in range(columns.start, columns.stop)] for unit in units]
     assert indices == [expected[s] for s in sorted(expected)]
     assert len(units) <= math.ceil(100 / percent)
 
@@ -178,8 +178,8 @@ def test_units_cover_every_number_once(kind: str, fraction: float, depth: int) -
     layout = Layout(nn.Sequential(*blocks, nn.Linear(3, 2)))
     hits = torch.zeros(layout.size, dtype=torch.int64)
     for unit in layout.units(kind, fraction):  # type: ignore[arg-type]
-        for part in unit:
-            hits[part] += 1
+        for columns in unit:
+            hits[columns] += 1
     assert bool((hits == 1).all())
 
 
@@ -189,19 +189,19 @@ def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
         Layout(nn.Linear(1, 1)).units("segment", fraction)
 
 
-def test_a_shell_holds_nothing_of_its_own_until_it_is_bound() -> None:
+def test_a_shell_shares_its_tensors_until_it_is_bound() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     layout = Layout(module)
-    before, integers = layout.flatten(module), layout.flatten_integers(module)
+    row_before, integers = layout.flatten(module), layout.flatten_integers(module)
     shell = layout.shell(module).requires_grad_(False)
-    for one, other in zip(module.parameters(), shell.parameters(), strict=True):
-        assert one.data_ptr() == other.data_ptr()
-        assert one is not other
-        assert one.requires_grad
-    row = before + 1
+    for parameter, shell_parameter in zip(module.parameters(), shell.parameters(), strict=True):
+        assert parameter.data_ptr() == shell_parameter.data_ptr()
+        assert parameter is not shell_parameter
+        assert parameter.requires_grad
+    row = row_before + 1
     layout.bind(shell, row)
     shell(torch.randn(5, 3))  # batch norm moves its statistics and its count
-    assert torch.equal(layout.flatten(module), before)
+    assert torch.equal(layout.flatten(module), row_before)
     assert torch.equal(layout.flatten_integers(module), integers)
     assert torch.equal(layout.flatten_integers(shell), integers + 1)
 

@@ -66,7 +66,7 @@ def assert_same(lengthened: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedmr", "ala(feddyn)", "stages(fedavg:6, fedmr)"])
-def test_a_lengthened_run_equals_one_that_was_as_long_at_once(
+def test_a_lengthened_run_equals_one_of_that_length(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
@@ -101,7 +101,7 @@ def test_a_lengthened_run_is_unfinished_until_its_new_end(tmp_path: Path) -> Non
     assert (lengthened / "recording.json").read_bytes() == (uninterrupted / "recording.json").read_bytes()
 
 
-def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
+def test_a_longer_run_that_cannot_start_leaves_the_shorter_one_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, SHORT)
@@ -119,7 +119,7 @@ def test_nothing_of_the_shorter_run_is_lost_when_the_longer_one_cannot_start(
 
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
-def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
+def test_an_interrupted_run_can_be_lengthened(stop: int, tmp_path: Path) -> None:
     uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, LONG)
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +133,7 @@ def test_a_run_under_way_is_lengthened_too(stop: int, tmp_path: Path) -> None:
         assert_same(lengthened, uninterrupted)
 
 
-def test_without_the_checkpoint_of_the_last_round_it_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_without_the_last_checkpoint_it_resumes_from_the_one_before(tmp_path: Path) -> None:
     uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, LONG)
     run(lengthened, SHORT)
@@ -165,7 +165,7 @@ def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
     assert len(run(tmp_path, SHORT).history) == SHORT
 
 
-def test_fewer_rounds_than_were_asked_for_are_enough_where_they_are_not_done(tmp_path: Path) -> None:
+def test_an_unfinished_run_can_be_shortened(tmp_path: Path) -> None:
     uninterrupted, lengthened = tmp_path / "uninterrupted", tmp_path / "lengthened"
     run(uninterrupted, SHORT)
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What folds into a linear head, against the outputs that it stands for; and the samples that a method may ask a cohort for."""
+"""Shifts, prototypes and discriminants folded into a linear head, against their outputs; samples and features of a cohort."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def outputs(head: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def test_two_heads_add_up() -> None:
-    other = drawn(2, 3, 4, seed=3), drawn(2, 3, seed=4)
-    torch.testing.assert_close(outputs(two_heads((WEIGHT, BIAS), other)), outputs((WEIGHT, BIAS)) + outputs(other))
+    second_heads = drawn(2, 3, 4, seed=3), drawn(2, 3, seed=4)
+    torch.testing.assert_close(
+        outputs(two_heads((WEIGHT, BIAS), second_heads)), outputs((WEIGHT, BIAS)) + outputs(second_heads)
+    )
 
 
 def test_a_shift_of_the_features_is_one_of_the_bias() -> None:
@@ -73,11 +75,11 @@ def test_a_head_is_read_and_written_in_rows() -> None:
     written = head.put(rows, (WEIGHT, BIAS))
     assert torch.equal(head.get(written)[0], WEIGHT)
     assert torch.equal(head.get(written)[1], BIAS)
-    kept = torch.ones(task.layout.size, dtype=torch.bool)
+    others_mask = torch.ones(task.layout.size, dtype=torch.bool)
     for columns in head.unit:
-        kept[columns] = False
-    assert int((~kept).sum()) == 15
-    assert torch.equal(written[:, kept], rows[:, kept])
+        others_mask[columns] = False
+    assert int((~others_mask).sum()) == 15
+    assert torch.equal(written[:, others_mask], rows[:, others_mask])
 
 
 @pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])

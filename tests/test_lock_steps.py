@@ -1,4 +1,4 @@
-"""Clients in lock step take the batches that each would take alone; padding counts nothing."""
+"""Clients in lock step take the batches that each would take alone; padding has no weight."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from test_stacked import assert_same, federated, perceptron, world
 
 
 def loaders(sizes: list[int]) -> list[ClientLoader]:
-    """Clients whose samples are numbered through, as inputs and as labels."""
+    """Make clients whose samples are numbered consecutively, as inputs and as labels."""
     total = torch.arange(sum(sizes))
     samples = Samples(total.float().unsqueeze(1), total)
     dataset = Dataset("numbers", samples, samples, sum(sizes))
-    parts = total.split(sizes)
-    return [ClientLoader(Samples(samples.inputs[part], samples.labels[part]), dataset) for part in parts]
+    indices = total.split(sizes)
+    return [ClientLoader(Samples(samples.inputs[rows], samples.labels[rows]), dataset) for rows in indices]
 
 
 def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
@@ -37,32 +37,36 @@ def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[T
 
 
 Steps = list[tuple[list[int], int]]
-"""Who goes on together, and for how many steps."""
+"""(clients of a group, number of its steps)."""
 
 
 def taken(
     sizes: list[int], batch: int, epochs: int, *, in_step: bool = False, pad: bool = False
 ) -> tuple[list[list[list[int]]], Steps]:
-    """The samples of each batch of each client, without padding; and who took steps together."""
-    found: list[list[list[int]]] = [[] for _ in sizes]
+    """Return the samples of each batch of each client, without padding, and the groups with their steps."""
+    batches: list[list[list[int]]] = [[] for _ in sizes]
     steps_of = []
     for group in lock_steps(
         loaders(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
     ):
         members, steps = group.members(), 0
-        for one in group.batches:
+        for group_batch in group.batches:
             steps += 1
-            assert torch.equal(one.inputs[..., 0], one.labels.float())
+            assert torch.equal(group_batch.inputs[..., 0], group_batch.labels.float())
             for row, client in enumerate(members):
-                assert one.step == len(found[client]) if in_step else (one.step == 0) == (not found[client])
-                real = one.labels[row]
-                if one.share is not None:
-                    share = one.share[row]
+                assert (
+                    group_batch.step == len(batches[client])
+                    if in_step
+                    else (group_batch.step == 0) == (not batches[client])
+                )
+                real = group_batch.labels[row]
+                if group_batch.share is not None:
+                    share = group_batch.share[row]
                     real = real[share > 0]
                     assert share[share > 0].tolist() == [1 / len(real)] * len(real)  # in double precision
-                found[client].append(real.tolist())
+                batches[client].append(real.tolist())
         steps_of.append((members, steps))
-    return found, steps_of
+    return batches, steps_of
 
 
 @settings(deadline=None, max_examples=25)
@@ -73,16 +77,16 @@ def taken(
     st.booleans(),
     st.booleans(),
 )
-def test_everybody_takes_the_batches_it_would_take_alone(
+def test_every_client_takes_the_batches_it_would_take_alone(
     sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
 ) -> None:
-    found, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
-    for loader, own, seen in zip(loaders(sizes), client_tasks(sizes, batch, epochs), found, strict=True):
+    batches, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
+    for loader, passes, taken_batches in zip(loaders(sizes), client_tasks(sizes, batch, epochs), batches, strict=True):
         labels = loader.samples.labels
-        assert seen == [batch.tolist() for order, counts in own for batch in labels[order].split(counts)]
+        assert taken_batches == [batch.tolist() for order, counts in passes for batch in labels[order].split(counts)]
 
 
-def test_short_batches_are_taken_apart_and_the_others_together() -> None:
+def test_full_batches_are_stacked_and_short_ones_are_not() -> None:
     """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over each time."""
     _, groups = taken([17, 13], 4, 2)
     together_steps = sum(steps for members, steps in groups if members == [0, 1])
@@ -91,12 +95,12 @@ def test_short_batches_are_taken_apart_and_the_others_together() -> None:
     assert apart_steps == 2 + 2 + 2  # everybody's last of each epoch, and what the longer client has more
 
 
-def test_padded_clients_advance_together_until_one_has_finished() -> None:
+def test_padded_clients_step_together_until_one_has_finished() -> None:
     _, groups = taken([17, 13, 5], 4, 2, pad=True)
     assert groups == [([0, 1, 2], 4), ([0, 1], 4), ([0], 2)]
 
 
-def test_nobody_is_padded_where_it_would_double_the_work() -> None:
+def test_no_client_is_padded_if_that_doubles_the_work() -> None:
     assert taken([16, 2, 2], 16, 1, pad=True) == taken([16, 2, 2], 16, 1)
 
 
@@ -120,8 +124,8 @@ def test_local_steps_are_those_that_clients_make(
     samples: int, batch_size: int | None, epochs: int, steps: int | None, drop_last: bool, smallest: int
 ) -> None:
     training = Training(batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
-    made = Passes(epochs, steps, batch_size, drop_last, smallest).orders(samples, None)
-    expected = sum(len(sizes) for _, sizes in made)
+    orders = Passes(epochs, steps, batch_size, drop_last, smallest).orders(samples, None)
+    expected = sum(len(sizes) for _, sizes in orders)
     assert training.local_steps(torch.tensor([samples, samples]), smallest).tolist() == [expected, expected]
 
 
@@ -136,7 +140,7 @@ def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
 @pytest.mark.parametrize("options", [{"epochs": 0}, {"steps": 0}])
 @pytest.mark.parametrize("local_schedule", ["constant", "cosine"])
 def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedule: str) -> None:
-    """They are numbers a method asks for, not a request for the settings'."""
+    """Zero epochs or steps of a method mean no training, not the settings' default."""
     task = small_task()
     task = replace(task, training=replace(task.training, epochs=2, local_schedule=local_schedule))
     start = task.initial.unsqueeze(0)

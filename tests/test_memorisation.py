@@ -1,4 +1,4 @@
-"""The recorder of what the global model learns of right and of wrong labels, against plain loops, and its drawing."""
+"""The memorisation recorder (accuracy on right and on wrong labels) against plain loops, and its figure."""
 
 from __future__ import annotations
 
@@ -34,52 +34,52 @@ def noisy_task(label_noise: str, seed: int = 2) -> Task:
 
 
 def naive(task: Task, model: torch.nn.Module, clients: list[int]) -> dict[str, Any]:
-    """One sample at a time."""
+    """Score the model on true and noisy labels, one sample at a time."""
     assert task.true_labels is not None
     hits: dict[str, list[bool]] = {"right": [], "memorised": [], "corrected": []}
     for client in clients:
         for index in task.partition[client].tolist():
             with torch.no_grad():
-                found = int(model(task.train.inputs[index : index + 1]).argmax())
-            given, true = int(task.train.labels[index]), int(task.true_labels[index])
-            if given == true:
-                hits["right"].append(found == given)
+                predicted = int(model(task.train.inputs[index : index + 1]).argmax())
+            label, true = int(task.train.labels[index]), int(task.true_labels[index])
+            if label == true:
+                hits["right"].append(predicted == label)
             else:
-                hits["memorised"].append(found == given)
-                hits["corrected"].append(found == true)
-    shares = {name: [sum(found) / len(found)] for name, found in hits.items()}
+                hits["memorised"].append(predicted == label)
+                hits["corrected"].append(predicted == true)
+    shares = {name: [sum(flags) / len(flags)] for name, flags in hits.items()}
     return {"samples": [[len(hits["right"]), len(hits["memorised"])]], **shares}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr"])
-def test_it_is_that_of_plain_loops(method: str) -> None:
+def test_recordings_equal_plain_loops(method: str) -> None:
     task = noisy_task("symmetric(0.5)")
     result = fl.run(method, task, rounds=2, **RUN)
-    (found,) = result.recorded
-    assert found == {"kind": "memorisation", "rounds": [2], **naive(task, result.model, list(range(6)))}
-    assert 0 < found["memorised"][0] < found["corrected"][0] < 1
+    (recording,) = result.recorded
+    assert recording == {"kind": "memorisation", "rounds": [2], **naive(task, result.model, list(range(6)))}
+    assert 0 < recording["memorised"][0] < recording["corrected"][0] < 1
 
 
 def test_samples_of_clients_that_never_train_do_not_count() -> None:
     task = noisy_task("paired(0.5)")
     result = fl.run("fedavg", task, rounds=2, new_clients=0.5, **RUN)
-    (found,) = result.recorded
-    trained = [result.federation.numbers[place] for place in range(3)]
-    assert found["samples"] == naive(task, result.model, trained)["samples"]
-    assert found["right"] == naive(task, result.model, trained)["right"]
+    (recording,) = result.recorded
+    trained = [result.federation.numbers[index] for index in range(3)]
+    assert recording["samples"] == naive(task, result.model, trained)["samples"]
+    assert recording["right"] == naive(task, result.model, trained)["right"]
 
 
 @pytest.mark.parametrize("noise", ["none", "symmetric(0)"])
 def test_without_wrong_labels_there_is_one_curve(noise: str) -> None:
     result = fl.run("fedavg", noisy_task(noise), rounds=4, **RUN)
-    (found,) = result.recorded
-    assert list(found) == ["kind", "rounds", "samples", "right"]
-    assert found["samples"] == [[int(result.task.partition.sizes.sum()), 0]] * 2
+    (recording,) = result.recorded
+    assert list(recording) == ["kind", "rounds", "samples", "right"]
+    assert recording["samples"] == [[int(result.task.partition.sizes.sum()), 0]] * 2
     (drawing,) = recorded_figures([result.summary])
     assert "all of which have right labels" in drawing.caption
 
 
-def test_a_run_that_goes_on_records_the_same(tmp_path: Path) -> None:
+def test_a_resumed_run_records_the_same(tmp_path: Path) -> None:
     uninterrupted = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, **RUN)
     fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=3, directory=tmp_path, checkpoint_every=1, **RUN)
     resumed = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, directory=tmp_path, checkpoint_every=1, **RUN)
@@ -110,7 +110,7 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
     assert "Right and wrong labels" in page
 
 
-def test_its_expression_builds_it_again() -> None:
+def test_its_expression_round_trips() -> None:
     (built,) = build_recorders(["memorisation(5)"])
     assert expression(built) == "memorisation(every=5)"
     with pytest.raises(FedloomError, match="every must be at least 1, not 0"):

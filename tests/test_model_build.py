@@ -30,7 +30,7 @@ def one_line(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "options", "said"),
+    ("name", "spec", "options", "message"),
     [
         ("logistic", MNIST, {"zero_init": "yes"}, "zero_init must be true or false, not 'yes'"),
         ("mlp", MNIST, {"hidden": 200}, "hidden must be a list, not 200"),
@@ -43,10 +43,10 @@ def one_line(error: BaseException) -> str:
         ("fedmr_vgg16", CIFAR, {"dropout": 1.0}, "dropout must be in [0, 1), not 1.0"),
     ],
 )
-def test_wrong_options_are_named(name: str, spec: DataSpec, options: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_named(name: str, spec: DataSpec, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         make_model(name, spec, 0, options)
-    assert said in one_line(caught.value)
+    assert message in one_line(caught.value)
     assert str(caught.value).startswith(name)
 
 
@@ -83,7 +83,7 @@ number = 3
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A user's module `my_nets` in the current directory, and one that cannot be imported."""
+    """Write a user's module `my_nets` into the current directory, and one that cannot be imported."""
     (tmp_path / "my_nets.py").write_text(NETS)
     (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
     monkeypatch.chdir(tmp_path)
@@ -107,7 +107,7 @@ def test_model_from_an_import_path() -> None:
 
 @pytest.mark.usefixtures("nets")
 @pytest.mark.parametrize(
-    ("path", "options", "said"),
+    ("path", "options", "message"),
     [
         ("my_nets:", {}, "must be a registered name or 'package.module:callable'"),
         ("no_nets_here:Net", {}, "cannot import 'no_nets_here': ModuleNotFoundError"),
@@ -121,15 +121,15 @@ def test_model_from_an_import_path() -> None:
         ("my_nets:plain", {}, "missing 1 required keyword-only argument: 'features'"),
     ],
 )
-def test_wrong_import_paths_give_one_line(path: str, options: dict[str, Any], said: str) -> None:
+def test_wrong_import_paths_give_one_line(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         make_model(path, DataSpec((6,), 2), 0, options)
     text = one_line(caught.value)
-    assert said in text
+    assert message in text
     assert text.startswith(f"model '{path}")
 
 
-def test_unknown_name_is_told_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         make_model("resnet_18", CIFAR, 0, {})
     assert "unknown model 'resnet_18': did you mean 'resnet18'?" in one_line(caught.value)
@@ -163,18 +163,18 @@ def test_tied_parameters_are_in_one_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         ((("0",),), "leave out the parameter '1.weight'"),
         ((("0",), ("2",)), "name '2', which is no submodule"),
     ],
 )
-def test_wrong_blocks_are_named(declared: tuple[tuple[str, ...], ...], said: str) -> None:
+def test_wrong_blocks_are_named(declared: tuple[tuple[str, ...], ...], message: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module.blocks = declared  # type: ignore[assignment]
     with pytest.raises(InvalidValue) as caught:
         block_parameters(module)
-    assert said in one_line(caught.value)
+    assert message in one_line(caught.value)
 
 
 def test_module_without_parameters_has_no_classifier() -> None:

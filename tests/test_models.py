@@ -32,7 +32,7 @@ NEWS = DataSpec((200,), 4, 98_635)
 
 @dataclass(frozen=True)
 class Case:
-    """A model for some data, with the number of its parameters and of its state dictionary's keys."""
+    """A model for some data, with its numbers of parameters and of state dictionary keys."""
 
     name: str
     spec: DataSpec
@@ -88,7 +88,7 @@ def one_thread() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4)
 def built(case: Case) -> nn.Module:
-    """The case's model at seed 0, shared by the tests that do not change it."""
+    """Return the case's model at seed 0, shared by tests that do not change it."""
     return make_model(case.name, case.spec, 0, case.options)
 
 
@@ -122,17 +122,17 @@ def test_size_is_as_the_papers_print_it(case: Case) -> None:
 def test_head_is_applied_last_to_the_features(case: Case) -> None:
     module = built(case).eval()
     head = module.get_submodule(head_name(module))
-    seen: list[Tensor] = []
-    handle = head.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    features: list[Tensor] = []
+    handle = head.register_forward_hook(lambda _, inputs, __: features.append(inputs[0]))
     with torch.no_grad():
         logits = module(batch(case.spec))
         handle.remove()
-        assert len(seen) == 1
-        assert torch.equal(head(seen[0]), logits)
+        assert len(features) == 1
+        assert torch.equal(head(features[0]), logits)
     assert head_name(module) == "head"
     assert isinstance(head, nn.Linear)
     assert logits.shape == (2, case.spec.outputs)
-    assert seen[0].shape == (2, head.in_features)
+    assert features[0].shape == (2, head.in_features)
 
 
 @light_case
@@ -150,10 +150,10 @@ def test_seed_alone_decides_the_initial_weights(case: Case) -> None:
     random_state = torch.get_rng_state()
     repeated = make_model(case.name, case.spec, 0, case.options)
     assert torch.equal(torch.get_rng_state(), random_state)
-    other = make_model(case.name, case.spec, 1, case.options)
+    other_seed = make_model(case.name, case.spec, 1, case.options)
     for name, value in built(case).state_dict().items():
         assert torch.equal(value, repeated.state_dict()[name]), name
-    assert not torch.equal(repeated.get_parameter("head.weight"), other.get_parameter("head.weight"))
+    assert not torch.equal(repeated.get_parameter("head.weight"), other_seed.get_parameter("head.weight"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "resnet18" or case.options], ids=str)
@@ -163,8 +163,8 @@ def test_stacked_models_equal_each_model_alone(case: Case) -> None:
     state = stack_module_state(pair)
     with torch.no_grad():
         stacked = vmap(lambda p, b, x: functional_call(pair[0], (p, b), (x,)))(*state, inputs)
-        alone = torch.stack([module(x) for module, x in zip(pair, inputs, strict=True)])
-    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=1e-5)
+        separate = torch.stack([module(x) for module, x in zip(pair, inputs, strict=True)])
+    torch.testing.assert_close(stacked, separate, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fedmr_resnet20", "resnet20"])
@@ -173,9 +173,9 @@ def test_stacked_batch_norm_trains_as_each_model_alone(name: str) -> None:
     pair = [make_model(name, spec, seed, {}).train() for seed in (3, 4)]
     inputs = torch.stack([batch(spec, 4), batch(spec, 4).flip(0) + 1])
     parameters, buffers = stack_module_state(pair)
-    alone = torch.stack([copy.deepcopy(module)(x) for module, x in zip(pair, inputs, strict=True)])
+    separate = torch.stack([copy.deepcopy(module)(x) for module, x in zip(pair, inputs, strict=True)])
     stacked = vmap(lambda p, b, x: functional_call(pair[0], (p, b), (x,)))(parameters, buffers, inputs)
-    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stacked, separate, rtol=1e-4, atol=1e-4)
     for module, x in zip(pair, inputs, strict=True):
         module(x)
     for key, value in buffers.items():

@@ -1,4 +1,4 @@
-"""Text for the next character and the next word: LEAF's files, plays, lines of users; and the model that learns from them."""
+"""Text for prediction of the next character or word: LEAF's files, plays, lines of users; and the recurrent model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_leafs_files_of_shakespeare(tmp_path: Path) -> None:
     assert dataset.train.groups is not None
     assert dataset.test.groups is not None
     assert (dataset.train.groups.tolist(), dataset.test.groups.tolist()) == ([0, 0, 1], [1])
-    last = make("shakespeare", tmp_path, length=3, places="last")
-    assert [letters(row) for row in last.train.labels] == ["..d", "..e", "..z"]
+    last_places = make("shakespeare", tmp_path, length=3, places="last")
+    assert [letters(row) for row in last_places.train.labels] == ["..d", "..e", "..z"]
     assert [letters(row) for row in make("shakespeare", tmp_path, length=2).train.inputs] == ["bc", "cd", "y?"]
 
 
@@ -73,9 +73,9 @@ def test_plays_are_cut_by_speaker_and_their_ends_test(tmp_path: Path) -> None:
     assert make("shakespeare", tmp_path, length=4).train.groups is not None
 
 
-def lines(path: Path, *found: Any) -> None:
+def lines(path: Path, *entries: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps(one) for one in found) + "\n\n")
+    path.write_text("\n".join(json.dumps(entry) for entry in entries) + "\n\n")
 
 
 def test_lines_of_users(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_te
     assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
 
 
-def test_a_tokenizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "splits_text_for_the_test.py").write_text(
         "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): return 1 / 0\n"
     )
@@ -150,7 +150,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("stackoverflow", "train.jsonl", "", "no text to learn from"),
     ],
 )
-def test_damaged_text_is_told_in_one_line(name: str, file: str, content: str, text: str, tmp_path: Path) -> None:
+def test_damaged_text_is_refused_in_one_line(name: str, file: str, content: str, text: str, tmp_path: Path) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)
     with pytest.raises(FedloomError) as caught:
@@ -167,7 +167,7 @@ def test_sequences_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_the_model_tells_the_next_character_and_looks_at_none_to_come(cell: str, tmp_path: Path) -> None:
+def test_the_model_predicts_the_next_character_without_looking_ahead(cell: str, tmp_path: Path) -> None:
     for name, text in (("A", "abcabcabcabcabc"), ("B", "bcabcabcabcabca")):
         leaf(tmp_path / "all_data" / f"{name}.json", {name: ([text[k : k + 6] for k in range(9)], list(text[6:15]))})
     task = fl.make_task(
@@ -187,11 +187,11 @@ def test_the_model_tells_the_next_character_and_looks_at_none_to_come(cell: str,
     assert notice.startswith("clients train one by one, since models of this kind cannot be stacked: ")
     assert torch.equal(stacked.federation.algorithm.model(), result.federation.algorithm.model())
     module = build_model(f"recurrent(cell={cell}, width=8)", task.dataset.spec, 0)
-    one = task.train.inputs[:1].clone()
-    other = one.clone()
-    other[0, 4] = 9
-    assert torch.equal(module(one)[0, :4], module(other)[0, :4])
-    assert not torch.equal(module(one)[0, 4:], module(other)[0, 4:])
+    sequence = task.train.inputs[:1].clone()
+    changed = sequence.clone()
+    changed[0, 4] = 9
+    assert torch.equal(module(sequence)[0, :4], module(changed)[0, :4])
+    assert not torch.equal(module(sequence)[0, 4:], module(changed)[0, 4:])
 
 
 def test_leafs_model_has_the_size_of_its_layers() -> None:

@@ -259,7 +259,7 @@ def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["multilabel", "sequence", "huber"])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(kind: str, tmp_path: Path) -> None:
+def test_a_lengthened_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     uninterrupted = fl.run("fedmr", make(kind), rounds=4, participation=1.0)
     fl.run("fedmr", make(kind), rounds=2, participation=1.0, directory=tmp_path / "run")
     resumed = fl.run("fedmr", make(kind), rounds=4, participation=1.0, directory=tmp_path / "run")
@@ -268,7 +268,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_are_judged_one_by_one(kind: str) -> None:
+def test_clients_are_scored_separately(kind: str) -> None:
     samples, model, objective, classes = draw(kind)
     vocabulary = 5 if kind == "sequence" else None
     data = Dataset(kind, samples[:40], samples[40:], classes, vocabulary=vocabulary, objective=objective)
@@ -295,13 +295,13 @@ def test_clients_are_judged_one_by_one(kind: str) -> None:
         Segmentation(),
     ],
 )
-def test_an_expression_makes_the_same_objective_again(objective: Objective) -> None:
+def test_objective_expressions_round_trip(objective: Objective) -> None:
     expression = expression_of(objective)
     assert expression is not None
     assert build_objective(expression) == objective
 
 
-def test_a_function_has_no_expression_but_a_path() -> None:
+def test_a_function_is_named_by_its_import_path() -> None:
     assert expression_of(Custom(absolute)) is None
     assert build_objective(f"{absolute.__module__}:absolute") == Custom(absolute)
     assert {entry.name for entry in objectives} == {

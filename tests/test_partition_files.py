@@ -1,4 +1,4 @@
-"""The partition type, its files, and the training and test part of each client."""
+"""The partition type, its files, and each client's split into training and test samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_from_owners_equals_a_loop(owners: list[int]) -> None:
             naive[owner].append(sample)
     partition = Partition.from_owners(samples, np.array(owners, dtype=np.int64), 5)
     assert [partition[client].tolist() for client in range(5)] == naive
-    assert partition.sizes.tolist() == [len(part) for part in naive]
+    assert partition.sizes.tolist() == [len(members) for members in naive]
 
 
 def test_histogram_equals_counting_by_loops() -> None:
@@ -100,7 +100,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 
 class _Ran:
-    """The code that a hostile file would run."""
+    """Code that a hostile file would run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path(tempfile.gettempdir()) / "fedloom-ran-code",))
@@ -141,17 +141,17 @@ def test_a_damaged_file_is_refused_or_read_right(data: st.DataObject) -> None:
             bytes(content[: data.draw(st.integers(0, len(content)))]) if data.draw(st.booleans()) else content
         )
         try:
-            found = Partition.load(path)
+            loaded = Partition.load(path)
         except DataError as refusal:
             line = str(refusal)
         else:
             line = ""
-            assert found.indices.tolist() == partition.indices.tolist()
-            assert found.offsets.tolist() == partition.offsets.tolist()
+            assert loaded.indices.tolist() == partition.indices.tolist()
+            assert loaded.offsets.tolist() == partition.offsets.tolist()
         assert "\n" not in line
 
 
-# Training and test part of each client
+# Training and test samples of each client
 
 
 @PROPERTIES
@@ -164,20 +164,20 @@ def test_every_client_is_split_by_the_rule(sizes: list[int], fraction: float, se
     partition = Partition.from_sizes(np.random.default_rng(1).permutation(sum(sizes)), sizes)
     train, test = split_train_test(partition, seed, fraction)
     for client, size in enumerate(sizes):
-        together = [*train[client].tolist(), *test[client].tolist()]
-        assert sorted(together) == sorted(partition[client].tolist())
-        kept = math.floor(round((1 - fraction) * size, 6))
-        expected = size if size < 2 else min(max(kept, 1), size - 1)
+        all_samples = [*train[client].tolist(), *test[client].tolist()]
+        assert sorted(all_samples) == sorted(partition[client].tolist())
+        train_size = math.floor(round((1 - fraction) * size, 6))
+        expected = size if size < 2 else min(max(train_size, 1), size - 1)
         assert len(train[client]) == expected
 
 
 def test_a_split_depends_on_the_seed_and_the_clients_own_samples_alone() -> None:
     partition = make("lognormal", some_labels(1000, 3), 10, sigma=1.0)
     train, test = split_train_test(partition, 5)
-    again, other = split_train_test(partition, 5)[0], split_train_test(partition, 6)[0]
-    assert np.array_equal(train.indices, again.indices)
-    assert np.array_equal(train.offsets, other.offsets)
-    assert not np.array_equal(train.indices, other.indices)
+    repeated, other_seed = split_train_test(partition, 5)[0], split_train_test(partition, 6)[0]
+    assert np.array_equal(train.indices, repeated.indices)
+    assert np.array_equal(train.offsets, other_seed.offsets)
+    assert not np.array_equal(train.indices, other_seed.indices)
     alone_train, alone_test = split_train_test(Partition.of([np.sort(partition[7])]), 5)
     assert alone_train[0].tolist() == train[7].tolist()
     assert alone_test[0].tolist() == test[7].tolist()
@@ -191,8 +191,8 @@ def test_a_split_takes_every_sample_and_pair_equally_often() -> None:
     counts = np.bincount(pairs[:, 0] * 8 + pairs[:, 1], minlength=64)
     assert stats.chisquare(counts[counts > 0]).pvalue > 1e-4
     assert (counts > 0).sum() == 28
-    one = Partition.of([np.arange(8)])
-    taken = np.concatenate([split_train_test(one, seed)[1][0] for seed in range(2000)])
+    single_client = Partition.of([np.arange(8)])
+    taken = np.concatenate([split_train_test(single_client, seed)[1][0] for seed in range(2000)])
     assert stats.chisquare(np.bincount(taken, minlength=8)).pvalue > 1e-4
 
 

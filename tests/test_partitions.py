@@ -1,4 +1,4 @@
-"""The partitions: what all of them promise, and those with equal labels or natural clients."""
+"""Partitions: properties of all of them, and those with equal labels or natural clients."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_all_partitions_are_registered_with_a_summary() -> None:
 def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
     labels = some_labels(600, 6)
     groups = some_labels(600, 12, seed=1)
-    first, second, other = (make(name, labels, 12, seed, groups, **OPTIONS[name]) for seed in (3, 3, 4))
-    assert np.array_equal(first.indices, second.indices)
-    assert np.array_equal(first.offsets, second.offsets)
-    assert not np.array_equal(first.indices, other.indices)
-    assert first.indices.dtype == first.offsets.dtype == np.int64
-    assert len(first) == 12
+    partition, repeated, other_seed = (make(name, labels, 12, seed, groups, **OPTIONS[name]) for seed in (3, 3, 4))
+    assert np.array_equal(partition.indices, repeated.indices)
+    assert np.array_equal(partition.offsets, repeated.offsets)
+    assert not np.array_equal(partition.indices, other_seed.indices)
+    assert partition.indices.dtype == partition.offsets.dtype == np.int64
+    assert len(partition) == 12
 
 
 @PROPERTIES
@@ -76,7 +76,7 @@ def test_every_sample_has_exactly_one_client_and_every_client_a_sample(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_leading_part_of_a_client_is_a_fair_sample(name: str) -> None:
+def test_the_first_samples_of_a_client_are_a_fair_sample(name: str) -> None:
     """Sorted data stay sorted nowhere: the first half of every client has half of the low numbers."""
     labels = np.sort(some_labels(4000, 4))
     partition = make(name, labels, 4, 1, some_labels(4000, 4, seed=2), **OPTIONS[name])
@@ -155,9 +155,9 @@ def test_iid_balanced_gives_five_images_of_each_of_100_classes_to_100_clients() 
 def test_iid_labels_are_hypergeometric() -> None:
     """1,000 clients of 20 out of 20,000 samples, half of which are class 1: mean 10, variance 20/4 (N - 20)/(N - 1)."""
     labels = np.arange(20_000) % 2
-    ones = make("iid", labels, 1000).histogram(labels, 2)[:, 1]
-    assert ones.mean() == 10
-    assert stats.chi2.ppf(1e-6, 999) < ones.var() * 1000 / (5 * 19_980 / 19_999) < stats.chi2.ppf(1 - 1e-6, 999)
+    class_counts = make("iid", labels, 1000).histogram(labels, 2)[:, 1]
+    assert class_counts.mean() == 10
+    assert stats.chi2.ppf(1e-6, 999) < class_counts.var() * 1000 / (5 * 19_980 / 19_999) < stats.chi2.ppf(1 - 1e-6, 999)
 
 
 # lognormal
@@ -188,17 +188,19 @@ def test_apportion_equals_exact_fractions(weights: list[int], extra: int) -> Non
     total = len(weights) + extra
     free = set(range(len(weights)))
     while True:
-        rest = total - (len(weights) - len(free))
-        share = {i: Fraction(weights[i] * rest, sum(weights[j] for j in free)) for i in free}
+        shared_total = total - (len(weights) - len(free))
+        share = {i: Fraction(weights[i] * shared_total, sum(weights[j] for j in free)) for i in free}
         if all(share[i] >= 1 for i in free):
             break
         free = {i for i in free if share[i] >= 1}
     exact = [share.get(i, Fraction(1)) for i in range(len(weights))]
-    found = apportion(np.array(weights, dtype=np.float64), total).tolist()
-    assert sum(found) == total
-    assert all(math.floor(value) <= number <= math.floor(value) + 1 for value, number in zip(exact, found, strict=True))
+    counts = apportion(np.array(weights, dtype=np.float64), total).tolist()
+    assert sum(counts) == total
+    assert all(
+        math.floor(value) <= number <= math.floor(value) + 1 for value, number in zip(exact, counts, strict=True)
+    )
     remainders = sorted((value % 1 for value in exact), reverse=True)
-    raised = sorted((value % 1 for value, number in zip(exact, found, strict=True) if number > value), reverse=True)
+    raised = sorted((value % 1 for value, number in zip(exact, counts, strict=True) if number > value), reverse=True)
     assert raised == remainders[: len(raised)]
 
 
@@ -213,8 +215,8 @@ def test_apportion_by_hand() -> None:
 def test_natural_clients_are_the_groups() -> None:
     groups = np.random.default_rng(0).permutation(np.repeat([7, 2, 30, 4], [5, 9, 3, 8]))
     partition = make("natural", np.zeros(25, dtype=np.int64), 0, 1, groups, minimum=5)
-    found = [sorted(partition[client].tolist()) for client in range(len(partition))]
-    assert found == [np.flatnonzero(groups == group).tolist() for group in (2, 4, 7)]
+    members = [sorted(partition[client].tolist()) for client in range(len(partition))]
+    assert members == [np.flatnonzero(groups == group).tolist() for group in (2, 4, 7)]
 
 
 def test_natural_takes_a_random_choice_of_the_able_clients() -> None:
@@ -247,12 +249,12 @@ def test_natural_clients_may_be_several_groups_each() -> None:
     groups = np.random.default_rng(0).integers(0, 23, 600)
     labels = np.zeros(600, dtype=np.int64)
     partition = make("natural", labels, 0, 3, groups, together=4)
-    held = [sorted(set(groups[partition[client]].tolist())) for client in range(len(partition))]
-    assert [len(some) for some in held] == [4, 4, 4, 4, 7]  # 23 = 5 x 4 + 3
-    assert sorted(group for some in held for group in some) == list(range(23))
+    groups_of_clients = [sorted(set(groups[partition[client]].tolist())) for client in range(len(partition))]
+    assert [len(some) for some in groups_of_clients] == [4, 4, 4, 4, 7]  # 23 = 5 x 4 + 3
+    assert sorted(group for some in groups_of_clients for group in some) == list(range(23))
     assert_each_sample_once(partition, 600)
     few = make("natural", labels, 2, 3, groups, together=4)
-    assert all(sorted(set(groups[few[client]].tolist())) in held for client in range(2))
+    assert all(sorted(set(groups[few[client]].tolist())) in groups_of_clients for client in range(2))
     with pytest.raises(InvalidValue, match="have at least 1 samples, and a client is 12 of them"):
         make("natural", labels, 2, 3, groups, together=12)
 
@@ -270,7 +272,7 @@ def test_natural_clients_may_be_several_groups_each() -> None:
         ("exponential", {"rate": 0.0}, np.ones(8)),
     ],
 )
-def test_sizes_grow_as_said(name: str, options: dict[str, Any], weights: np.ndarray) -> None:
+def test_sizes_follow_their_weights(name: str, options: dict[str, Any], weights: np.ndarray) -> None:
     sizes = make(name, some_labels(20_000, 4), 8, **options).sizes
     assert np.allclose(sizes, 20_000 * weights / weights.sum(), atol=1)
 

@@ -425,14 +425,14 @@ def test_statistics_travel_only_when_they_are_averaged() -> None:
         ("pfedme(regularisation=30)", "diverges"),
     ],
 )
-def test_one_line_errors(expression: str, words: str) -> None:
+def test_bad_expressions_are_refused_in_one_line(expression: str, words: str) -> None:
     with pytest.raises(InvalidValue, match=words) as caught:
         everybody(training=PLAIN).run(build(expression))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("expression", ["fedamp", "apple"])
-def test_methods_for_everybody_refuse_partial_participation(expression: str) -> None:
+def test_methods_of_full_participation_refuse_less(expression: str) -> None:
     with pytest.raises(InvalidValue, match="participation must be 1, not 3 of 5"):
         World().run(build(expression))
 
@@ -477,7 +477,7 @@ def test_methods_are_known_by_name() -> None:
         ("fedmr", False),
     ],
 )
-def test_a_global_model_whose_layers_never_leave_the_clients_is_named(expression: str, private_layers: bool) -> None:
+def test_a_notice_names_layers_that_never_leave_the_clients(expression: str, private_layers: bool) -> None:
     task = World().task()
     federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0))
     named = [text for text in federation.notices if "as drawn at first" in text]

@@ -1,4 +1,4 @@
-"""Population maths against plain loops, and the invariants of recombination."""
+"""Maths of model pools against plain loops, and the invariants of recombination."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows_of(count: int, width: int, seed: int) -> torch.Tensor:
 
 
 def units_of(width: int, seed: int) -> list[tuple[slice, ...]]:
-    """Random units: each a few disjoint slices; together they cover the row."""
+    """Draw random units: each a few disjoint slices; together they cover the row."""
     generator = torch.Generator().manual_seed(seed)
     cuts = sorted({0, width, *torch.randint(0, width + 1, (5,), generator=generator).tolist()})
     pieces = [slice(a, b) for a, b in itertools.pairwise(cuts)]
@@ -51,8 +51,8 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
         source = torch.randperm(count, generator=generator).tolist()
         assert sorted(source) == list(range(count))
         for k in range(count):
-            for part in unit:
-                for column in range(part.start, part.stop):
+            for columns in unit:
+                for column in range(columns.start, columns.stop):
                     assert result[k, column] == rows[source[k], column]
     assert torch.equal(recombine_(rows, units, torch.Generator().manual_seed(seed)), result)
     assert torch.equal(rows, result)
@@ -67,11 +67,11 @@ def test_recombination_preserves_sums_and_squared_distances(count: int, width: i
     anchor = rows_of(1, width, seed + 1)[0].double()
     for column in range(width):
         assert math.fsum(rows[:, column].tolist()) == math.fsum(result[:, column].tolist())
-    before, after = ((block - anchor).square().reshape(-1).tolist() for block in (rows, result))
-    assert math.fsum(before) == math.fsum(after)
+    distances, distances_after = ((block - anchor).square().reshape(-1).tolist() for block in (rows, result))
+    assert math.fsum(distances) == math.fsum(distances_after)
 
 
-def test_one_model_alone_is_left_as_it_is() -> None:
+def test_a_pool_of_one_model_is_unchanged() -> None:
     rows = rows_of(1, 10, 0)
     assert torch.equal(recombine_(rows.clone(), [(slice(0, 10),)], torch.Generator().manual_seed(3)), rows)
 
@@ -108,7 +108,7 @@ def test_means_and_distances_equal_plain_loops(count: int, width: int, seed: int
 
 
 def mean_of_pairs(rows: torch.Tensor) -> float:
-    """The mean cosine over all pairs, pair by pair; one row alone counts as 1."""
+    """Return the mean cosine over all pairs, pair by pair; a single row counts as 1."""
     cosines = []
     for a, b in itertools.combinations(rows.double().tolist(), 2):
         lengths = math.hypot(*a) * math.hypot(*b)
@@ -125,17 +125,17 @@ def mean_of_pairs(rows: torch.Tensor) -> float:
     st.sampled_from([torch.float32, torch.float64]),
     GENERATOR_SEEDS,
 )
-def test_the_mean_cosine_in_one_pass_is_that_of_all_pairs(
+def test_the_mean_cosine_in_one_pass_equals_all_pairs(
     count: int, width: int, alike: float, with_zeros: bool, dtype: torch.dtype, seed: int
 ) -> None:
     rows = rows_of(count, width + 3, seed).to(dtype) + alike * rows_of(1, width + 3, seed + 1).to(dtype)
     if with_zeros:
         rows[::3] = 0
     rows = rows[:, :width]  # a part of longer rows, as the trainable parameters are
-    found = mean_cosine_similarity(rows)
-    assert found.dtype == dtype
-    assert -1 <= float(found) <= 1
-    assert math.isclose(float(found), mean_of_pairs(rows), abs_tol=1e-6 if dtype == torch.float32 else 1e-12)
+    cosine = mean_cosine_similarity(rows)
+    assert cosine.dtype == dtype
+    assert -1 <= float(cosine) <= 1
+    assert math.isclose(float(cosine), mean_of_pairs(rows), abs_tol=1e-6 if dtype == torch.float32 else 1e-12)
 
 
 def test_a_pool_of_equal_and_one_of_opposite_models() -> None:
@@ -146,7 +146,7 @@ def test_a_pool_of_equal_and_one_of_opposite_models() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that is made, in numbers."""
+    """Records the number of elements of the largest tensor that is made."""
 
     numbers = 0
 

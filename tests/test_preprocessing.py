@@ -1,4 +1,4 @@
-"""The way from a person's data to a model's inputs: fitted, saved as JSON, compared, and applied to new rows."""
+"""Preprocessing of raw data to model inputs: fitted, saved as JSON, compared, and applied to new rows."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def fitted(frame: pd.DataFrame, **options: Any) -> tuple[fl.Task, Preprocessing]
     return task, task.dataset.preprocessing
 
 
-def test_new_rows_become_what_the_training_rows_became() -> None:
+def test_new_rows_are_encoded_like_training_rows() -> None:
     frame = patients()
     task, preprocessing = fitted(frame)
     inputs, notices = preprocessing.apply(frame.drop(columns=["cost"])[["ward", "smoker", "pressure", "age"]])
     assert not notices
     rows = {tuple(row) for row in inputs.float().tolist()}
     assert rows == {tuple(row) for row in torch.cat([task.train.inputs, task.test.inputs]).tolist()}
-    held = frame.iloc[: len(frame)]
+    all_rows = frame.iloc[: len(frame)]
     assert preprocessing.outputs.name == "cost"
     trained = task.train.labels[torch.from_numpy(task.partition.indices)]
     assert (float(trained.mean()), float(trained.std(correction=0))) == pytest.approx((0, 1), abs=1e-5)
     in_units = preprocessing.outputs.in_units(torch.cat([task.train.labels, task.test.labels])).sort().values
-    assert in_units.tolist() == pytest.approx(sorted(held.cost), rel=1e-5)
+    assert in_units.tolist() == pytest.approx(sorted(all_rows.cost), rel=1e-5)
 
 
 def test_json_holds_all_of_it_and_refuses_what_was_changed() -> None:
     _, preprocessing = fitted(patients())
     text = preprocessing.to_json()
-    again = Preprocessing.from_json(text)
-    assert again == preprocessing
-    assert again.digest == preprocessing.digest
+    restored = Preprocessing.from_json(text)
+    assert restored == preprocessing
+    assert restored.digest == preprocessing.digest
     values = json.loads(text)
     values["inputs"]["columns"][0]["mean"] = [0.0]
     with pytest.raises(DataError, match="a file: not as it was written"):
@@ -93,14 +93,14 @@ def test_differences_name_the_columns() -> None:
         ({"age": "years"}, "column 'age' is on one side alone"),
         ({"age": "age"}, ""),
     ):
-        other = fitted(patients().rename(columns=change))[1]
-        lines = preprocessing.differences(other)
+        renamed = fitted(patients().rename(columns=change))[1]
+        lines = preprocessing.differences(renamed)
         assert lines[:1] == ([line] if line else [])
-    other = fitted(patients().assign(age=lambda frame: frame.age.astype(str)))[1]
-    assert preprocessing.differences(other)[0].startswith("column 'age': {'categories': None")
-    other = fitted(patients(seed=3))[1]
-    assert any(line.startswith("column 'pressure': ") for line in preprocessing.differences(other))
-    assert any(line.startswith("outputs, mean: ") for line in preprocessing.differences(other))
+    as_text = fitted(patients().assign(age=lambda frame: frame.age.astype(str)))[1]
+    assert preprocessing.differences(as_text)[0].startswith("column 'age': {'categories': None")
+    other_rows = fitted(patients(seed=3))[1]
+    assert any(line.startswith("column 'pressure': ") for line in preprocessing.differences(other_rows))
+    assert any(line.startswith("outputs, mean: ") for line in preprocessing.differences(other_rows))
     swapped = replace(preprocessing, inputs=replace(preprocessing.inputs, columns=preprocessing.inputs.columns[::-1]))  # type: ignore[union-attr]
     assert "another order" in preprocessing.differences(swapped)[0]
     assert preprocessing.differences(replace(preprocessing, inputs=PictureInputs((1, 2, 2))))
@@ -124,7 +124,7 @@ def test_rows_that_do_not_fit_are_refused_in_one_line(change: Any, line: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_columns_and_categories_are_told_and_left_out() -> None:
+def test_unknown_columns_and_categories_are_left_out_with_a_notice() -> None:
     frame = patients()
     inputs, notices = fitted(frame)[1].apply(frame.assign(ward=["moon", *frame.ward[1:]], note="x"))
     assert notices == [
@@ -134,7 +134,7 @@ def test_unknown_columns_and_categories_are_told_and_left_out() -> None:
     assert inputs[0, 1:4].tolist() == [0, 0, 0]
 
 
-def test_empty_cells_become_the_mean_where_training_filled_them_so() -> None:
+def test_empty_cells_become_the_mean_if_training_filled_them_so() -> None:
     frame = patients()
     frame.loc[[2, 5], "age"] = np.nan
     frame.loc[3:12, "ward"] = None
@@ -177,7 +177,7 @@ def test_pictures_are_decoded_scaled_and_normalised(tmp_path: Path) -> None:
         preprocessing.apply(tmp_path / "c.png")
 
 
-def test_texts_become_the_numbers_of_their_words() -> None:
+def test_texts_become_word_numbers() -> None:
     frame = pd.DataFrame({"text": ["good film", "bad film"] * 4, "label": [1, 0] * 4})
     task = fl.make_task(frame, clients=2, partition="iid", model="fasttext(width=4)")
     preprocessing = task.dataset.preprocessing

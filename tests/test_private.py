@@ -130,7 +130,7 @@ def test_noise_has_the_stated_variance() -> None:
     assert float(torch.corrcoef(local).fill_diagonal_(0).abs().max()) < 0.2  # each client adds its own
 
 
-def test_noise_without_a_generator_is_normal_and_never_twice_the_same() -> None:
+def test_noise_without_a_generator_is_normal_and_never_repeats() -> None:
     draw, second_draw = normal(torch.zeros(4000), None), normal(torch.zeros(4000), None)
     assert not torch.equal(draw, second_draw)
     for values in (draw, second_draw):
@@ -158,7 +158,7 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
 # --- participation ---
 
 
-def test_in_a_poisson_round_every_client_takes_part_by_itself() -> None:
+def test_poisson_sampling_selects_clients_independently() -> None:
     opening = Round(1, 400, 7, 10, 3, 0.1, 0.1, poisson=True)
     drawn = [set(uniform(opening.at(number))) for number in range(1, 401)]
     counts = torch.tensor([[client in clients for client in range(10)] for clients in drawn]).double()
@@ -200,7 +200,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("users", "clients", "published"), PUBLISHED)
-def test_epsilon_is_that_of_a_published_table(users: int, clients: int, published: float) -> None:
+def test_epsilon_equals_a_published_table(users: int, clients: int, published: float) -> None:
     library = pytest.importorskip("dp_accounting")
     rdp = pytest.importorskip("dp_accounting.rdp")
     accountant = rdp.RdpAccountant(ORDERS)
@@ -217,7 +217,7 @@ def test_epsilon_is_that_of_a_published_table(users: int, clients: int, publishe
     assert 0.8 * published < value < published
 
 
-def test_epsilon_is_that_of_the_librarys_own_example() -> None:
+def test_epsilon_equals_the_librarys_example() -> None:
     """Abadi et al. 2016 and the library's documentation: q = 0.01, noise 4, 10,000 steps; tight by FFT: 0.947."""
     assert epsilon(4.0, 0.01, 10_000, 1e-5) == pytest.approx(1.0355, abs=1e-4)
     assert epsilon(0.0, 0.01, 1, 1e-5) == math.inf
@@ -272,7 +272,7 @@ def test_a_budget_too_small_for_one_round_is_refused_before_it(wrapper: str) -> 
     assert trained.history == []
 
 
-def test_over_real_sites_every_round_is_on_the_disk_before_the_next(tmp_path: Path) -> None:
+def test_over_real_sites_every_round_is_saved_before_the_next(tmp_path: Path) -> None:
     class Sites(RowsEngine, RemoteClients):
         largest_share = 1.0
 
@@ -355,7 +355,7 @@ def test_plans_that_would_break_the_guarantee_are_refused() -> None:
         "sparse(local_private(ditto, noise=0.1), share=0.5)",
     ],
 )
-def test_privacy_goes_with_other_methods(expression: str) -> None:
+def test_privacy_combines_with_other_methods(expression: str) -> None:
     assert run_federation(expression).history[-1]["epsilon"] > 0
 
 

@@ -1,5 +1,5 @@
-"""Every engine trains as a plain loop of PyTorch does, whatever the module and the settings; shortcuts that do not are left out,
-and the run says so."""
+"""Every engine trains as a plain PyTorch loop, for any module and settings; shortcuts that do not are left out, with a
+notice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def task_of(module: nn.Module, training: Training = TRAINING) -> Task:
 
 
 def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
-    """The mean, weighted by samples, of what every client's loop of torch.optim makes of the task's model."""
+    """Train every client by a loop of torch.optim; return the mean model, weighted by samples."""
     models, training = [], task.training
     settled = {name: getattr(training, name) for name in ("batch_size", "epochs", "steps", "drop_last")}
     for client, size in enumerate(SIZES):
@@ -59,12 +59,12 @@ def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
         trained = [p for p in module.parameters() if p.requires_grad]
         for p in trained:
             p.grad = torch.zeros_like(p)
-        kind = {one.lower(): getattr(torch.optim, one) for one in dir(torch.optim)}[training.optimizer]
+        kind = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}[training.optimizer]
         options = dict(training.optimizer_options)
         if training.momentum:
             options["momentum"] = training.momentum
         optimizer = kind(trained, lr=training.learning_rate, weight_decay=training.weight_decay, **options)
-        norms = any(isinstance(part, nn.BatchNorm1d) for part in module.modules())
+        norms = any(isinstance(layer, nn.BatchNorm1d) for layer in module.modules())
         order = batch_order(size, stream(seed, "batches", round=1, client=client), smallest=1 + norms, **settled)
         with torch.random.fork_rng():
             torch.set_rng_state(stream(seed, "layers", round=1, client=client).get_state())
@@ -77,7 +77,7 @@ def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
         models.append({**dict(module.named_parameters()), **dict(module.named_buffers())})
     share = [size / sum(SIZES) for size in SIZES]
     return {
-        name: sum(part * model[name].detach() for part, model in zip(share, models, strict=True))
+        name: sum(weight * model[name].detach() for weight, model in zip(share, models, strict=True))
         if tensor.is_floating_point()
         else torch.stack([model[name] for model in models]).amax(0)
         for name, tensor in models[0].items()
@@ -85,40 +85,40 @@ def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
 
 
 def assert_plain(task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str, Tensor] | None = None) -> None:
-    """One round of plain averaging over everybody gives what plain PyTorch gives."""
+    """Assert that one round of FedAvg over all clients equals plain PyTorch."""
     schedule = Schedule(rounds=1, participation=1.0, seed=seed)
     federation = Federation(build("fedavg"), task, engine, schedule)
     federation.run()
     module = task.module(federation.algorithm.model())
     task.layout.load_integers(module, federation.integers)
-    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tolerance = 1e-9 if task.layout.dtype == torch.float64 else 1e-5
     for name, tensor in (plain or by_plain_pytorch(task, seed)).items():
         torch.testing.assert_close(
-            found[name].detach(), tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            state[name].detach(), tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ProcessesEngine]:
-    """Worker processes with stacks inside, for any task."""
+    """Start worker processes with stacks inside, for any task."""
     engine = ProcessesEngine(task_of(build_module(())), workers=1, inside="stacked")
     yield engine
     engine.close()
 
 
 @pytest.mark.parametrize("make", [RowsEngine, StackedEngine])
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_of_a_module_trains_as_in_plain_pytorch(part: str, make: type[RowsEngine]) -> None:
-    task = task_of(build_module(("linear", part, "relu")))
+@pytest.mark.parametrize("layer", PARTS)
+def test_every_kind_of_layer_trains_as_in_plain_pytorch(layer: str, make: type[RowsEngine]) -> None:
+    task = task_of(build_module(("linear", layer, "relu")))
     engine = make(task)
     assert_plain(task, engine)
     # The first two cannot be batched; hooks of a backward pass do nothing under vmap.
-    stacks = part not in ("spectral norm", "weight norm", "backward hook")
+    stacks = layer not in ("spectral norm", "weight norm", "backward hook")
     assert (engine.proof.unstackable is None) == (stacks or make is RowsEngine)
     assert bool(engine.notices) == (engine.proof.unstackable is not None)
     if make is StackedEngine:
-        assert engine.proof.shortcuts.linear == (part in ("linear", "relu"))
+        assert engine.proof.shortcuts.linear == (layer in ("linear", "relu"))
 
 
 SETTINGS = st.one_of(
@@ -227,15 +227,15 @@ def spoilt_stack(monkeypatch: pytest.MonkeyPatch) -> Task:
     gradients = StackedModule.tensor_gradients
 
     def wrong(self: StackedModule, *args: Any) -> Any:
-        loss, found = gradients(self, *args)
-        return loss, [gradient + 1e-6 for gradient in found]
+        loss, tensors = gradients(self, *args)
+        return loss, [gradient + 1e-6 for gradient in tensors]
 
     monkeypatch.setattr(StackedModule, "tensor_gradients", wrong)
     return task_of(build_module(("batch norm",)))
 
 
 def spoilt_layout(monkeypatch: pytest.MonkeyPatch) -> Task:
-    """Filters that look at their images' strides."""
+    """Make filters depend on the strides of their images."""
 
     class Strided(nn.Conv2d):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def test_a_shortcut_that_gives_other_numbers_is_left_out_and_named(
     assert_plain(task, engine)
 
 
-def test_what_is_proven_once_is_not_proven_again_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_repeat_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of(build_module(("linear",)))
     proof = StackedEngine(task).proof
     monkeypatch.setattr("fedloom.engines.rows.prove", lambda *args, **kwargs: pytest.fail("proven again"))

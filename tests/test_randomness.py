@@ -14,9 +14,9 @@ from fedloom.round import Round
 
 
 def test_the_same_name_gives_the_same_numbers() -> None:
-    first = torch.rand(5, generator=stream(3, "batches", round=2, client=7))
+    numbers = torch.rand(5, generator=stream(3, "batches", round=2, client=7))
     torch.rand(100, generator=stream(3, "select", round=2))
-    assert torch.equal(first, torch.rand(5, generator=stream(3, "batches", round=2, client=7)))
+    assert torch.equal(numbers, torch.rand(5, generator=stream(3, "batches", round=2, client=7)))
     assert (numpy_stream(3, "partition").random(5) == numpy_stream(3, "partition").random(5)).all()
 
 
@@ -27,13 +27,13 @@ def test_other_names_give_other_seeds() -> None:
 
 
 def test_no_two_of_a_million_streams_agree() -> None:
-    """A generator that is seeded by 32 bits gives the same numbers for about n^2 / 2^33 pairs of n seeds: 116 here."""
+    """With 32-bit seeds about n^2 / 2^33 pairs of n streams would agree: 116 here."""
     names = [(round, client) for round in range(1000) for client in range(1000)]
     seeds = np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64) & 0xFFFFFFFF
     values, counts = np.unique(seeds, return_counts=True)
     alike = np.flatnonzero(seeds == values[counts > 1][0])[:2].tolist()
-    one, two = (torch.rand(3, generator=stream(0, "batches", round=r, client=c)) for r, c in (names[k] for k in alike))
-    assert not torch.equal(one, two)
+    pair = [torch.rand(3, generator=stream(0, "batches", round=r, client=c)) for r, c in (names[k] for k in alike)]
+    assert not torch.equal(*pair)
     beginnings = {stream_bytes(8, 0, "batches", round=r, client=c) for r, c in names}
     assert len(beginnings) == len(names)
     for r, c in names[:3]:
@@ -41,24 +41,24 @@ def test_no_two_of_a_million_streams_agree() -> None:
         assert state.astype(np.uint32).tobytes() == stream_bytes(4 * 624, 0, "batches", round=r, client=c)
 
 
-def test_a_stream_can_be_kept_and_taken_up_again() -> None:
+def test_a_stream_can_be_saved_and_restored() -> None:
     generator = stream(3, "batches", round=2, client=7)
     torch.randn(7, generator=generator)
     state = generator.get_state()
     expected = torch.randn(5, generator=generator), torch.randperm(9, generator=generator)
-    other = torch.Generator()
-    other.set_state(state)
-    assert torch.equal(torch.randn(5, generator=other), expected[0])
-    assert torch.equal(torch.randperm(9, generator=other), expected[1])
+    restored = torch.Generator()
+    restored.set_state(state)
+    assert torch.equal(torch.randn(5, generator=restored), expected[0])
+    assert torch.equal(torch.randperm(9, generator=restored), expected[1])
 
 
-def test_streams_are_uniform_and_have_nothing_to_do_with_each_other() -> None:
-    first = torch.stack(
+def test_streams_are_uniform_and_uncorrelated() -> None:
+    streams = torch.stack(
         [torch.rand(700, generator=stream(1, "batches", client=c), dtype=torch.float64) for c in range(300)]
     )
-    assert abs(float(first.mean()) - 0.5) < 4 * (1 / 12 / first.numel()) ** 0.5
-    assert abs(float(first[:, 0].mean()) - 0.5) < 4 * (1 / 12 / 300) ** 0.5
-    correlations = torch.corrcoef(first).fill_diagonal_(0).abs()
+    assert abs(float(streams.mean()) - 0.5) < 4 * (1 / 12 / streams.numel()) ** 0.5
+    assert abs(float(streams[:, 0].mean()) - 0.5) < 4 * (1 / 12 / 300) ** 0.5
+    correlations = torch.corrcoef(streams).fill_diagonal_(0).abs()
     assert float(correlations.max()) < 6 / 700**0.5
 
 
@@ -88,14 +88,14 @@ def a_round(number: int = 1, clients: int = 10, participants: int = 4, seed: int
 
 def test_selection_is_uniform_without_replacement() -> None:
     counts = torch.zeros(10)
-    places = torch.zeros(10)
+    first_slots = torch.zeros(10)
     for number in range(1, 2001):
         chosen = uniform(a_round(number))
         assert len(set(chosen)) == 4
         counts[list(chosen)] += 1
-        places[chosen[0]] += 1
+        first_slots[chosen[0]] += 1
     assert float(((counts - 800) ** 2 / 480).sum()) < 27.9  # chi-square, 9 degrees of freedom, 0.1 %
-    assert float(((places - 200) ** 2 / 200).sum()) < 27.9  # any client is as likely in the first slot
+    assert float(((first_slots - 200) ** 2 / 200).sum()) < 27.9  # any client is as likely in the first slot
 
 
 def test_selecting_few_of_many_is_quick_and_right() -> None:

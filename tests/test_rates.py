@@ -1,6 +1,6 @@
-"""Learning rates that change from round to round, from step to step and from client to client; optimizers of the user's own.
+"""Learning rates by round, by step and by client; optimizers of the user.
 
-That a whole round follows torch's own scheduler: test_fedavg.py.
+A round with torch's scheduler: test_fedavg.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_the_named_schedules_follow_their_formulas(expression: str, formula: Cal
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(settings: dict[str, Any], message: str) -> None:
+def test_bad_rates_and_optimizers_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(FedloomError) as error:
         Training(**settings)
     assert message in str(error.value)
@@ -113,7 +113,7 @@ def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(settings: di
 
 
 @pytest.mark.parametrize("kind", [Sign, Normed])
-def test_an_optimizer_of_ones_own_sees_the_models_tensors(kind: type[torch.optim.Optimizer]) -> None:
+def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimizer]) -> None:
     federation = run("fedavg", rounds=1, epochs=1, optimizer=f"own_optimizers:{kind.__name__}")
     task = federation.task
     server = {name: torch.zeros_like(tensor) for name, tensor in task.model.named_parameters()}
@@ -137,7 +137,7 @@ def test_an_optimizer_of_ones_own_sees_the_models_tensors(kind: type[torch.optim
 
 
 class OwnRates(FedAvg):
-    """FedAvg in which client i learns at i tenths of the round's rate, and client 0 at all of it."""
+    """FedAvg in which client i trains at i tenths of the round's rate, and client 0 at the full rate."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         share = torch.tensor([client / 10 or 1.0 for client in cohort.clients], dtype=torch.float64)
@@ -145,14 +145,14 @@ class OwnRates(FedAvg):
 
 
 @pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"optimizer": "adam", "optimizer_options": {"eps": 1e-3}}])
-def test_each_client_may_have_a_rate_of_its_own(settings: dict[str, Any]) -> None:
+def test_each_client_may_have_its_rate(settings: dict[str, Any]) -> None:
     stacked, expected = run(OwnRates(), stacked=True, **settings), run(OwnRates(), **settings)
     torch.testing.assert_close(stacked.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
     assert (expected.algorithm.model() - run("fedavg", **settings).algorithm.model()).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "pfedme(regularisation=5)", "partialfed", "apple"])
-def test_methods_that_need_one_rate_a_round_say_so(method: str) -> None:
+def test_methods_that_need_one_rate_a_round_refuse_schedules(method: str) -> None:
     name = method.partition("(")[0]
     with pytest.raises(FedloomError, match=rf"^{name}[^\n]+ local_schedule must be constant, not 'cosine'$"):
         begun(method, local_schedule="cosine")
@@ -176,7 +176,7 @@ def test_a_schedule_that_gives_no_rate_is_refused_before_the_first_round() -> No
         run("fedavg", schedule="own_optimizers:never")
 
 
-def test_a_run_is_lengthened_where_that_leaves_the_rates_of_its_rounds(tmp_path: Path) -> None:
+def test_a_run_is_lengthened_only_if_the_rates_of_its_rounds_stay(tmp_path: Path) -> None:
     def go_on(schedule: str, rounds: int, name: str) -> Tensor:
         task = replace(small_task(), training=Training(learning_rate=0.1, batch_size=4, schedule=schedule))
         directory = tmp_path / name
@@ -185,9 +185,9 @@ def test_a_run_is_lengthened_where_that_leaves_the_rates_of_its_rounds(tmp_path:
         )
         return result.federation.algorithm.model()
 
-    known = "cosine(over=6, least=0.1)"
-    go_on(known, 2, "known")
-    assert torch.equal(go_on(known, 4, "known"), go_on(known, 4, "at once"))
+    schedule = "cosine(over=6, least=0.1)"
+    go_on(schedule, 2, "lengthened")
+    assert torch.equal(go_on(schedule, 4, "lengthened"), go_on(schedule, 4, "at once"))
     go_on("cosine", 2, "cosine")
     with pytest.raises(CheckpointError, match=r"learning rates of training.schedule = 'cosine' depend on how many"):
         go_on("cosine", 4, "cosine")

@@ -249,7 +249,7 @@ def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
     """The new actor's process is stopped for a while: whatever is set in seconds passes, and nothing is wrong."""
     monkeypatch.setattr(driver, "NOTICE_SECONDS", 0.5)
     monkeypatch.setattr(driver, "GROWTH_SECONDS", 0.5)
-    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, apart={*engine.processes}) as found:
+    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, spared={*engine.processes}) as found:
         slow = RayEngine(TASK, workers=1)
         algorithm = set_up(slow, FedAvg())
         waking = threading.Timer(4.0, found.wake)

@@ -1,4 +1,4 @@
-"""What runs record on request, against plain loops; that the run is the same without; that nothing is lost by a kill."""
+"""Recordings against plain loops; a run is the same without them, and a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAME = ("metrics.jsonl", "clients.jsonl", "model.safetensors")
 
 
 class Witness(FedAvg):
-    """FedAvg that keeps what its clients received and what came back, on the side."""
+    """FedAvg that stores the models its clients received and uploaded."""
 
     def setup(self, plan: Any) -> None:
         super().setup(plan)
@@ -67,7 +67,7 @@ class Witness(FedAvg):
 
 
 def naive_loss(task: Task, row: Tensor, client: int) -> float:
-    """Mean cross entropy on a client's training samples, one at a time."""
+    """Return the mean cross entropy on a client's training samples, one at a time."""
     module = task.module(row).eval()
     losses = []
     for index in task.partition[client]:
@@ -83,7 +83,7 @@ def naive_objective(task: Task, rows: dict[int, Tensor]) -> float:
 
 
 def recorded(result: Any, kind: str) -> dict[str, Any]:
-    return next(one for one in result.recorded if one["kind"] == kind)
+    return next(entry for entry in result.recorded if entry["kind"] == kind)
 
 
 def recording_of(
@@ -92,10 +92,10 @@ def recording_of(
     recording = Recording(build_recorders(expressions))
     federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
     federation.run()
-    return federation, {one["kind"]: one for one in recording.results()}
+    return federation, {entry["kind"]: entry for entry in recording.results()}
 
 
-def test_the_objective_is_that_of_plain_loops() -> None:
+def test_the_objective_equals_plain_loops() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=5, participation=0.5, seed=1, dropout=0.3)
     _, recording = recording_of(method, task, ("objective(every=2)",), schedule)
@@ -140,33 +140,35 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(recording["ala"]["losses"][0]) > 10
 
 
-def test_the_trajectory_is_that_of_the_client_over_its_own_loss() -> None:
+def test_the_trajectory_lies_over_the_clients_loss() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=7, participation=1.0, seed=1)
     _, recording = recording_of(method, task, ("trajectory(client=2, first=3, last=6, grid=4)",), schedule)
-    one, models = recording["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
-    assert one["rounds"] == [3, 4, 5, 6]
-    assert one["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
+    trajectory, models = recording["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
+    assert trajectory["rounds"] == [3, 4, 5, 6]
+    assert trajectory["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
 
     rows, trainable = torch.stack(models).double().numpy(), task.layout.trainable
     centre = rows.mean(0)
     _, _, axes = np.linalg.svd(rows[:, :trainable] - centre[:trainable], full_matrices=False)
     axes = axes[:2] * np.sign([axis[np.abs(axis).argmax()] for axis in axes[:2]])[:, None]
     points = (rows[:, :trainable] - centre[:trainable]) @ axes.T
-    assert np.allclose(one["points"], points, rtol=1e-6, atol=1e-9)
-    for axis, ticks in ((0, one["x"]), (1, one["y"])):
+    assert np.allclose(trajectory["points"], points, rtol=1e-6, atol=1e-9)
+    for axis, ticks in ((0, trajectory["x"]), (1, trajectory["y"])):
         low, high = points[:, axis].min(), points[:, axis].max()
         beyond = 0.2 * (high - low)
         assert np.allclose(ticks, np.linspace(low - beyond, high + beyond, 4))
-    for (i, up), (j, along) in itertools.product(enumerate(one["y"]), enumerate(one["x"])):
+    for (i, up), (j, along) in itertools.product(enumerate(trajectory["y"]), enumerate(trajectory["x"])):
         row = centre.copy()
         row[:trainable] += along * axes[0] + up * axes[1]
-        assert one["surface"][i][j] == pytest.approx(naive_loss(task, torch.from_numpy(row).float(), 2), rel=1e-4)
+        assert trajectory["surface"][i][j] == pytest.approx(
+            naive_loss(task, torch.from_numpy(row).float(), 2), rel=1e-4
+        )
 
 
 @given(st.integers(3, 9), st.integers(2, 40), st.integers(0, 10_000))
 @settings(deadline=None, max_examples=25)
-def test_the_plane_is_that_of_numpys_svd(count: int, width: int, seed: int) -> None:
+def test_the_plane_equals_numpys_svd(count: int, width: int, seed: int) -> None:
     rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.linspace(3, 1, width)
     plane = principal_plane(rows)
     assert plane is not None
@@ -195,7 +197,7 @@ def test_models_in_line_or_too_few_span_no_plane() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything recorded, `whole`, and the same run without, `bare`."""
+    """Make a run with everything recorded, `whole`, and the same run without, `bare`."""
     folder = tmp_path_factory.mktemp("recorded")
     run(folder / "whole", ALL)
     run(folder / "bare", ())
@@ -206,18 +208,18 @@ class Stopped(Exception):
     pass
 
 
-def run(place: Path, record: tuple[str, ...], stop_at: int | None = None) -> Any:
+def run(directory: Path, record: tuple[str, ...], stop_at: int | None = None) -> Any:
     def stop(figures: dict[str, Any], times: dict[str, Any]) -> None:
         if figures["round"] == stop_at:
             raise Stopped
 
     return fl.run(
         "ala(fedavg, max_epochs=12)", small_task(), rounds=8, participation=1.0, seed=4, evaluate_every=1, dropout=0.1,
-        checkpoint_every=3, personal_every=4, directory=place, record=record, on_round=stop,
+        checkpoint_every=3, personal_every=4, directory=directory, record=record, on_round=stop,
     )  # fmt: skip
 
 
-def test_the_run_is_the_same_with_and_without(folder: Path) -> None:
+def test_the_run_is_the_same_without_recording(folder: Path) -> None:
     for name in SAME:
         assert (folder / "whole" / name).read_bytes() == (folder / "bare" / name).read_bytes(), name
     assert not list((folder / "bare").glob("record*"))
@@ -226,19 +228,19 @@ def test_the_run_is_the_same_with_and_without(folder: Path) -> None:
     assert all(timing["record_seconds"] > 0 for timing in timings)
 
 
-def killed_in_round(place: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a run as a kill would: the round's notes and figures are written, the checkpoint is rounds behind."""
+def killed_in_round(directory: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a run as a kill would: the round's recordings and figures are written, the checkpoint is rounds behind."""
     with monkeypatch.context() as patch:
         patch.setattr(Federation, "save", lambda self: None if self.finished == number else SAVE(self))
         with pytest.raises(Stopped):
-            run(place, ALL, stop_at=number)
+            run(directory, ALL, stop_at=number)
 
 
 SAVE = Federation.save
 
 
 @pytest.mark.parametrize("number", [2, 5, 7])
-def test_a_killed_run_goes_on_to_the_same_bytes(
+def test_a_killed_run_resumes_to_the_same_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     killed_in_round(tmp_path / "run", number, monkeypatch)
@@ -246,14 +248,14 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     with (tmp_path / "run/recorded.jsonl").open("a") as file:
         file.write('{"round": 6, "ke')
     assert run(tmp_path / "run", ALL).history[-1]["round"] == 8
-    kept = sorted(path.name for path in (folder / "whole/recorded").iterdir())
-    assert len(kept) >= 4
-    assert sorted(path.name for path in (tmp_path / "run/recorded").iterdir()) == kept
-    for name in (*SAME, "recorded.jsonl", "recording.json", *(f"recorded/{name}" for name in kept)):
+    names = sorted(path.name for path in (folder / "whole/recorded").iterdir())
+    assert len(names) >= 4
+    assert sorted(path.name for path in (tmp_path / "run/recorded").iterdir()) == names
+    for name in (*SAME, "recorded.jsonl", "recording.json", *(f"recorded/{file}" for file in names)):
         assert (tmp_path / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
 
 
-def test_lost_notes_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_recordings_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lost in ("recorded.jsonl", "recorded"):
         directory = tmp_path / lost
         killed_in_round(directory, 5, monkeypatch)
@@ -263,15 +265,15 @@ def test_lost_notes_are_made_again(folder: Path, tmp_path: Path, monkeypatch: py
             assert (directory / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
 
 
-def test_a_finished_run_gives_back_what_it_recorded(folder: Path) -> None:
+def test_a_finished_run_returns_its_recordings(folder: Path) -> None:
     summary = RunDirectory(folder / "whole").summary()
-    assert {one["kind"] for one in summary.recorded} == {"objective", "ala", "trajectory"}
+    assert {entry["kind"] for entry in summary.recorded} == {"objective", "ala", "trajectory"}
     assert run(folder / "whole", ALL).recorded == summary.recorded
     with pytest.raises(FedloomError, match=r"record = \[.*ala.*not \[\]"):
         run(folder / "whole", ())
 
 
-def test_the_report_shows_it(folder: Path) -> None:
+def test_the_report_shows_recordings(folder: Path) -> None:
     summary = RunDirectory(folder / "whole").summary()
     page = render("Recorded", [summary])
     assert "What was recorded" in page
@@ -279,10 +281,10 @@ def test_the_report_shows_it(folder: Path) -> None:
     method = "ala-fedavg-max_epochs=12"
     names = ("objective", f"ala-3-{method}", f"trajectory-2-{method}")
     drawn = [data[name]["variants"][""]["data"] for name in names]
-    one = {entry["kind"]: entry for entry in summary.recorded}
-    assert len(drawn[1]) == len(one["ala"]["rounds"])  # a line a round
+    by_kind = {entry["kind"]: entry for entry in summary.recorded}
+    assert len(drawn[1]) == len(by_kind["ala"]["rounds"])  # a line a round
     assert drawn[2][0]["type"] == "contour"
-    assert len(one["trajectory"]["surface"]) == 3
+    assert len(by_kind["trajectory"]["surface"]) == 3
     assert "What was recorded" not in render("Bare", [RunDirectory(folder / "bare").summary()])
 
 
@@ -301,7 +303,7 @@ def test_the_report_shows_it(folder: Path) -> None:
         ("objective:3", "objective:3: nothing may follow here, but :3 does"),
     ],
 )
-def test_what_is_wrong_is_said_at_the_start(text: str, message: str) -> None:
+def test_bad_recorders_are_refused_at_the_start(text: str, message: str) -> None:
     with pytest.raises(FedloomError) as refused:
         fl.run("fedala", small_task(), rounds=2, record=[text])
     assert str(refused.value) == message
@@ -319,12 +321,12 @@ def test_what_is_wrong_is_said_at_the_start(text: str, message: str) -> None:
         ("fedavg", ["objective", "objective(every=3)"], "objective is recorded once, not twice"),
     ],
 )
-def test_what_a_run_cannot_give_is_refused(method: str, texts: list[str], message: str) -> None:
+def test_recorders_that_do_not_fit_the_run_are_refused(method: str, texts: list[str], message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         fl.run(method, small_task(), rounds=2, record=texts)
 
 
-def test_methods_without_whole_models_are_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_methods_without_full_models_are_left_out_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     result = fl.run("fedper", small_task(), rounds=1, participation=1.0, record=["objective(every=1)"])
     assert result.recorded == []
     assert "objective is not recorded for fedper: its clients keep part of the model to themselves" in caplog.text
@@ -333,7 +335,7 @@ def test_methods_without_whole_models_are_left_out_with_a_word(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("engine", [RayEngine, FlowerEngine])
-def test_engines_whose_clients_are_elsewhere_are_refused(engine: type[Any]) -> None:
+def test_engines_with_remote_clients_are_refused(engine: type[Any]) -> None:
     task = small_task()
     federation = Federation(FedAvg(), task, RowsEngine(task), Schedule(rounds=1))
     federation.engine = engine.__new__(engine)
@@ -341,7 +343,7 @@ def test_engines_whose_clients_are_elsewhere_are_refused(engine: type[Any]) -> N
         Recording(build_recorders(["objective"])).begin(federation)
 
 
-def test_what_hooks_client_training_needs_it_in_this_process() -> None:
+def test_recorders_that_hook_client_training_need_it_in_this_process() -> None:
     task = small_task()
     federation = Federation(build("ala(fedavg)"), task, RowsEngine(task), Schedule(rounds=1))
     federation.engine = ProcessesEngine.__new__(ProcessesEngine)
@@ -352,18 +354,18 @@ def test_what_hooks_client_training_needs_it_in_this_process() -> None:
     Recording(build_recorders(["objective"])).begin(federation)
 
 
-def test_a_comparison_records_where_there_is_something(tmp_path: Path) -> None:
-    found = configuration(
+def test_a_comparison_records_for_methods_that_support_it(tmp_path: Path) -> None:
+    job = configuration(
         {
             "name": "both", "directory": str(tmp_path), "algorithms": ["fedavg", "fedala"], "rounds": 3, "participation": 1.0,
             "model": "logistic", "data": {"clients": 4, "partition": "iid"}, "record": ["objective(every=1)", "ala(client=3)"],
         }
     )  # fmt: skip
     notices: list[str] = []
-    comparison = Comparison(found, (RunName("fedavg", 0), RunName("fedala", 0)))
+    comparison = Comparison(job, (RunName("fedavg", 0), RunName("fedala", 0)))
     assert comparison.run(lambda event: notices.append(event.text)) == {}
     assert "ala of client 3 is not recorded for fedavg: it does not learn with ala" in notices
-    kinds = [[one["kind"] for one in run.summary.recorded] for run in comparison.result({}).runs]
+    kinds = [[entry["kind"] for entry in run.summary.recorded] for run in comparison.result({}).runs]
     assert kinds == [["objective"], ["objective", "ala"]]
     assert "What was recorded" in (tmp_path / "report.html").read_text()
 
@@ -373,8 +375,8 @@ def every_recorder() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", list(every_recorder()))
-def test_a_recorder_is_written_as_it_is_read(name: str) -> None:
-    (one,) = build_recorders([name])
-    assert build_recorders([expression(one)]) == [one]
+def test_recorders_round_trip(name: str) -> None:
+    (recorder,) = build_recorders([name])
+    assert build_recorders([expression(recorder)]) == [recorder]
     assert recorders[name].summary
-    assert one.name.startswith(name)
+    assert recorder.name.startswith(name)

@@ -1,4 +1,4 @@
-"""What is recorded of whole models (similarity, local models against the global one, landscape), against plain loops."""
+"""Recordings of full models (similarity, local models against the global one, landscape) against plain loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from small_task import small_task
 
 
 class Watched:
-    """Keeps, on the side, what came back in each round and in which slots, and the state that the round left."""
+    """Stores each round's uploads by slot and the state after the round."""
 
     def setup(self, plan: Any) -> None:
         super().setup(plan)  # type: ignore[misc]
@@ -58,28 +58,28 @@ def recorded(method: Algorithm, task: Task, schedule: Schedule, *expressions: st
     recording = Recording(build_recorders(expressions))
     federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
     federation.run()
-    return federation, {one["kind"]: one for one in recording.results()}
+    return federation, {entry["kind"]: entry for entry in recording.results()}
 
 
 def naive_cosine(rows: list[Tensor]) -> float:
-    """Pair by pair, number by number."""
-    found = []
+    """Return the mean cosine over all pairs in plain Python."""
+    cosines = []
     for a, b in itertools.combinations([row.tolist() for row in rows], 2):
         product = math.fsum(x * y for x, y in zip(a, b, strict=True))
-        found.append(product / math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b)))
-    return sum(found) / len(found)
+        cosines.append(product / math.sqrt(math.fsum(x * x for x in a) * math.fsum(y * y for y in b)))
+    return sum(cosines) / len(cosines)
 
 
 def naive_score(task: Task, row: Tensor, indices: list[int], test: bool = False) -> tuple[float, float]:
-    """Accuracy and loss on the named samples, one at a time."""
+    """Return accuracy and loss on the named samples, one at a time."""
     module, samples = task.module(row).eval(), task.test if test else task.train
-    right, losses = 0, []
+    hits, losses = 0, []
     for index in indices:
         with torch.no_grad():
             logits = module(samples.inputs[index].unsqueeze(0))
-        right += int(logits.argmax()) == int(samples.labels[index])
+        hits += int(logits.argmax()) == int(samples.labels[index])
         losses.append(float(F.cross_entropy(logits, samples.labels[index].unsqueeze(0))))
-    return right / len(losses), sum(losses) / len(losses)
+    return hits / len(losses), sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("method", [WatchedAvg(), WatchedMR()])
@@ -87,16 +87,16 @@ def test_similarity_is_the_mean_over_pairs(method: Any) -> None:
     task = small_task()
     schedule = Schedule(rounds=6, participation=0.7, seed=1, dropout=0.3)
     _, recording = recorded(method, task, schedule, "similarity(every=2)")
-    one, trained = recording["similarity"], task.layout.trainable
-    assert one["rounds"] == [number for number in (2, 4, 6) if len(method.uploaded[number - 1]) > 1]
-    for index, number in enumerate(one["rounds"]):
+    similarity, trained = recording["similarity"], task.layout.trainable
+    assert similarity["rounds"] == [number for number in (2, 4, 6) if len(method.uploaded[number - 1]) > 1]
+    for index, number in enumerate(similarity["rounds"]):
         rows = [row[:trained] for row in method.uploaded[number - 1].values()]
-        assert one["uploaded"][index] == pytest.approx(naive_cosine(rows), abs=1e-5)
+        assert similarity["uploaded"][index] == pytest.approx(naive_cosine(rows), abs=1e-5)
         if isinstance(method, WatchedMR):
             pool = [row[:trained] for row in method.left[number - 1]["pool"]]
-            assert one["pool"][index] == pytest.approx(naive_cosine(pool), abs=1e-5)
-    assert ("pool" in one) is isinstance(method, WatchedMR)
-    assert one["uploaded"][0] < 0.9999
+            assert similarity["pool"][index] == pytest.approx(naive_cosine(pool), abs=1e-5)
+    assert ("pool" in similarity) is isinstance(method, WatchedMR)
+    assert similarity["uploaded"][0] < 0.9999
 
 
 def test_a_round_with_a_single_reply_has_no_similarity() -> None:
@@ -114,34 +114,34 @@ def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any
     task = small_task()
     schedule = Schedule(rounds=4, participation=0.7, seed=1, dropout=0.3, evaluate_every=1)
     federation, recording = recorded(method, task, schedule, "aggregate(every=2, models=3)")
-    one, every = recording["aggregate"], list(range(len(task.test)))
-    assert one["rounds"] == [2, 4]
-    assert set(one["slots"]) <= {0, 1, 2}
-    for index, number in enumerate(one["rounds"]):
-        for k, slot in enumerate(one["slots"]):
+    aggregate, every = recording["aggregate"], list(range(len(task.test)))
+    assert aggregate["rounds"] == [2, 4]
+    assert set(aggregate["slots"]) <= {0, 1, 2}
+    for index, number in enumerate(aggregate["rounds"]):
+        for k, slot in enumerate(aggregate["slots"]):
             row = method.uploaded[number - 1].get(slot)
-            measured = one["models"]["accuracy"][k][index], one["models"]["loss"][k][index]
+            measured = aggregate["models"]["accuracy"][k][index], aggregate["models"]["loss"][k][index]
             if row is None:
                 assert measured == (None, None)
             else:
                 assert measured == pytest.approx(naive_score(task, row, every, test=True), rel=1e-5)
         figures = federation.history[number - 1]
-        assert one["global"]["accuracy"][index] == figures["accuracy"]
-        assert one["global"]["loss"][index] == figures["loss"]
+        assert aggregate["global"]["accuracy"][index] == figures["accuracy"]
+        assert aggregate["global"]["loss"][index] == figures["loss"]
 
 
 def naive_normalised(direction: Tensor, model: Tensor, layout: Layout) -> list[float]:
-    """Filter by filter, number by number."""
+    """Scale the direction to the model's norm, filter by filter, in plain Python."""
     result = [0.0] * layout.size
-    for part in layout.slices:
-        if part.stop > layout.trainable or len(part.shape) < 2:
+    for entry in layout.slices:
+        if entry.stop > layout.trainable or len(entry.shape) < 2:
             continue
-        width = (part.stop - part.start) // part.shape[0]
-        for start in range(part.start, part.stop, width):
-            own = math.sqrt(sum(float(model[k]) ** 2 for k in range(start, start + width)))
+        width = (entry.stop - entry.start) // entry.shape[0]
+        for start in range(entry.start, entry.stop, width):
+            norm = math.sqrt(sum(float(model[k]) ** 2 for k in range(start, start + width)))
             drawn = math.sqrt(sum(float(direction[k]) ** 2 for k in range(start, start + width)))
             for k in range(start, start + width):
-                result[k] = float(direction[k]) * own / drawn
+                result[k] = float(direction[k]) * norm / drawn
     return result
 
 
@@ -163,24 +163,24 @@ def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
     task, schedule = small_task(), Schedule(rounds=3, participation=0.7, seed=1)
     text = f"landscape(grid=5, radius=0.5, samples=11, data={data}, directions=4)"
     federation, recording = recorded(FedMR(), task, schedule, text)
-    one, model, layout = recording["landscape"], federation.algorithm.model(), task.layout
+    landscape, model, layout = recording["landscape"], federation.algorithm.model(), task.layout
     pool = sorted(task.partition.indices.tolist()) if data == "train" else list(range(len(task.test)))
     chosen = [pool[round(k * (len(pool) - 1) / 10)] for k in range(11)]
     accuracy, loss = naive_score(task, model, chosen, data == "test")
-    assert (one["samples"], one["data"]) == (11, data)
-    assert one["accuracy"] == pytest.approx(accuracy)
-    assert one["loss"] == pytest.approx(loss, rel=1e-5)
-    assert one["surface"][2][2] == pytest.approx(loss, rel=1e-5)  # the middle is the model itself
-    assert one["x"] == one["y"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
-    first, second = (
+    assert (landscape["samples"], landscape["data"]) == (11, data)
+    assert landscape["accuracy"] == pytest.approx(accuracy)
+    assert landscape["loss"] == pytest.approx(loss, rel=1e-5)
+    assert landscape["surface"][2][2] == pytest.approx(loss, rel=1e-5)  # the middle is the model itself
+    assert landscape["x"] == landscape["y"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
+    x_axis, y_axis = (
         torch.tensor(naive_normalised(gaussian(layout, 4, axis), model, layout)) for axis in ("first", "second")
     )
     for i, j in ((0, 0), (0, 4), (3, 1), (4, 2)):
-        row = model + one["x"][j] * first + one["y"][i] * second
-        assert one["surface"][i][j] == pytest.approx(naive_score(task, row, chosen, data == "test")[1], rel=1e-4)
+        row = model + landscape["x"][j] * x_axis + landscape["y"][i] * y_axis
+        assert landscape["surface"][i][j] == pytest.approx(naive_score(task, row, chosen, data == "test")[1], rel=1e-4)
 
 
-def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -> None:
+def test_the_landscape_can_be_computed_later_from_the_saved_model(tmp_path: Path) -> None:
     task = small_task()
     result = fl.run("fedmr", task, rounds=2, directory=tmp_path, record=["landscape(grid=3)"])
     federation = result.federation
@@ -199,7 +199,7 @@ def test_the_same_landscape_comes_out_later_of_the_model_alone(tmp_path: Path) -
         ("landscape(data=tests)", "landscape: data must be 'train' or 'test', not 'tests': did you mean 'test'?"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:
+def test_bad_recorders_are_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         build_recorders([text])
     assert str(refused.value) == message

@@ -1,4 +1,4 @@
-"""The referee names the mistakes that are planted in plain PyTorch loops of three methods, and finds none in right ones."""
+"""The referee names the mistakes planted in plain PyTorch loops of three methods, and finds none in correct ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NAMED = {
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[fl.Task, Path]]:
-    """fedloom's task and trace of each method."""
+    """Record fedloom's task and trace of each method."""
     runs = {}
     for method, expression in loops.METHODS.items():
         task, folder = loops.task_for(method), tmp_path_factory.mktemp(method) / "run"
@@ -60,7 +60,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[fl.Task,
 
 
 @pytest.mark.parametrize("method", loops.METHODS)
-def test_a_right_loop_is_the_same(method: str, traces: dict[str, tuple[fl.Task, Path]], tmp_path: Path) -> None:
+def test_a_correct_loop_has_no_difference(method: str, traces: dict[str, tuple[fl.Task, Path]], tmp_path: Path) -> None:
     task, folder = traces[method]
     loops.LOOPS[method](task, folder, tmp_path / "loop")
     ours, theirs = Trace(tmp_path / "loop"), Trace(folder)
@@ -95,7 +95,7 @@ def test_a_planted_mistake_is_named(
 @pytest.mark.parametrize(
     "method", ["fedavg", "fedmr", "scaffold", "umf(fedavg)", "ditto", "ala(fedprox)", "feddecorr(fedavg)"]
 )
-def test_a_run_is_the_same_with_its_steps_recorded(method: str, engine: str, tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_recorded_steps(method: str, engine: str, tmp_path: Path) -> None:
     task = small_task()
     plain, recorded = (
         fl.run(
@@ -163,7 +163,7 @@ def test_a_method_that_trains_while_it_is_evaluated_records_its_training_alone(t
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A small trace of another program."""
+    """Write a small trace of another program."""
     writer = trace_files.TraceWriter(tmp_path / "trace")
     for number in (1, 2):
         for client in (0, 1):
@@ -195,14 +195,14 @@ def change(folder: Path, number: int, **arrays: Any) -> Path:
     return copied
 
 
-def test_other_numbers_of_steps_and_other_clients_are_told(written: Path) -> None:
-    more = change(written, 2, steps__1__1__loss=np.zeros(()))
-    difference = compare(Trace(written), Trace(more))
+def test_differing_steps_and_clients_are_named(written: Path) -> None:
+    extra_step = change(written, 2, steps__1__1__loss=np.zeros(()))
+    difference = compare(Trace(written), Trace(extra_step))
     assert difference[:2] == ["round 2, client 1", "A takes 1 local steps, B 2"]
-    lines = [json.loads(line) for line in (more / "recorded.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (extra_step / "recorded.jsonl").read_text().splitlines()]
     lines[0]["values"]["steps"]["clients"] = [0, 5]
-    (more / "recorded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    difference = compare(Trace(written), Trace(more))
+    (extra_step / "recorded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    difference = compare(Trace(written), Trace(extra_step))
     assert difference[:2] == ["round 1", "A trains clients 0, 1, B 0, 5"]
 
 
@@ -223,7 +223,9 @@ def test_odd_tensors_are_differences(arrays: dict[str, Any], written: Path) -> N
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 100, (1 << 40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"]
 )
-def test_a_damaged_trace_is_told_in_one_line(content: bytes, written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_is_refused_in_one_line(
+    content: bytes, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models_file(written, 2).write_bytes(content)
     if content[:1] != b"\x02":  # which is an empty file of tensors
         with pytest.raises(DataError, match="is no file of a trace"):
@@ -238,10 +240,10 @@ def test_a_damaged_trace_is_told_in_one_line(content: bytes, written: Path, caps
         Trace(written)
 
 
-def test_traces_without_a_common_name_are_told(written: Path) -> None:
-    other = written.with_name("other")
-    writer = trace_files.TraceWriter(other)
+def test_traces_without_a_common_tensor_are_refused(written: Path) -> None:
+    unrelated = written.with_name("other")
+    writer = trace_files.TraceWriter(unrelated)
     writer.add(0, "in", "model", {"module.w": np.zeros(3, np.float32)})
     writer.end(1, [0], [4])
     with pytest.raises(DataError, match=r"no tensor in common, such as .*after/w and 1/0/in/model/module.w"):
-        compare(Trace(written), Trace(other))
+        compare(Trace(written), Trace(unrelated))

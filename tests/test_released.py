@@ -1,4 +1,4 @@
-"""The ledger of private releases: no kill, cut or flipped bit makes a run forget what it has spent."""
+"""The ledger of private releases: no kill, cut or flipped bit makes a run forget its spent budget."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_no_damage_makes_a_run_forget_a_release(tmp_path: Path) -> None:
     path = filled(tmp_path)
     content = path.read_bytes()
     refused, messages = 0, set()
-    for what, damaged in damages(content, 200):
+    for damage, damaged in damages(content, 200):
         path.write_bytes(damaged)
         try:
-            assert bool((ledger(tmp_path, evidence=2).counts("dp_sgd", 4) >= torch.tensor([1, 1, 3, 0])).all()), what
+            assert bool((ledger(tmp_path, evidence=2).counts("dp_sgd", 4) >= torch.tensor([1, 1, 3, 0])).all()), damage
         except CheckpointError as error:
             refused += 1
             messages.add(str(error))
@@ -99,7 +99,7 @@ def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(damage: str, tm
 def test_an_error_of_the_system_leaves_the_ledger_as_it_was(
     target: Any, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a full disk nor a file that cannot be opened (too many are) costs a line that was there."""
+    """Neither a full disk nor too many open files cost an existing line."""
     path = filled(tmp_path)
     content, opened = path.read_bytes(), ledger(tmp_path, evidence=2)
 
@@ -119,7 +119,7 @@ def test_an_error_of_the_system_leaves_the_ledger_as_it_was(
 
 
 class Sites(RowsEngine, RemoteClients):
-    """Clients that are sites of their own, of which one `fails` in the middle of a round."""
+    """Clients as sites, of which one `fails` in the middle of a round."""
 
     largest_share = 1.0
     fails = False
@@ -182,7 +182,7 @@ def test_a_run_whose_ledger_is_gone_is_refused(expression: str, tmp_path: Path) 
     assert sites(expression, tmp_path / "run").finished == 2
 
 
-def test_a_round_that_failed_is_counted_when_the_same_run_goes_on(tmp_path: Path) -> None:
+def test_a_failed_round_counts_when_the_run_resumes(tmp_path: Path) -> None:
     federation = sites(METHODS[0], tmp_path)
     federation.engine.fails = True  # type: ignore[attr-defined]
     with pytest.raises(Killed):
@@ -210,7 +210,7 @@ def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(tm
 
 
 def test_a_simulation_needs_no_ledger(tmp_path: Path) -> None:
-    """Its noise is that of the run's streams: a repeated round releases the same numbers."""
+    """Its noise comes from the run's streams: a repeated round releases the same numbers."""
     _finished(
         Federation(build(METHODS[0]), task(), RowsEngine(task()), Schedule(rounds=2, participation=1.0), tmp_path)
     )

@@ -1,4 +1,4 @@
-"""What a run in Python gives, shows and says of mistakes in its arguments."""
+"""The result of a run in Python, its displays, and errors in arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.5, "evaluate_every": 
 
 def test_a_result_is_shown_in_five_lines() -> None:
     result = fl.run("fedmr", small_task(), engine="rows", **OPTIONS)
-    first, scores, costs, engine, names = repr(result).splitlines()
-    assert first == "fedmr on small, 6 clients, seed 3"
+    title, scores, costs, engine, names = repr(result).splitlines()
+    assert title == "fedmr on small, 6 clients, seed 3"
     assert scores.startswith(f"test accuracy {100 * result.accuracy:.2f} %, best {100 * result.best_accuracy:.2f} %")
     assert costs.startswith("4 rounds, ")
     assert engine == "engine: rows"
@@ -40,16 +40,16 @@ def test_curves_hold_the_history() -> None:
 
 
 @pytest.mark.parametrize("engine", ["rows", "stacked", "default", "processes(workers=2)"])
-def test_the_engine_says_what_trained(engine: str, tmp_path: Path) -> None:
+def test_the_result_names_the_engine(engine: str, tmp_path: Path) -> None:
     result = fl.run("fedavg", small_task(), engine=engine, directory=tmp_path, **OPTIONS)
-    again = fl.run("fedavg", small_task(), engine=engine, directory=tmp_path, **OPTIONS)
+    repeated = fl.run("fedavg", small_task(), engine=engine, directory=tmp_path, **OPTIONS)
     assert result.engine.name.partition("(")[0] in ("rows", "stacked", "processes")
     assert result.engine.named == (engine != "default")
-    assert again.engine.name.partition("(")[0] == result.engine.name.partition("(")[0]
+    assert repeated.engine.name.partition("(")[0] == result.engine.name.partition("(")[0]
 
 
 class Handle:
-    """A display of IPython, which keeps what it shows."""
+    """A display of IPython that stores its outputs."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -103,6 +103,6 @@ def test_a_terminal_shows_a_bar_that_vanishes() -> None:
         ({"round": 5}, "unknown key 'round': did you mean 'rounds'"),
     ],
 )
-def test_mistakes_in_a_run_are_told_in_one_line(change: dict[str, Any], text: str) -> None:
+def test_bad_arguments_of_a_run_are_refused_in_one_line(change: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidValue, match=text):
         fl.run(**{"algorithm": "fedavg", "task": small_task(), **OPTIONS, **change})

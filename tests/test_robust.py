@@ -1,4 +1,4 @@
-"""Robust aggregation: each rule against plain Python, what it withstands, and how it goes with other methods."""
+"""Robust aggregation: each rule against plain Python, under attack, and around other methods."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) 
     scores = []
     for row in rows:
         distances = sorted(
-            sum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in rows if other is not row
+            sum((a - b) ** 2 for a, b in zip(row, neighbour, strict=True)) for neighbour in rows if neighbour is not row
         )
         scores.append(sum(distances[: count - malicious - 2]))
-    found = krum(tensor(rows), malicious, chosen).tolist()
-    assert len(set(found)) == chosen
-    worst = max(scores[k] for k in found)
-    assert all(scores[k] >= worst - 1e-6 * (1 + worst) for k in range(count) if k not in found)
+    selected = krum(tensor(rows), malicious, chosen).tolist()
+    assert len(set(selected)) == chosen
+    worst = max(scores[k] for k in selected)
+    assert all(scores[k] >= worst - 1e-6 * (1 + worst) for k in range(count) if k not in selected)
 
 
 @given(matrices(), st.floats(0.1, 50) | st.none(), st.integers(1, 4))
@@ -113,7 +113,7 @@ def test_a_minority_moves_no_estimate_far() -> None:
 
 
 class Poisoned(RowsEngine):
-    """A simulation in which some clients send what they like."""
+    """A simulation in which some clients send arbitrary models."""
 
     liars: tuple[int, ...] = ()
 
@@ -140,7 +140,7 @@ def federation(expression: str, rounds: int = 6, liars: tuple[int, ...] = ()) ->
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("inner", ["fedavg", "scaffold", "fedavgm", "fednova"])
-def test_it_learns_where_one_of_six_clients_is_malicious(rule: str, inner: str) -> None:
+def test_it_learns_with_one_malicious_client_of_six(rule: str, inner: str) -> None:
     task = digits()
     engine = Poisoned(task)
     engine.liars = (2,)
@@ -150,19 +150,21 @@ def test_it_learns_where_one_of_six_clients_is_malicious(rule: str, inner: str) 
     assert simulation.history[-1]["accuracy"] > 0.65
 
 
-def test_without_it_one_malicious_client_decides() -> None:
+def test_without_a_robust_rule_one_malicious_client_decides() -> None:
     with pytest.raises(Diverged):
         federation("fedavg", rounds=1, liars=(2,)).step()
 
 
-def receive(expression: str, rows: Tensor, **more: Tensor) -> Tensor:
-    """The model that a method makes of these replies in round 1."""
+def receive(expression: str, rows: Tensor, **tensors: Tensor) -> Tensor:
+    """Return the model that a method makes of these replies in round 1."""
     method = federation(expression).algorithm
     count = len(rows)
     weights = torch.arange(1, count + 1)
     round = Round(1, 6, 0, 6, count, 0.1, 0.1, selected=tuple(range(count)))
     exchange = method.exchange(round, Selection(round.selected))
-    method.receive(round, Replies({"model": rows, **more}, torch.arange(count), torch.arange(count), weights, exchange))
+    method.receive(
+        round, Replies({"model": rows, **tensors}, torch.arange(count), torch.arange(count), weights, exchange)
+    )
     return method.model()
 
 
@@ -214,7 +216,7 @@ def test_krum_takes_all_tensors_from_the_same_clients() -> None:
         "secure(robust(fedavg, rule=median))",
     ],
 )
-def test_it_nests_and_describes_itself(expression: str) -> None:
+def test_nested_expressions_round_trip(expression: str) -> None:
     simulation = federation(expression)
     simulation.run()
     assert build(str(simulation.algorithm)) == build(expression)
@@ -226,8 +228,8 @@ def test_an_exchange_of_layers_changes_no_estimate_by_coordinates(rule: str) -> 
     plain, secure = (
         federation(text, rounds=3) for text in (f"robust(fedavg, rule={rule})", f"secure(robust(fedavg, rule={rule}))")
     )
-    for one in (plain, secure):
-        one.run()
+    for run in (plain, secure):
+        run.run()
     assert torch.equal(plain.algorithm.model(), secure.algorithm.model())
 
 
@@ -255,7 +257,7 @@ def test_a_round_with_too_few_replies_to_outvote_the_malicious_is_left_out() -> 
         ("secure(robust(fedavg, rule=krum))", "needs to know whose an upload is"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(expression: str, text: str) -> None:
+def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> None:
     with pytest.raises(InvalidValue, match=text) as caught:
         build(expression)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in an exchange is noticed, named, and costs no layer; whoever lies costs the others nothing but time."""
+"""Faults of an exchange are noticed, named and lose no layer; a lying peer costs the others only time."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from fedloom.secure.wire import (
 )
 from secure_support import KEY, WatchedTransport, World, flipped, is_parcel
 
-# --- what goes wrong on the way to a peer ---
+# --- faults on the way to a peer ---
 
 
 Change = Callable[[tuple[Letter, ...], list[Letter]], tuple[Letter, ...]]
 """(letters of one message, all letters of earlier steps) -> the letters to deliver."""
 
 
-def first(letters: Sequence[Letter], kind: int) -> int:
-    """Place of the first parcel of this kind."""
+def first_of_kind(letters: Sequence[Letter], kind: int) -> int:
+    """Return the index of the first parcel of this kind."""
     return next(k for k, letter in enumerate(letters) if read_note(letter.body, letter.sender).kind == kind)
 
 
@@ -55,8 +55,8 @@ def on(kind: int, change: Callable[[Letter], tuple[Letter, ...]]) -> Change:
     """Replace the first letter of a kind."""
 
     def apply(letters: tuple[Letter, ...], earlier: list[Letter]) -> tuple[Letter, ...]:
-        place = first(letters, kind)
-        return letters[:place] + change(letters[place]) + letters[place + 1 :]
+        index = first_of_kind(letters, kind)
+        return letters[:index] + change(letters[index]) + letters[index + 1 :]
 
     return apply
 
@@ -74,7 +74,11 @@ ON_THE_WAY: dict[str, tuple[int, str, Change]] = {
     "an altered number": (2, "altered", on(ANNOUNCEMENT, lambda e: (e._replace(body=flipped(e.body, 52)),))),
     "a cut parcel": (2, "altered", on(SENT, lambda e: (e._replace(body=e.body[:-1]),))),
     "no letter at all": (2, "damaged", on(SENT, lambda e: (e._replace(body=b"hello"),))),
-    "an earlier stage again": (3, "replayed", lambda letters, old: (*letters, next(e for e in old if is_parcel(e)))),
+    "an earlier stage again": (
+        3,
+        "replayed",
+        lambda letters, earlier: (*letters, next(e for e in earlier if is_parcel(e))),
+    ),
     "an introduction altered": (1, "impostor", lambda e, _: (e[0]._replace(body=flipped(e[0].body, 20)), *e[1:])),
     "an introduction lost": (1, "missing", lambda e, _: e[1:]),
     "an introduction twice": (1, "duplicated", lambda e, _: (*e, e[0])),
@@ -83,8 +87,8 @@ ON_THE_WAY: dict[str, tuple[int, str, Change]] = {
 
 @pytest.mark.parametrize("name", ON_THE_WAY)
 @pytest.mark.parametrize("when", ["before_upload", "before_train"])
-def test_whatever_happens_on_the_way_is_noticed_and_costs_no_layer(name: str, when: str) -> None:
-    """The server has seen that the sender did nothing wrong: the peer on the way to which it happened sits out."""
+def test_faults_on_the_way_are_noticed_and_lose_no_layer(name: str, when: str) -> None:
+    """The server saw a correct message of the sender, so the recipient is left out."""
     step_of, kind, change = ON_THE_WAY[name]
     delivered: list[Letter] = []
     named: list[int] = []
@@ -132,10 +136,10 @@ def test_a_peer_may_leave_at_any_step(step: int, when: str) -> None:
 
 def test_a_parcel_for_another_peer_or_of_another_exchange_is_refused() -> None:
     world = World(4, rules=Rules(2, 3, 3))
-    old = WatchedTransport(world.peers)
-    world.exchange(old, round=1)
-    stale = next(e for e in old.letters if is_parcel(e) and e.recipient == 12)
-    strayed = next(e for e in old.letters if is_parcel(e) and e.recipient == 11 and e.sender != 12)
+    earlier = WatchedTransport(world.peers)
+    world.exchange(earlier, round=1)
+    stale = next(e for e in earlier.letters if is_parcel(e) and e.recipient == 12)
+    strayed = next(e for e in earlier.letters if is_parcel(e) and e.recipient == 11 and e.sender != 12)
     cases = (
         (stale, "replayed"),
         (strayed, "misdirected"),
@@ -153,22 +157,22 @@ def test_a_parcel_for_another_peer_or_of_another_exchange_is_refused() -> None:
         assert world.outcome(terms) == world.expected(terms)
 
 
-# --- peers that break the rules themselves ---
+# --- peers that break the rules ---
 
 
 def sends(step_of: int, change: Change) -> type[Peer]:
-    """A peer whose answer to one step is another."""
+    """Return a peer class whose answer to one step is changed."""
 
     class Changed(Peer):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self.seen: list[Letter] = []
-            self.asked = -1
+            self.request_index = -1
 
         def handle(self, request: bytes) -> bytes:
             answer = PeerMessage.decode(super().handle(request), self.number)
-            self.asked = 0 if PeerMessage.decode(request).kind == "begin" else self.asked + 1
-            letters = change(answer.letters, self.seen) if self.asked == step_of else answer.letters
+            self.request_index = 0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
+            letters = change(answer.letters, self.seen) if self.request_index == step_of else answer.letters
             self.seen += answer.letters
             return replace(answer, letters=letters).encode()
 
@@ -176,7 +180,7 @@ def sends(step_of: int, change: Change) -> type[Peer]:
 
 
 @pytest.mark.parametrize("name", ON_THE_WAY)
-def test_what_a_peer_sends_is_checked_before_it_is_carried(name: str) -> None:
+def test_letters_are_checked_before_they_are_carried(name: str) -> None:
     step_of, kind, change = ON_THE_WAY[name]
     kind = "invalid" if name.startswith("an introduction") else kind  # not the same for all
     world = World(5, rules=Rules(2, 3, 3), kinds={13: sends(step_of - 1, change)})
@@ -187,7 +191,7 @@ def test_what_a_peer_sends_is_checked_before_it_is_carried(name: str) -> None:
 
 
 class Overpromising(Peer):
-    """Announces a layer more than it sends."""
+    """Announces one layer more than it sends."""
 
     def _letter(self, peer: int, kind: int, number: int, content: bytes | None = None) -> Letter:
         return super()._letter(peer, kind, number + (kind == ANNOUNCEMENT and number < 2), content)
@@ -278,7 +282,7 @@ class Forging(Peer):
 
 
 class Babbling(Peer):
-    """Answers with what is no answer."""
+    """Answers with bytes that are no answer."""
 
     def handle(self, request: bytes) -> bytes:
         super().handle(request)
@@ -286,7 +290,7 @@ class Babbling(Peer):
 
 
 class Nesting(Babbling):
-    """Answers with what an eager reader would read for ever."""
+    """Answers with lengths that a careless reader would follow for ever."""
 
     def handle(self, request: bytes) -> bytes:
         return pack(b"[" * 200_000)
@@ -333,7 +337,7 @@ def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: typ
 
 
 @pytest.mark.parametrize("change", ["rules", "layers"])
-def test_a_peer_with_other_rules_or_layers_leaves_alone(change: str) -> None:
+def test_a_peer_with_other_rules_or_layers_is_left_out(change: str) -> None:
     world = World(4)
     world.offer()
     if change == "rules":
@@ -351,16 +355,16 @@ def test_a_peer_with_other_rules_or_layers_leaves_alone(change: str) -> None:
 
 
 def accusing(kind: str, accused: int, step_of: int, detail: str = "") -> type[Peer]:
-    """A peer that accuses another, in every attempt."""
+    """Return a peer class that accuses another peer in every attempt."""
 
     class Accusing(Peer):
-        asked = -1
+        request_index = -1
 
         def handle(self, request: bytes) -> bytes:
             answer = super().handle(request)
-            self.asked = 0 if PeerMessage.decode(request).kind == "begin" else self.asked + 1
+            self.request_index = 0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
             fault = ProtocolViolation(kind, accused, detail)
-            return PeerMessage("fault", fault=fault).encode() if self.asked == step_of else answer
+            return PeerMessage("fault", fault=fault).encode() if self.request_index == step_of else answer
 
     return Accusing
 
@@ -368,7 +372,7 @@ def accusing(kind: str, accused: int, step_of: int, detail: str = "") -> type[Pe
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("accused", [SERVER, 10, 13, 99, -7])
 @pytest.mark.parametrize("kind", ["altered", "missing", "impostor", "left", "disagrees", "withdrew"])
-def test_who_accuses_without_proof_goes_alone(kind: str, accused: int, step: int) -> None:
+def test_an_accuser_without_proof_is_left_out(kind: str, accused: int, step: int) -> None:
     world = World(4, kinds={13: accusing(kind, accused, step)})
     terms, faults = world.exchange(InMemoryTransport(world.peers))
     expected = "withdrew" if accused == SERVER else "unproved"
@@ -378,11 +382,11 @@ def test_who_accuses_without_proof_goes_alone(kind: str, accused: int, step: int
 
 
 def test_an_accusation_that_nobody_can_check_is_believed_once() -> None:
-    """Whoever says of parcel after parcel that it cannot be opened leaves with the second peer that it accuses; nobody can be
-    accused who has sent it none."""
+    """A peer that claims of parcel after parcel that it cannot be opened leaves with the second peer that it accuses; only
+    senders of parcels can be accused."""
 
     class Complaining(Peer):
-        """Says that the first parcel it is brought cannot be opened."""
+        """Claims that the first parcel it receives cannot be opened."""
 
         def _open(self, parcels: Any) -> Any:
             if parcels:
@@ -425,8 +429,8 @@ def test_texts_of_peers_are_short_and_plain() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_no_bytes_whatever_raise_anything_else(data: st.DataObject) -> None:
-    """A message of an exchange with bytes changed, cut or put in, to a peer and to the server."""
+def test_random_bytes_raise_only_protocol_violations(data: st.DataObject) -> None:
+    """Send a message with bytes changed, cut or inserted to a peer and to the server."""
     world = World(3)
     world.offer()
     peer = world.peers[10]
@@ -446,18 +450,18 @@ def test_no_bytes_whatever_raise_anything_else(data: st.DataObject) -> None:
     assert set(terms.peers) >= {10, 11}
 
 
-# --- a server that goes against the peers ---
+# --- a hostile server ---
 
 
-def test_a_server_key_of_its_own_for_one_peer_shows_up_at_once() -> None:
+def test_another_server_key_for_one_peer_is_noticed() -> None:
     class TwoKeys(InMemoryTransport):
-        """A server that gives one peer a key of its own, to know that peer's layers by it."""
+        """A server that gives one peer another key, to recognise that peer's layers."""
 
         def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
-            asked = {k: PeerMessage.decode(data) for k, data in requests.items()}
-            if asked[11].terms is not None:
-                asked[11] = PeerMessage("begin", replace(asked[11].terms, server_key=key))
-            return super().carry({k: request.encode() for k, request in asked.items()})
+            decoded = {k: PeerMessage.decode(data) for k, data in requests.items()}
+            if decoded[11].terms is not None:
+                decoded[11] = PeerMessage("begin", replace(decoded[11].terms, server_key=key))
+            return super().carry({k: request.encode() for k, request in decoded.items()})
 
     key = ServerKey().public
     world = World(4, fewest=4)
@@ -508,7 +512,7 @@ def test_keys_with_which_nothing_is_secret_are_refused(key: bytes) -> None:
         Introduction.decode(Introduction(bytes(32), key, bytes(64)).encode(), 11)
 
 
-def test_what_the_server_must_not_ask_is_refused() -> None:
+def test_peers_refuse_forbidden_requests_of_the_server() -> None:
     world = World(3)
     world.peers[10].fewest = 3
     key = ServerKey().public
@@ -546,21 +550,21 @@ def test_what_the_server_must_not_ask_is_refused() -> None:
     assert terms.peers == (11, 12)
 
 
-def test_a_peer_has_company_of_two_by_default() -> None:
+def test_a_peer_needs_two_others_by_default() -> None:
     identity = Ed25519PrivateKey.generate()
     assert Peer(1, identity, {1: identity.public_key()}, Rules()).fewest == 3
 
 
 def test_a_model_is_uploaded_once() -> None:
-    """From what four peers upload and what three of them do, a server would know the fourth one's layers."""
+    """From the uploads of four peers and of three of them, a server would know the fourth peer's layers."""
     world = World(4)
     terms, _ = world.exchange(InMemoryTransport(world.peers))
-    first = {k: peer.upload() for k, peer in world.peers.items()}
-    assert KEY.open_models(first, terms)[1] == []
+    uploads = {k: peer.upload() for k, peer in world.peers.items()}
+    assert KEY.open_models(uploads, terms)[1] == []
     world.offer()
-    again = replace(world.terms(round=2), peers=(10, 11, 12))
+    second_terms = replace(world.terms(round=2), peers=(10, 11, 12))
     with pytest.raises(ExchangeAborted) as caught:
-        run_exchange(InMemoryTransport(world.peers), again)
+        run_exchange(InMemoryTransport(world.peers), second_terms)
     assert [(fault.kind, fault.peer) for fault in caught.value.faults] == [("withdrew", k) for k in (10, 11, 12)]
     assert all("this model was uploaded before" in fault.detail for fault in caught.value.faults)
     for peer in world.peers.values():
@@ -582,14 +586,14 @@ def test_the_server_notices_copied_altered_and_missing_layers_and_uses_the_other
     good = KEY.open_models(uploads, terms)[0]
     copied = {**uploads, 11: [uploads[10][0], *uploads[11][1:]]}
     altered = {**uploads, 12: [*uploads[12][:2], flipped(uploads[12][2], 60)]}
-    for spoilt, peer, place, text in (
+    for spoilt, peer, layer, text in (
         (copied, 11, 0, "layer 0 of its upload was uploaded before"),
         (altered, 12, 2, "layer 2 of its upload cannot be opened"),
     ):
         models, faults = KEY.open_models(spoilt, terms)
         assert [(fault.kind, fault.peer, fault.detail) for fault in faults] == [("spoilt", peer, text)]
-        assert models[peer][place] is None
-        models[peer][place] = good[peer][place]
+        assert models[peer][layer] is None
+        models[peer][layer] = good[peer][layer]
         assert models == good
     for upload in (uploads[12][:2], [uploads[12][1], uploads[12][0], uploads[12][2]]):
         models, faults = KEY.open_models({**uploads, 12: upload}, terms)
@@ -599,14 +603,14 @@ def test_the_server_notices_copied_altered_and_missing_layers_and_uses_the_other
     assert world.peers[11].layers == world.models[11]
 
 
-def test_a_peer_without_sense_cannot_be_made() -> None:
+def test_bad_peers_are_refused() -> None:
     identity = Ed25519PrivateKey.generate()
-    known = {1: identity.public_key()}
+    identities = {1: identity.public_key()}
     with pytest.raises(InvalidValue, match=r"the identities name peers \[1\], not peer 2 itself"):
-        Peer(2, identity, known, Rules())
+        Peer(2, identity, identities, Rules())
     with pytest.raises(InvalidValue, match="fewest must be at least 1, not 0"):
-        Peer(1, identity, known, Rules(), fewest=0)
-    peer = Peer(1, identity, known, Rules(1, 3, 3))
+        Peer(1, identity, identities, Rules(), fewest=0)
+    peer = Peer(1, identity, identities, Rules(1, 3, 3))
     with pytest.raises(InvalidValue, match="low and high must be at most 2"):
         peer.offer([b"a", b"b"])
     with pytest.raises(InvalidValue, match="at least one byte"):

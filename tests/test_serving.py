@@ -50,8 +50,8 @@ def test_a_classifier_predicts_the_names_of_classes(tmp_path: Path) -> None:
     # On the test rows, it is right as often as the run says.
     task = result.task
     with torch.no_grad():
-        right = (model.module(task.test.inputs).argmax(1) == task.test.labels).double().mean()
-    assert float(right) == pytest.approx(result.accuracy)
+        accuracy = (model.module(task.test.inputs).argmax(1) == task.test.labels).double().mean()
+    assert float(accuracy) == pytest.approx(result.accuracy)
 
 
 def test_a_regression_predicts_in_the_units_of_its_target(tmp_path: Path) -> None:
@@ -60,29 +60,29 @@ def test_a_regression_predicts_in_the_units_of_its_target(tmp_path: Path) -> Non
     predicted = fl.load(tmp_path).predict(frame.drop(columns=["cost"]))
     assert predicted.shape == (80,)
     assert np.abs(predicted - frame.cost).max() < 20
-    last = result.history[-1]
-    assert last["rmse"] < 20 < 400 < frame.cost.min()
+    record = result.history[-1]
+    assert record["rmse"] < 20 < 400 < frame.cost.min()
     # The figures are those of the predictions, in the same units.
     task, objective = result.task, result.task.objective
     outputs = result.model(task.test.inputs)[:, 0].detach()
     errors = objective.in_units(outputs) - objective.in_units(task.test.labels)
-    assert float(errors.square().mean().sqrt()) == pytest.approx(last["rmse"], rel=1e-4, abs=1e-3)
-    assert float(errors.abs().mean()) == pytest.approx(last["mae"], rel=1e-4, abs=1e-3)
+    assert float(errors.square().mean().sqrt()) == pytest.approx(record["rmse"], rel=1e-4, abs=1e-3)
+    assert float(errors.abs().mean()) == pytest.approx(record["mae"], rel=1e-4, abs=1e-3)
     with pytest.raises(InvalidValue, match="predict_proba is for classes"):
         fl.load(tmp_path).predict_proba(frame)
 
 
 def test_metrics_of_the_users_get_the_units_of_the_target() -> None:
     frame = patients().drop(columns=["outcome"])
-    seen: list[float] = []
+    targets_seen: list[float] = []
 
     def largest(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-        seen.append(float(targets.max()))
+        targets_seen.append(float(targets.max()))
         return float(outputs.max())
 
     task = fl.make_task(frame, target="cost", clients=2, partition="iid", model="logistic", metrics=[largest])
     fl.run("fedavg", task, rounds=1, engine="rows")
-    assert max(seen) > 400
+    assert max(targets_seen) > 400
 
 
 def test_arrays_and_own_modules(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_arrays_and_own_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["ditto", "fedavg_c"])
-def test_the_personal_model_of_a_client_is_the_one_that_was_measured(method: str, tmp_path: Path) -> None:
+def test_a_clients_personal_model_has_the_measured_accuracy(method: str, tmp_path: Path) -> None:
     frame = patients().drop(columns=["cost"])
     result = trained(tmp_path, frame, "outcome", algorithm=method)
     task, table = result.task, result.federation.client_history[-1]["personal"]
@@ -114,8 +114,8 @@ def test_the_personal_model_of_a_client_is_the_one_that_was_measured(method: str
     for client, measured in zip(table["clients"], table["accuracy"], strict=True):
         model = fl.load(tmp_path, client=client)
         index = torch.from_numpy(task.local_test[client])
-        right = model.module(task.train.inputs[index]).argmax(1) == task.train.labels[index]
-        assert float(right.double().mean()) == pytest.approx(measured)
+        hits = model.module(task.train.inputs[index]).argmax(1) == task.train.labels[index]
+        assert float(hits.double().mean()) == pytest.approx(measured)
     with pytest.raises(InvalidValue, match=r"client=9: .* has no such personal model \(there are: 0, 1, 2\)"):
         fl.load(tmp_path, client=9)
 
@@ -132,7 +132,7 @@ def test_a_finished_run_notices_that_its_preprocessing_was_changed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", list(SUFFIXES))
-def test_the_exported_model_gives_what_the_model_gives(to: Any, tmp_path: Path) -> None:
+def test_the_exported_model_has_the_outputs_of_the_model(to: Any, tmp_path: Path) -> None:
     if to == "onnx":
         pytest.importorskip("onnxscript")
         runtime = pytest.importorskip("onnxruntime")
@@ -308,7 +308,7 @@ def test_a_folder_of_an_experiment_with_one_run_is_that_run(tmp_path: Path) -> N
         fl.load(tmp_path / "mine")
 
 
-def test_what_a_run_writes_of_its_preprocessing_is_json_alone(tmp_path: Path) -> None:
+def test_preprocessing_is_written_as_json_alone(tmp_path: Path) -> None:
     result = trained(tmp_path, patients().drop(columns=["cost"]), "outcome")
     values = json.loads((tmp_path / "preprocessing.json").read_text())
     assert values["digest"] == result.task.dataset.preprocessing.digest

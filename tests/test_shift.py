@@ -1,4 +1,4 @@
-"""Distribution shift: what each client's inputs become."""
+"""Distribution shift of the clients' inputs."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ def test_nothing_changes_at_zero(expression: str) -> None:
 
 @pytest.mark.parametrize("expression", ["rotation(45)", "rotation([0, 90, 180])", "noise(0.2)", "colour(0.5)"])
 def test_a_shift_is_drawn_from_the_seed_and_the_client_alone(expression: str) -> None:
-    given = pictures()
-    first = shifted(expression, given, 3)
-    assert torch.equal(first, shifted(expression, given, 3))
-    assert not torch.equal(first, shifted(expression, given, 4))
+    inputs = pictures()
+    expected = shifted(expression, inputs, 3)
+    assert torch.equal(expected, shifted(expression, inputs, 3))
+    assert not torch.equal(expected, shifted(expression, inputs, 4))
     shift = shifts.build_unless_none(expression)
     assert shift is not None
-    mixed = Partition.of([part[::-1] for part in np.array_split(np.arange(12), CLIENTS)])
-    samples = fl.Samples(given, torch.zeros(12, dtype=torch.int64))
-    assert torch.equal(shift.apply(samples, mixed, 3).inputs, first)  # whatever the order of a client's samples
+    mixed = Partition.of([rows[::-1] for rows in np.array_split(np.arange(12), CLIENTS)])
+    samples = fl.Samples(inputs, torch.zeros(12, dtype=torch.int64))
+    assert torch.equal(shift.apply(samples, mixed, 3).inputs, expected)  # whatever the order of a client's samples
     assert torch.equal(samples.inputs, pictures())  # a copy is changed
-    one = Partition.of([np.arange(4)])
-    assert torch.equal(shift.apply(samples, one, 3).inputs[4:], given[4:])  # samples of no client stay
+    partition = Partition.of([np.arange(4)])
+    assert torch.equal(shift.apply(samples, partition, 3).inputs[4:], inputs[4:])  # samples of no client stay
 
 
-def test_right_angles_are_exact_and_shared_out_evenly() -> None:
+def test_right_angles_are_exact_and_evenly_distributed() -> None:
     angles = [0.0, 90.0, 180.0, 270.0]
     drawn = [Rotation(angles).angle(client, 10, 0) for client in range(10)]
     assert sorted(map(drawn.count, angles)) == [2, 2, 3, 3]
-    given = pictures(side=5)
-    shifted_inputs = shifted("rotation([90])", given)
-    assert torch.equal(shifted_inputs, given.rot90(1, (2, 3)))
+    inputs = pictures(side=5)
+    shifted_inputs = shifted("rotation([90])", inputs)
+    assert torch.equal(shifted_inputs, inputs.rot90(1, (2, 3)))
 
 
 def test_other_angles_turn_about_the_centre() -> None:
@@ -75,19 +75,19 @@ def test_other_angles_turn_about_the_centre() -> None:
 
 
 def test_noise_grows_from_client_to_client() -> None:
-    given = torch.zeros(40_000, 3)
-    shifted_inputs = shifted("noise(0.4)", given, clients=4).view(4, -1)
+    inputs = torch.zeros(40_000, 3)
+    shifted_inputs = shifted("noise(0.4)", inputs, clients=4).view(4, -1)
     for client in range(4):
         assert float(shifted_inputs[client].var()) == pytest.approx(0.4 * (client + 1) / 4, rel=0.05)
 
 
 def test_colour_is_a_gain_and_an_offset_of_each_channel() -> None:
-    given = torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    shifted_inputs = shifted("colour(0.4)", given).view(CLIENTS, 2, 3, 16)
-    given = given.view(CLIENTS, 2, 3, 16)
+    inputs = torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    shifted_inputs = shifted("colour(0.4)", inputs).view(CLIENTS, 2, 3, 16)
+    inputs = inputs.view(CLIENTS, 2, 3, 16)
     for client in range(CLIENTS):
         for channel in range(3):
-            x, y = given[client, :, channel].flatten(), shifted_inputs[client, :, channel].flatten()
+            x, y = inputs[client, :, channel].flatten(), shifted_inputs[client, :, channel].flatten()
             gain, offset = np.polyfit(x.numpy(), y.numpy(), 1)
             assert np.allclose(gain * x + offset, y, atol=1e-4)
             assert 0.6 - 1e-4 <= gain <= 1.4 + 1e-4
@@ -117,13 +117,13 @@ def test_clients_train_and_test_on_shifted_inputs_and_the_global_test_set_stays(
         ("noise(1)", torch.zeros(6, 4, dtype=torch.int64), "shift needs pictures or numbers, not [6, 4] of int64"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(expression: str, inputs: Tensor, text: str) -> None:
+def test_shifts_that_do_not_fit_are_refused_in_one_line(expression: str, inputs: Tensor, text: str) -> None:
     with pytest.raises(FedloomError) as caught:
         shifted(expression, inputs)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_says_what_does_not_fit() -> None:
+def test_make_task_refuses_a_shift_that_does_not_fit() -> None:
     with pytest.raises(InvalidValue, match="needs pictures"):
         fl.make_task("wine", clients=3, partition="iid", model="logistic", shift="colour(0.1)")

@@ -1,4 +1,4 @@
-"""Worker processes that train stacks give the numbers of the rows engine, with every method and whatever dies."""
+"""Worker processes that train stacks give the numbers of the rows engine, with every method, also if workers die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASK = world()
 
 @pytest.fixture(scope="module")
 def engine(worker_processes: ProcessesEngine) -> Iterator[ProcessesEngine]:
-    """The shared workers as `processes(inside=stacked, chunk=3)` has them."""
+    """Configure the shared workers as `processes(inside=stacked, chunk=3)` does."""
     worker_processes.inside, worker_processes.wanted_chunk = "stacked", 3
     worker_processes.begin(TASK, None)
     yield worker_processes
@@ -44,7 +44,7 @@ def run(algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participatio
 
 
 QUICK = ("ala", "dp_sgd", "fedavg", "fedmr", "fedrep", "moon", "quantised", "scaffold", "stages", "umf")
-"""Beginnings of a method of each kind. The others differ in what `test_stacked` and `test_processes` run with every method."""
+"""Prefixes of one method of each kind; `test_stacked` and `test_processes` run every method."""
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_groups_of_any_length_hold_about_equally_many_samples(sizes: list[int], 
     assert max(sums) <= sum(sizes) / min(count, len(sizes)) + max(sizes)
 
 
-def test_when_a_worker_dies_its_clients_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
+def test_clients_of_a_dead_worker_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
     federation = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
     assert len(list(tmp_path.iterdir())) == 2
     assert_same(run(KeepsClientMemory(), RowsEngine(TASK)), federation)
@@ -110,9 +110,9 @@ def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: Process
 
 def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None:
     federation = run(Failing(), engine)
-    why = "failing: clients train one by one where they fail in lock step:"
+    prefix = "failing: clients train one by one where they fail in lock step:"
     notices = [
-        f"{why} {reason}" for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")
+        f"{prefix} {reason}" for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")
     ]
     assert sorted(federation.engine.notices) == sorted(federation.timings[0]["notices"]) == sorted(notices)
     assert federation.timings[1].get("notices") is None

@@ -1,4 +1,4 @@
-"""Methods one after another: at given rounds, and where the run itself finds that one has stopped helping."""
+"""Methods in stages: switches at given rounds, and at a loss that has stopped falling."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
         ("fedavg:100", "belongs inside stages"),
     ],
 )
-def test_what_cannot_be_staged_is_refused(expression: str, message: str) -> None:
+def test_methods_that_cannot_be_staged_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message) as caught:
         build(expression)
     assert "\n" not in str(caught.value)
@@ -91,7 +91,7 @@ def test_what_cannot_be_staged_is_refused(expression: str, message: str) -> None
         "stages(stages(fedavg:2, fedmr):5, fedavg)",
     ],
 )
-def test_an_expression_describes_what_it_builds(expression: str) -> None:
+def test_an_expression_round_trips(expression: str) -> None:
     method = build(expression)
     assert str(method) == expression
     assert build(str(method)) == method
@@ -100,7 +100,7 @@ def test_an_expression_describes_what_it_builds(expression: str) -> None:
 # --- stages that end by themselves ---
 
 
-def test_when_a_loss_has_stopped_improving() -> None:
+def test_a_loss_that_has_stopped_improving_ends_a_stage() -> None:
     nan = float("nan")
     for losses, expected in [
         ([1.0, 0.8, 0.6, 0.4], False),
@@ -120,24 +120,24 @@ def test_when_a_loss_has_stopped_improving() -> None:
 
 
 def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the samples that a client keeps back, and of the others."""
+    """Return the positions of a client's held-out samples and of the others."""
     size = world.sizes[client]
     order = torch.randperm(size, generator=stream(world.seed, "held_out", client=client))
-    kept = max(1, round(0.1 * size))
-    return order[:kept], order[kept:]
+    count = max(1, round(0.1 * size))
+    return order[:count], order[count:]
 
 
 def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[list[State], list[float]]:
-    """FedAvg on what is not kept back, and the loss of each round's sent model on what is."""
+    """Run FedAvg without the held-out samples; return the models and the loss of each round's download on the held-out ones."""
     state, models, losses = world.initial(), [], []
     settings = world.training
     for number, clients in enumerate(selected, start=1):
         total, weight, uploads = 0.0, 0, []
         for client in clients:
             inputs, labels = world.data(client)
-            kept, rest = held_out(world, client)
+            validation, training = held_out(world, client)
             with torch.no_grad():
-                loss = F.cross_entropy(world.at(state).eval()(inputs[kept]), labels[kept])
+                loss = F.cross_entropy(world.at(state).eval()(inputs[validation]), labels[validation])
             total, weight = total + float(loss) * len(labels), weight + len(labels)
             module = world.at(state).train()
             optimizer = torch.optim.SGD(
@@ -147,7 +147,7 @@ def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[li
                 weight_decay=settings.weight_decay,
             )
             order = batch_order(
-                len(rest),
+                len(training),
                 stream(world.seed, "batches", round=number, client=client),
                 batch_size=settings.batch_size,
                 epochs=settings.epochs,
@@ -155,7 +155,7 @@ def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[li
             )
             for index in order:
                 optimizer.zero_grad()
-                F.cross_entropy(module(inputs[rest][index]), labels[rest][index]).backward()
+                F.cross_entropy(module(inputs[training][index]), labels[training][index]).backward()
                 torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip or 1e9)
                 optimizer.step()
             uploads.append(copy.deepcopy(module.state_dict()))
@@ -193,7 +193,7 @@ def stages_of(run: Federation) -> list[float]:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("patience", [1, 2])
-def test_a_stage_ends_when_the_loss_on_kept_samples_stops_falling(norm: bool, patience: int) -> None:
+def test_a_stage_ends_when_the_loss_on_held_out_samples_stops_falling(norm: bool, patience: int) -> None:
     world = World(norm=norm, rounds=8)
     expression = f"stages(fedavg:auto, fedmr, patience={patience}, improvement={SLOW})"
     run = world.run(build(expression))
@@ -208,27 +208,27 @@ def test_a_stage_ends_when_the_loss_on_kept_samples_stops_falling(norm: bool, pa
         8 - switch + 1
     )  # after its last round the next method is up
     # From then on it is FedMR from the model that FedAvg left, on all samples.
-    first = average([world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]], [1 / 3] * 3)
-    assert_same(run.models[switch : switch + 1], [first])
+    expected = average([world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]], [1 / 3] * 3)
+    assert_same(run.models[switch : switch + 1], [expected])
 
 
-def test_the_test_set_has_no_say() -> None:
+def test_the_test_set_does_not_matter() -> None:
     world = World()
     task = world.task()
-    other = Samples(torch.randn_like(task.test.inputs) * 100, task.test.labels.flip(0))
-    spoilt = replace(task, test=other, dataset=Dataset("random", task.train, other, world.classes))
-    one, two = staged_run(task), staged_run(spoilt)
-    one.run()
-    two.run()
-    assert stages_of(one) == stages_of(two)
-    assert [record["loss"] for record in one.history] != [record["loss"] for record in two.history]
-    assert torch.equal(one.algorithm.model(), two.algorithm.model())
+    changed = Samples(torch.randn_like(task.test.inputs) * 100, task.test.labels.flip(0))
+    spoilt = replace(task, test=changed, dataset=Dataset("random", task.train, changed, world.classes))
+    run, changed_run = staged_run(task), staged_run(spoilt)
+    run.run()
+    changed_run.run()
+    assert stages_of(run) == stages_of(changed_run)
+    assert [record["loss"] for record in run.history] != [record["loss"] for record in changed_run.history]
+    assert torch.equal(run.algorithm.model(), changed_run.algorithm.model())
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5])
-def test_a_run_resumed_while_it_waits_goes_on_as_if_nothing_had_happened(tmp_path: Path, stop: int) -> None:
-    whole = staged_run(World().task())
-    whole.run()
+def test_a_run_resumed_before_the_switch_equals_an_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+    uninterrupted = staged_run(World().task())
+    uninterrupted.run()
     halted = staged_run(World().task(), directory=tmp_path)
     for _ in range(stop):
         halted.step()
@@ -236,14 +236,14 @@ def test_a_run_resumed_while_it_waits_goes_on_as_if_nothing_had_happened(tmp_pat
     resumed = staged_run(World().task(), directory=tmp_path)
     assert resumed.finished == stop
     resumed.run()
-    expected, state = whole.algorithm.full_state(), resumed.algorithm.full_state()
+    expected, state = uninterrupted.algorithm.full_state(), resumed.algorithm.full_state()
     assert state.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor) or bool(tensor.isnan().any()), name
-    assert resumed.history == whole.history
+    assert resumed.history == uninterrupted.history
 
 
-def test_a_stage_whose_last_round_went_by_is_passed_over() -> None:
+def test_a_stage_whose_last_round_has_passed_is_skipped() -> None:
     method = build(f"stages(fedavg:auto, fedprox(mu=100):2, fedmr, patience=1, improvement={SLOW})")
     run = federation(World().task(), method, 8)
     run.run()
@@ -265,17 +265,17 @@ def test_clients_with_a_single_sample_take_part() -> None:
     assert [record["faults"] for record in run.federation.history] == [[]] * 4
 
 
-def test_only_stages_that_wait_cost_a_message_more() -> None:
+def test_only_stages_with_auto_send_an_extra_message() -> None:
     world = World(rounds=8)
     plain = world.run(build("fedavg")).federation.history[0]
-    known = world.run(build("stages(fedavg:9, fedmr)")).federation.history[0]
+    fixed = world.run(build("stages(fedavg:9, fedmr)")).federation.history[0]
     waits = world.run(build("stages(fedavg:auto, fedmr)")).federation.history[0]
-    assert (known["bytes_down"], known["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
+    assert (fixed["bytes_down"], fixed["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
     assert waits["bytes_down"] == plain["bytes_down"] + 3 * 8  # the number of the stage
     assert waits["bytes_up"] == plain["bytes_up"] + 3 * 8  # one loss
 
 
-def test_a_part_of_a_model_cannot_wait() -> None:
+def test_auto_is_refused_for_methods_that_share_part_of_a_model() -> None:
     world = World()
     with pytest.raises(InvalidValue, match="clients of fedrep do not exchange one whole model"):
         world.run(Stages([(build("fedrep"), "auto"), (build("fedavg"), None)]))

@@ -1,4 +1,4 @@
-"""The settings of local training: what cannot work, or would have no effect, is said before anything runs."""
+"""The settings of local training: impossible ones and ones without effect are refused before the run."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_the_optimizers_own_options_are_taken(optimizer: Optimizer, options: dic
     built = settings.torch_optimizer([torch.nn.Parameter(torch.ones(2))], 0.3)
     assert type(built).__name__.lower() == optimizer
     for name, value in {**options, "lr": 0.3, **({"momentum": momentum} if momentum else {})}.items():
-        found = built.defaults[name]
-        assert (list(found) if isinstance(found, tuple) else found) == value
+        default = built.defaults[name]
+        assert (list(default) if isinstance(default, tuple) else default) == value
 
 
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))

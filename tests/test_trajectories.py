@@ -1,4 +1,4 @@
-"""The ways of one client's models with several methods in one plane, against the models that the runs kept."""
+"""Trajectories of one client's models under several methods in one plane, against the saved models."""
 
 from __future__ import annotations
 
@@ -26,45 +26,47 @@ PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ways")
-    told = {
+    job = {
         "name": "ways", "directory": str(folder), "algorithms": list(PLACES), "rounds": 3, "participation": 1.0,
         "record": ["trajectory(client=1, grid=3)"], "model": "logistic", "threads": 1,
         "data": {"clients": 4, "partition": "dirichlet(0.5)"},
     }  # fmt: skip
-    assert Comparison.of(configuration(told)).run(lambda event: None) == {}
+    assert Comparison.of(configuration(job)).run(lambda event: None) == {}
     return folder
 
 
 def models(folder: Path) -> torch.Tensor:
-    """All models of the client, method by method and round by round."""
+    """Load all models of the client, method by method and round by round."""
     files = [
-        folder / place / f"seed-0/recorded/round-{number:07d}.safetensors"
-        for place in PLACES.values()
+        folder / method_folder / f"seed-0/recorded/round-{number:07d}.safetensors"
+        for method_folder in PLACES.values()
         for number in (1, 2, 3)
     ]
     return torch.stack([load_file(file)["trajectory of client 1/model"].double() for file in files])
 
 
 def test_the_plane_is_that_of_all_models_and_the_surface_the_clients_loss(folder: Path) -> None:
-    (one,) = json.loads((folder / "trajectories.json").read_text())["trajectories"]
-    assert (one["client"], one["seed"], list(one["methods"])) == (1, 0, list(PLACES))
+    (trajectory,) = json.loads((folder / "trajectories.json").read_text())["trajectories"]
+    assert (trajectory["client"], trajectory["seed"], list(trajectory["methods"])) == (1, 0, list(PLACES))
     rows = models(folder)
     centre = rows.mean(0)
-    left, singular, axes = np.linalg.svd((rows - centre).numpy(), full_matrices=False)
-    found = np.array([point for method in PLACES for point in one["methods"][method]["points"]])
-    assert np.abs(found) == pytest.approx(np.abs(left[:, :2] * singular[:2]), abs=1e-6)
-    assert one["explained"] == pytest.approx(singular[:2] ** 2 / np.sum(singular**2))
+    left_vectors, singular, axes = np.linalg.svd((rows - centre).numpy(), full_matrices=False)
+    points = np.array([point for method in PLACES for point in trajectory["methods"][method]["points"]])
+    assert np.abs(points) == pytest.approx(np.abs(left_vectors[:, :2] * singular[:2]), abs=1e-6)
+    assert trajectory["explained"] == pytest.approx(singular[:2] ** 2 / np.sum(singular**2))
 
-    signs = np.sign((found * left[:, :2]).sum(0))
-    point = centre + torch.from_numpy(one["x"][2] * signs[0] * axes[0] + one["y"][0] * signs[1] * axes[1])
+    signs = np.sign((points * left_vectors[:, :2]).sum(0))
+    point = centre + torch.from_numpy(trajectory["x"][2] * signs[0] * axes[0] + trajectory["y"][0] * signs[1] * axes[1])
     task = fl.make_task("digits", clients=4, partition="dirichlet(0.5)", model="logistic")
     mine = Partition.load(folder / "fedavg/seed-0/split.npz")[1]
     inputs, labels = task.train.inputs[mine].flatten(1).double(), task.train.labels[mine]
     weight, bias = point[:640].view(10, 64), point[640:]
-    assert one["surface"][0][2] == pytest.approx(F.cross_entropy(inputs @ weight.T + bias, labels).item(), rel=1e-5)
+    assert trajectory["surface"][0][2] == pytest.approx(
+        F.cross_entropy(inputs @ weight.T + bias, labels).item(), rel=1e-5
+    )
 
 
-def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path) -> None:
+def test_the_page_draws_both_trajectories_once_also_when_rewritten(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     assert '<div id="trajectories-1"' in page
     assert '<div id="trajectory-1-' not in page
@@ -78,12 +80,12 @@ def test_the_page_draws_both_ways_once_also_when_it_is_written_anew(folder: Path
     assert named == list(PLACES)
 
 
-def test_ways_of_other_runs_are_not_shown(folder: Path) -> None:
-    kept = folder / "trajectories.json"
-    original = kept.read_text()
-    write_json(kept, read_json(kept, dict) | {"of": "others"})
+def test_trajectories_of_other_runs_are_not_shown(folder: Path) -> None:
+    file = folder / "trajectories.json"
+    original = file.read_text()
+    write_json(file, read_json(file, dict) | {"of": "others"})
     try:
         shown = with_trajectories(folder, read_runs(folder))
     finally:
-        kept.write_text(original)
-    assert not any(one["kind"] == "trajectories" for run in shown for one in run.summary.recorded)
+        file.write_text(original)
+    assert not any(entry["kind"] == "trajectories" for run in shown for entry in run.summary.recorded)

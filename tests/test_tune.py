@@ -183,7 +183,7 @@ def test_the_test_labels_do_not_matter(tmp_path: Path, local_test: float | None)
     assert scores[0][0] != scores[0][1]
 
 
-def test_a_search_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_search_resumes_and_repeats_nothing(tmp_path: Path) -> None:
     events: list[Event] = []
     search = Search(table(tmp_path), searched(RATES))
     rounds = 0

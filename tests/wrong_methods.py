@@ -1,4 +1,4 @@
-"""Methods with one typical mistake each, in the line that says `# wrong`; `MISTAKES` says what `fedloom check` finds."""
+"""Methods with one typical mistake each, in the line marked `# wrong`; `MISTAKES` lists the findings of `fedloom check`."""
 
 from __future__ import annotations
 
