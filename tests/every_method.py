@@ -9,7 +9,8 @@ WRAPPERS = {
     "stages": "stages(fedavg:1, fedmr)",
     "umf": "umf(feddc)",
     "clustered": "clustered(fedmr)",
-    "ala": "ala(fedmr)",
+    "ala": "ala(fedmr, max_epochs=5)",  # the initial stage takes up to 200 epochs by default
+    "fedala": "fedala(max_epochs=5)",
     "secure": "secure(fedmr)",
     "robust": "robust(fedavg)",
     "quantised": "quantised(fedavg, bits=4, down=8)",

@@ -146,7 +146,7 @@ def test_the_variants_of_the_authors_code() -> None:
 )  # fmt: skip
 def test_weights_held_at_one_leave_the_inner_method(inner: str) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4))
-    plain, wrapped = world.run(build(inner)), world.run(build(f"ala({inner}, rate=0)"))
+    plain, wrapped = world.run(build(inner)), world.run(build(f"ala({inner}, rate=0, max_epochs=1)"))
     assert plain.selected == wrapped.selected
     assert_same(wrapped.moments, plain.moments, 1e-9)
 
@@ -212,7 +212,7 @@ def test_every_method_uses_the_start_of_a_wrapper_or_is_refused(name: str) -> No
             Ala(inner)
         return
     plain = world.run(build(str(inner)))
-    local = world.run(build(f"ala({inner}, rate=0, initial_weight=0)"))
+    local = world.run(build(f"ala({inner}, rate=0, initial_weight=0, max_epochs=1)"))
     assert not any(record["faults"] for record in local.federation.history)
     assert not torch.allclose(local.moments[-1].parameters, plain.moments[-1].parameters, atol=1e-6)
 

@@ -11,13 +11,11 @@ import pytest
 from fedloom.engines.choose import make_engine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, UnknownName
-from fedloom.experiment import run as experiments
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import make_task
-from test_stacked import assert_same, world
+from test_stacked import world
 
 
 def test_engines_are_built_by_name() -> None:
@@ -70,11 +68,3 @@ def test_auto_is_default() -> None:
         make_engine("auto(memory_budget=much)", task)
     with pytest.raises(FedloomError, match="auto has no parameter 'workers'"):
         make_engine("auto(workers=2)", task)
-
-
-def test_a_run_in_python_takes_an_engine() -> None:
-    task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])")
-    by_default = experiments.run("fedavg", task, rounds=2, participation=0.5)
-    many = experiments.run("fedavg", task, rounds=2, participation=0.5, engine="stacked")
-    assert isinstance(many.federation.engine, StackedEngine)
-    assert_same(by_default.federation, many.federation, tolerance=1e-5)

@@ -369,14 +369,6 @@ def test_a_misspelt_local_objective_is_refused_with_the_nearest() -> None:
         build("fedmr(local=fedporx)")
 
 
-@pytest.mark.parametrize(
-    "expression", ["fedmr(local=fedprox(mu=0.1), unit=tensor)", "fedmr(unit='segment', fraction=0.5)", "indep", "fedmr"]
-)
-def test_an_expression_round_trips(expression: str) -> None:
-    method = build(expression)
-    assert build(str(method)) == method
-
-
 @pytest.mark.parametrize(("expression", "message"), [("fedmr(unit=layr)", "layer"), ("fedmr(fraction=0)", "fraction")])
 def test_impossible_units_and_fractions_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):

@@ -285,11 +285,13 @@ def test_methods_that_read_gradients_off_the_steps_ask_for_sgd(name: str) -> Non
 
 @pytest.fixture(scope="module")
 def digits() -> Task:
-    training = Training(learning_rate=0.05, momentum=0.5, epochs=2, batch_size=20)
+    training = Training(learning_rate=0.065, momentum=0.5, epochs=2, batch_size=20)
     with torch.random.fork_rng():
         torch.manual_seed(2)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
-    return make_task("digits", clients=6, partition="dirichlet(1.0)", model=model, training=training)
+    return make_task(
+        "part(of=digits, samples=800)", clients=6, partition="dirichlet(1.0)", model=model, training=training
+    )
 
 
 @pytest.mark.parametrize("name", EVERY_METHOD)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import naive_methods as methods
-from fedloom.algorithm import Algorithm
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.partialfed import PartialFed
@@ -459,11 +458,6 @@ def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
         assert all(torch.equal(memory[name], later_memory[name]) for name in names), expression
         federation.step()
         assert bool(torch.isfinite(federation.algorithm.model()).all())
-
-
-def test_methods_are_known_by_name() -> None:
-    for expression in ALL:
-        assert isinstance(build(expression), Algorithm)
 
 
 @pytest.mark.parametrize(

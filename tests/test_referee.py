@@ -93,7 +93,7 @@ def test_a_planted_mistake_is_named(
 
 @pytest.mark.parametrize("engine", ["rows", "stacked"])
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedmr", "scaffold", "umf(fedavg)", "ditto", "ala(fedprox)", "feddecorr(fedavg)"]
+    "method", ["fedavg", "fedmr", "scaffold", "umf(fedavg)", "ditto", "ala(fedprox, max_epochs=5)", "feddecorr(fedavg)"]
 )
 def test_a_run_is_the_same_with_recorded_steps(method: str, engine: str, tmp_path: Path) -> None:
     task = small_task()
