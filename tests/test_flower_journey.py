@@ -21,6 +21,7 @@ from flwr.app import Message
 from PIL import Image
 
 import fedloom as fl
+from fedloom.experiment.column_statistics import Statistics
 from fedloom.sites import server_app
 from fedloom.sites.template import write_app
 from flower_support import LocalGrid, Node, nodes
@@ -122,10 +123,26 @@ def records(output: Path) -> list[dict[str, object]]:
 def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(kind: str, deployment: Deployment) -> None:
     app = make_app(deployment.folder, kind, f"{kind}-app")
     output = deployment.folder / "runs" / app.name
+    if kind == "table":
+        require_statistics(app, deployment)
     run = deployment.run(app, output=str(output), smallest=2)
     status = deployment.wait_for_run(run, 2 * PATIENCE, sign=output / "result.json")
     assert status == "finished:completed", deployment.logs()
     require_scores(kind, output, deployment.folder)
+
+
+def require_statistics(app: Path, deployment: Deployment) -> None:
+    """Statistics alone are those of pandas on the rows of all sites."""
+    output = deployment.folder / "runs" / "statistics"
+    run = deployment.run(app, output=str(output), only="statistics", smallest=1)
+    status = deployment.wait_for_run(run, PATIENCE, sign=output / "statistics.html")
+    assert status == "finished:completed", deployment.logs()
+    told = Statistics.read(output / "statistics.json")
+    # A quarter of each site's rows is set aside to judge the model.
+    assert (told.clients, told.columns["age"].count) == (SITES, SITES * 90)
+    pooled = pd.concat([pd.read_csv(deployment.folder / f"data-{site}" / "table.csv") for site in range(SITES)])
+    assert told.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=0.1)
+    assert not (output / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("kind", KINDS)

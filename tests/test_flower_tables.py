@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,19 @@ from PIL import Image
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.errors import InvalidValue
+from fedloom.algorithms.accounting import ORDERS, epsilon
+from fedloom.data.columns import Columns
+from fedloom.data.preprocessing import as_arrow
+from fedloom.data.sets.table import table_dataset
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.experiment.column_statistics import Statistics
+from fedloom.experiment.federated_statistics import statistics
 from fedloom.sites import server_app
+from fedloom.sites.agreement import deployment
 from fedloom.sites.site_data import own_data
 from fedloom.state.tensors import read_tensors
 from flower_support import LocalGrid, nodes, site
+from forking_cli import main
 
 PAUSE = 0.01
 SITES = 3
@@ -83,10 +92,6 @@ def simulated(rows: pd.DataFrame, test: pd.DataFrame, target: str) -> fl.Result:
     hospital = rows["hospital"].to_numpy()
     partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
     names = [name for name in rows if name not in ("hospital", target)]
-    from fedloom.data.columns import Columns
-    from fedloom.data.preprocessing import as_arrow
-    from fedloom.data.sets.table import table_dataset
-
     roles = Columns(target, inputs=names, missing="mean")
     dataset = table_dataset("table", as_arrow(table["path"]), as_arrow(table["test"]), roles, "rows")
     task = fl.make_task(dataset, partition=partition, clients=SITES, model="mlp(hidden=[8])", seed=3, training=TRAINING)
@@ -112,10 +117,10 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target
     last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     figures = {name: value for name, value in expected.history[-1].items() if isinstance(value, float)}
     assert {name: last[name] for name in figures} == pytest.approx(figures, rel=1e-4)
-    statistics = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]
-    assert statistics["age"]["mean"] == pytest.approx(rows["age"].mean())
-    assert statistics["pressure"]["deviation"] == pytest.approx(rows["pressure"].std(ddof=0))
-    assert statistics["ward"]["categories"] == dict(rows["ward"].value_counts())
+    written = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]
+    assert written["age"]["mean"] == pytest.approx(rows["age"].mean())
+    assert written["pressure"]["deviation"] == pytest.approx(rows["pressure"].std(ddof=0))
+    assert written["ward"]["categories"] == dict(rows["ward"].value_counts())
     assert (tmp_path / "run" / "statistics.html").stat().st_size > 1000
     # The model scores new rows in the words and units of the sites.
     answers = fl.load(tmp_path / "run").predict(test.drop(columns=["hospital", target]))
@@ -239,3 +244,178 @@ def test_a_table_of_texts_has_the_tokens_of_the_servers_file(tmp_path: Path) -> 
         site(grid, number).config["data"] = str(tmp_path / f"{number}.csv")
     with pytest.raises(InvalidValue, match="texts and pictures in a table need an example at the server"):
         server_app.serve(grid, config, PAUSE)
+
+
+def read(folder: Path) -> Statistics:
+    return Statistics.read(folder / "run" / "statistics.json")
+
+
+def with_rows(grid: LocalGrid, rows: pd.DataFrame, folder: Path) -> LocalGrid:
+    """Give each site its hospital's rows in a CSV file."""
+    for number, part in enumerate(changed(rows, 0, lambda part: part)):
+        part.to_csv(folder / f"{number}.csv", index=False)
+        site(grid, number).config["data"] = str(folder / f"{number}.csv")
+    return grid
+
+
+def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = patients("cost")
+    config = configured("cost", tmp_path / "run", only="statistics", bins=16)
+    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path)
+    with caplog.at_level("INFO", "flwr.fedloom"):
+        assert server_app.serve(grid, config, PAUSE) is None
+    assert not [m for m in grid.sent if m.metadata.message_type == "train"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["statistics.html", "statistics.json"]
+    told = read(tmp_path)
+    for name in ("age", "pressure", "cost"):
+        column = told.columns[name]
+        assert (column.count, column.empty) == (rows[name].count(), rows[name].isna().sum())
+        exact = 1e-6 if name == "cost" else 1e-12  # the target is in float32
+        assert column.mean == pytest.approx(rows[name].mean(), rel=exact)
+        assert column.deviation == pytest.approx(rows[name].std(ddof=0), rel=1000 * exact)
+        expected, _ = np.histogram(rows[name].dropna().clip(*column.edges), 16, column.edges)
+        np.testing.assert_array_equal(column.bins, expected)
+    assert told.columns["ward"].categories == dict(rows["ward"].value_counts())
+    # The same as of one machine.
+    hospital, plain = rows["hospital"].to_numpy(), rows.drop(columns="hospital")
+    partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
+    roles = Columns("cost", missing="mean")
+    dataset = table_dataset("table", as_arrow(plain), as_arrow(plain[:1]), roles, "rows")
+    task = fl.make_task(dataset, partition=partition, clients=SITES, model="mlp(hidden=[8])")
+    simulated = statistics(task, smallest=1, bins=16)
+    assert list(told.columns) == list(simulated.columns)
+    assert repr(told.columns) == repr(simulated.columns)
+    assert "| pressure |" in caplog.text
+    assert "3 clients" in caplog.text
+
+
+def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> None:
+    text = (
+        'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "wine"\nclients = 3\npartition = "iid"\n'
+    )
+    config: dict[str, Any] = {
+        "configuration": text,
+        "output": str(tmp_path / "run"),
+        "only": "statistics",
+        "smallest": 1,
+    }
+    grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config)
+    server_app.serve(grid, config, PAUSE)
+    task = deployment(config).configuration.task(0)
+    told, expected = read(tmp_path), statistics(task, smallest=1)
+    assert repr(told.columns) == repr(expected.columns)
+    # The same samples, now in files of the sites' own.
+    for number in range(SITES):
+        index = torch.from_numpy(task.partition[number])
+        samples = task.dataset.train[index]
+        np.savez(tmp_path / f"{number}.npz", inputs=samples.inputs.numpy(), labels=samples.labels.numpy())
+        site(grid, number).config["data"] = str(tmp_path / f"{number}.npz")
+    server_app.serve(grid, config, PAUSE)
+    assert repr(read(tmp_path)) == repr(told)
+
+
+BOUNDS = "age=0,120; pressure=50,250"
+
+
+def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_run(tmp_path: Path) -> None:
+    config = configured("outcome", tmp_path / "run", epsilon=2.0, bounds=BOUNDS)
+    config["configuration"] = config["configuration"].replace('"fedavg"', '"dp_sgd(fedavg, noise=1.0, delta=1e-4)"')
+    rows = patients("outcome")
+    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path)
+    alone = {**config, "only": "statistics"}
+    server_app.serve(grid, alone, PAUSE)
+    told = read(tmp_path)
+    assert told.releases == 2 * 4 + 2
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "released.jsonl").read_text().splitlines()]
+    assert (line["round"], line["method"], line["clients"]) == (0, "statistics", None)
+    assert line["noise"] == pytest.approx(told.noise / told.releases**0.5)
+    assert epsilon(line["noise"], 1.0, 1, told.survey.delta / 2) == pytest.approx(2.0, rel=1e-2)
+    # Another start of the statistics, and the run, take them as they are: other noise would cost as much again.
+    before = [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
+    server_app.serve(grid, alone, PAUSE)
+    server_app.serve(grid, config, PAUSE)
+    assert [m for m in grid.sent if m.metadata.message_type.endswith("statistics")] == before
+    assert repr(read(tmp_path)) == repr(told)
+    agreed = json.loads((tmp_path / "run" / "preprocessing.json").read_text())["inputs"]["columns"]
+    assert agreed[0]["mean"] == [told.columns["age"].mean]
+    # The run's epsilon is that of its steps and of the statistics together.
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    smallest = min(int((rows["hospital"] == number).sum()) for number in range(SITES))
+    for record in records:
+        steps = 4 * record["round"]
+        expected = composed(line["noise"], 16 / smallest, steps, 1e-4)
+        assert record["epsilon"] == pytest.approx(expected, rel=1e-6)
+        assert record["epsilon"] > epsilon(1.0, 16 / smallest, steps, 1e-4)
+    # It holds the run, and statistics alone would be of another.
+    with pytest.raises(InvalidValue, match="holds a run with statistics of its own: choose another output"):
+        server_app.serve(grid, alone, PAUSE)
+    ledger = tmp_path / "run" / "released.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[1:]))
+    longer = {**config, "configuration": config["configuration"].replace("rounds = 2", "rounds = 3")}
+    with pytest.raises(CheckpointError, match="is damaged in line 1, or of another run: what privacy was spent"):
+        server_app.serve(grid, longer, PAUSE)
+
+
+def composed(noise: float, share: float, steps: int, delta: float) -> float:
+    """Return epsilon of one release to all rows and of steps on samples drawn by chance, by the library's own accountant."""
+    dp_accounting = pytest.importorskip("dp_accounting")
+    accountant = pytest.importorskip("dp_accounting.rdp").RdpAccountant(ORDERS)
+    accountant.compose(dp_accounting.GaussianDpEvent(noise))
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(share, dp_accounting.GaussianDpEvent(1.0)), steps)
+    return float(accountant.get_epsilon(delta))
+
+
+def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> None:
+    config = configured("outcome", tmp_path / "run", epsilon=2.0, bounds=BOUNDS, only="statistics")
+    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path)
+    server_app.serve(grid, config, PAUSE)
+    (tmp_path / "run" / "released.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"released\.jsonl does not say what .*statistics\.json cost"):
+        server_app.serve(grid, config, PAUSE)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"epsilon": 1.0, "bounds": "age=0,120"}, "epsilon needs bounds for column 'pressure'"),
+        ({"bounds": "age=0"}, "run configuration: bounds 'age=0' is not COLUMN=LOW,HIGH, such as age=0,120"),
+        ({"bounds": "aeg=0,1"}, "bounds: 'aeg' is no column of numbers: did you mean 'age'?"),
+        ({"only": "statistic"}, "run configuration: only must be"),
+        ({"delta": 2.0}, "delta must be"),
+        ({"bins": 0}, "bins must be at least 1, not 0"),
+    ],
+)
+def test_bad_settings_of_statistics_are_one_line(more: dict[str, Any], text: str, tmp_path: Path) -> None:
+    config = configured("outcome", tmp_path / "run", **{"only": "statistics", **more})
+    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path)
+    with pytest.raises(FedloomError) as error:
+        server_app.serve(grid, config, PAUSE)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "released.jsonl").exists()
+
+
+def test_columns_of_lists_are_told_by_name(tmp_path: Path) -> None:
+    config = configured("outcome", tmp_path / "run")
+    grid = LocalGrid(nodes(SITES, tmp_path / "memory"), config)
+    for number in range(SITES):
+        path = tmp_path / f"{number}.parquet"
+        pd.DataFrame({"signal": [[1.0, 2.0], [3.0, 4.0]] * 6, "outcome": ["ill", "well"] * 6}).to_parquet(path)
+        site(grid, number).config["data"] = str(path)
+    with pytest.raises(InvalidValue) as error:
+        server_app.serve(grid, config, PAUSE)
+    assert "column 'signal' of " in str(error.value)
+    assert "holds lists: make a column of each number, or let all sites bring arrays" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_asks_the_sites_of_an_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda words: called.append(words) or 3)
+    assert main(["statistics", str(tmp_path), "--epsilon", "1", "--bounds", "age=0,120", "--bounds", "dose=0,20"]) == 3
+    (words,) = called
+    assert words[1:4] == ["run", str(tmp_path), "--stream"]
+    assert words[5] == 'epsilon=1.0 bounds="age=0,120; dose=0,20" only="statistics"'
+    assert main(["statistics", str(tmp_path), "--output", "page.html"]) == 2

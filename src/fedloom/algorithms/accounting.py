@@ -16,7 +16,7 @@ LEAST_NOISE = 1e-100
 
 
 @cache
-def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
+def epsilon(noise: float, share: float, releases: int, delta: float, earlier: float = 0.0) -> float:
     """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinite without noise.
 
     Args:
@@ -24,18 +24,20 @@ def epsilon(noise: float, share: float, releases: int, delta: float) -> float:
         share: Probability with which each client independently takes part in a release.
         releases: Number of noisy sums.
         delta: Probability of a larger loss.
+        earlier: Sum of 1 / noise^2 of releases before these, in which everybody took part.
 
     Raises:
         FedloomError: If dp-accounting is not installed.
 
     Source: Mironov et al. 2019, Renyi divergences; Canonne et al. 2020, their conversion.
     """
-    if releases == 0:
+    if releases == 0 and earlier == 0:
         return 0.0
-    if noise < LEAST_NOISE:
+    if releases and noise < LEAST_NOISE:
         return math.inf
     accountant = _library().rdp.rdp_privacy_accountant
-    return float(accountant.compute_epsilon(ORDERS, releases * _divergences(noise, share), delta)[0])
+    divergences = earlier / 2 * np.array(ORDERS) + (releases * _divergences(noise, share) if releases else 0)
+    return float(accountant.compute_epsilon(ORDERS, divergences, delta)[0])
 
 
 @cache

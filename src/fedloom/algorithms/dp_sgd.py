@@ -31,7 +31,7 @@ class DPSGD(AccountedByClient):
 
     A method's correction, weight decay, momentum and the optimizer follow as usual. Each step is one release of the sampled
     Gaussian mechanism, for adding or removing one sample of a client whose n is known. `epsilon` is the largest of any
-    client, over all its steps in all rounds.
+    client, over all its steps in all rounds, and over real sites of the noisy statistics of the run's folder before them.
 
     Training losses are not recorded, and evaluations of clients' data are not private. Batches and noise come from the run's
     streams in a simulation, and from the system's cryptographic generator over real sites. Inner methods must train once a
@@ -62,7 +62,7 @@ class DPSGD(AccountedByClient):
         sizes, of = self._sizes()
         most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax") + extra
         noise = self.noise_multiplier()
-        return max(epsilon(noise, share, steps, self.delta) for share, steps in self._kinds(sizes, most))
+        return max(epsilon(noise, share, steps, self.delta, self.earlier) for share, steps in self._kinds(sizes, most))
 
     def solve(self, target: float, rounds: int) -> float:
         """Return the noise for the client with the fewest samples, whose share is largest; more if another one spends more."""

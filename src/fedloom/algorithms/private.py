@@ -55,6 +55,8 @@ class Accounted(Wrapper):
     delta: OpenShare = 1e-5
     target_epsilon: Positive | None = None
 
+    earlier = 0.0  # sum of 1 / noise^2 of what statistics of the sites' columns released of each row
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._solved, name = self.noise, name_of(self)

@@ -1,12 +1,18 @@
 """`fedloom flower keys` and `fedloom flower init`: what real sites need."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedloom.cli.options import Folder, first_line, option
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, MissingExtra
 
 app = typer.Typer(
     name="flower",
@@ -56,6 +62,16 @@ def init(
     plan = write_app(folder, file, overrides)
     print(f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds")
     print(f"how to go on: {folder / 'README.md'}")
+
+
+def run_app(folder: Path, config: Mapping[str, Any]) -> None:
+    """Run the app in a folder by Flower's `flwr`, with these values of its run configuration, and show what the server says."""
+    program = shutil.which("flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        raise MissingExtra("flwr", "flower", "asking sites")
+    values = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+    if code := subprocess.call([program, "run", str(folder), "--stream", "--run-config", values]):
+        raise typer.Exit(code)
 
 
 for command in (keys, init):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from pydantic import TypeAdapter
 
 from fedloom.algorithms.private import OpenShare
 from fedloom.config.fields import Count, Positive, require_fields
+from fedloom.data.formats.limits import reading
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.frames import data_frame, html_table
 from fedloom.report.cells import Cell, Column, Table
@@ -58,6 +60,19 @@ class Survey:
                 raise InvalidValue(
                     f"bounds of {quoted(name)} must be a lower and a higher number, not {low:g} and {high:g}"
                 )
+
+
+def read_bounds(texts: Iterable[str], source: str) -> dict[str, tuple[float, float]]:
+    """Return bounds by column of texts such as `age=0,120`. Raises `InvalidValue`, naming the source, for others."""
+    bounds = {}
+    for text in texts:
+        name, _, numbers = text.strip().rpartition("=")
+        try:
+            low, high = map(float, numbers.split(","))
+        except ValueError:
+            raise InvalidValue(f"{source} {text!r} is not COLUMN=LOW,HIGH, such as age=0,120") from None
+        bounds[name] = low, high
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,13 @@ class Statistics:
     survey: Survey = field(default_factory=Survey)
     noise: float = 0.0
     releases: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Statistics:
+        """Read the JSON that `save` wrote. Raises `DataError` for anything else."""
+        with reading(path, "no statistics"):
+            statistics: Statistics = TypeAdapter(cls).validate_json(path.read_bytes())
+        return statistics
 
     def frame(self) -> pandas.DataFrame:
         """Return a row for each column of the data: its kind, rows, empty cells, mean, deviation and quantiles."""

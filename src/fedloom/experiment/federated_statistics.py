@@ -60,15 +60,19 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
     Raises:
         InvalidValue: A setting is out of range.
     """
-    dataset, survey = task.dataset, Survey(**settings)
-    rows = dataset.train  # as they were before they were standardised
-    if len(task.train) != len(rows):  # merged
-        rows = rows.concatenate(dataset.test)
-    clients = [columns_of(dataset, rows[torch.from_numpy(task.partition[client])]) for client in range(task.clients)]
+    survey, clients = Survey(**settings), [client_columns(task, client) for client in range(task.clients)]
     return collect(lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, survey)
 
 
 # --- a client ---
+
+
+def client_columns(task: Task, client: int) -> dict[str, Values]:
+    """Return a client's training samples as columns."""
+    rows = task.dataset.train  # as they were before they were standardised
+    if len(task.train) != len(rows):  # merged
+        rows = rows.concatenate(task.dataset.test)
+    return columns_of(task.dataset, rows[torch.from_numpy(task.partition[client])])
 
 
 def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
@@ -216,7 +220,7 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
     about: dict[str, Words] = {name: {"bounds": survey.bounds[name]} if name in survey.bounds else {} for name in kinds}
     releases = 0 if survey.epsilon is None else 4 * len(numbers) + len(kinds) - len(numbers)
     if survey.epsilon is not None:
-        request["noise"] = noise_for(survey.epsilon, 1.0, releases, survey.delta / 2)
+        request |= {"noise": noise_for(survey.epsilon, 1.0, releases, survey.delta / 2), "releases": releases}
         # A category of a single row is told with probability delta / 2, over all columns.
         least = 1 + request["noise"] * float(norm.isf(survey.delta / 2 / max(1, len(kinds) - len(numbers))))
         about |= {name: {"least": least} for name, kind in kinds.items() if kind == "categories"}

@@ -36,7 +36,7 @@ from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
 from fedloom.state.pool_files import PoolFiles
-from fedloom.state.released import Release, ReleaseLedger
+from fedloom.state.released import RELEASED, Release, ReleaseLedger
 from fedloom.task import Task
 
 DIVERGED = 1000
@@ -113,7 +113,7 @@ class Federation:
         self.checkpoints = None if directory is None else Checkpoints(directory, identity)
         self._ledger: ReleaseLedger | None = None
         if directory is not None and isinstance(engine, RemoteClients) and self._accounted():
-            self._ledger = ReleaseLedger(directory / "released.jsonl", identity)
+            self._ledger = ReleaseLedger(directory / RELEASED, identity)
         names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
         self._logs = [RoundLog(None if directory is None else directory / name) for name in names]
         for observer in observers:
@@ -156,7 +156,9 @@ class Federation:
             raise CheckpointError("a round was interrupted: make the federation again to go on from a checkpoint")
         if self.finished == 0 and self.algorithm.spent:
             if self._ledger is not None and self._ledger.releases:
-                raise CheckpointError(f"{self._ledger.path}: lost rounds have spent the privacy budget: change folders")
+                raise CheckpointError(
+                    f"{self._ledger.path}: lost rounds or statistics spent the budget: change folders"
+                )
             raise InvalidValue(f"{self.algorithm}: one round costs more epsilon than target_epsilon: give more noise")
         with sigterm_interrupts():
             try:
@@ -298,6 +300,7 @@ class Federation:
         if self._ledger is not None:
             for name, method in self._accounted().items():
                 method.state["releases"] = self._ledger.counts(name, len(method.state["releases"]))
+                method.earlier = self._ledger.statistics()
 
     def _require_converging(self, round: Round, model: Tensor, loss: float | None) -> None:
         """Raise `Diverged` when the global model is not finite, or its loss, where that was measured, is far beyond guessing."""

@@ -2,13 +2,14 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from fedloom.config.fields import Count, NonNegative, NonNegativeInt, Share, checked, require_one_of
 from fedloom.errors import LONGEST_QUOTED, InvalidValue, one_line
+from fedloom.experiment.column_statistics import Survey, read_bounds
 from fedloom.experiment.configuration import Configuration, configuration, load
 from fedloom.state.digest import digest
 from fedloom.task import Task
@@ -23,7 +24,12 @@ class RunConfig(TypedDict, total=False):
     sites: NonNegativeInt
     wait: NonNegative
     largest_share: Share
+    only: Literal["", "statistics"]
     smallest: Count
+    bins: Count
+    bounds: str
+    epsilon: NonNegative
+    delta: float
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Deployment:
     deadline: float = 0
     wait: float = 600
     largest_share: float = 0.5
-    smallest: int = 5
+    only: str = ""
+    survey: Survey = field(default_factory=Survey)
 
     @property
     def algorithm(self) -> str:
@@ -66,7 +73,10 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
     sites = values.pop("sites", 0) or clients
     if sites > clients:
         raise InvalidValue(f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}")
-    return Deployment(text, federation, output, sites, **values)
+    bounds = read_bounds(filter(str.strip, values.pop("bounds", "").split(";")), "run configuration: bounds")
+    asked = {name: values.pop(name) for name in ("smallest", "bins", "delta") if name in values}
+    survey = Survey(bounds=bounds, epsilon=values.pop("epsilon", 0) or None, **asked)
+    return Deployment(text, federation, output, sites, survey=survey, **values)
 
 
 @lru_cache(maxsize=1)

@@ -71,7 +71,7 @@ class KnownSites:
         self.deadline, self.patience = deadline or math.inf, patience
         self.known: dict[int, KnownSite] = {}
         self.registered: dict[int, int] = {}
-        self._briefing, self._agreed = briefing, agreed
+        self.briefing, self._agreed = briefing, agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
         self._ignored: dict[int, int | None] = {}  # nodes, with the number that they claim if another node has it
         self._online: set[int] = set()
@@ -120,7 +120,7 @@ class KnownSites:
         self._ignored = {n: number for n, number in self._ignored.items() if n in self._online and number in waiting}
         settled = {site.node for site in self.known.values()} | self._ignored.keys()
         for node in sorted(self._online - settled - set(self._greeted.values())):
-            message_id = self.mailbox.send(node, MessageType.QUERY, pack(self._briefing))
+            message_id = self.mailbox.send(node, MessageType.QUERY, pack(self.briefing))
             if message_id is not None:
                 self._greeted[message_id] = node
         for message_id, reply in self.mailbox.collect(self._greeted, 0.0):
@@ -181,7 +181,7 @@ class KnownSites:
         tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
         arrays = {key: encoded(tensor) for key, tensor in tensors.items()}  # what several are sent is encoded once
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
-        common = {"federation": self.federation, "round": order, **self._briefing}
+        common = {"federation": self.federation, "round": order, **self.briefing}
         for client_task, number in zip(client_tasks, numbers, strict=True):
             if number not in nodes:
                 yield round, client_task, Fault(client_task, "the site is not there", sent=False)

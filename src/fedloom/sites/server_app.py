@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,12 +21,13 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition
 from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.experiment.column_statistics import Survey
-from fedloom.experiment.directory import SITES
+from fedloom.experiment.column_statistics import Statistics, caption, statistics_table
+from fedloom.experiment.directory import SITES, locked
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.federated_statistics import collect
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
+from fedloom.report.export import markdown_table
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
@@ -36,6 +38,7 @@ from fedloom.sites.messages import Mailbox, Words, pack, words_of
 from fedloom.sites.secure_round import require_supported
 from fedloom.sites.site_data import DataAgreement, agreed_table, of_columns, server_table, table_roles
 from fedloom.state.files import write_text
+from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
 from fedloom.task import Task, make_dataset, make_task
 
 PAUSE = 1.0
@@ -56,17 +59,25 @@ def main(grid: Grid, context: Context) -> None:
         raise
 
 
-def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary:
-    """Run the federation to its end, or go on with it, and write the report; `pause` is in seconds.
+def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary | None:
+    """Run the federation to its end, or go on with it, and write the report; or ask for statistics alone. `pause` is in seconds.
 
     Raises `InvalidValue` for a configuration that does not fit, or sites that do not come; `CheckpointError` for the folder
     of another run; `Diverged` when no site's model is finite any more.
     """
     settings = deployment(run_config)
+    gathering = Gathering(settings, Mailbox(grid, pause))
+    if settings.only == "statistics":
+        if (settings.output / SITES).exists():
+            raise InvalidValue(
+                f"{settings.output} holds a run with statistics of its own: choose another output for these"
+            )
+        with locked(settings.output / ".lock"):
+            gathering.statistics(gathering.first_sites())
+        return None
     require_supported(build(settings.algorithm))
     # What only says where and how runs of one machine are made must not decide whether this one may go on.
     configuration = replace(settings.configuration, engine="rows")
-    gathering = Gathering(settings, Mailbox(grid, pause))
     name = RunName(str(parse(settings.algorithm)), configuration.seed)
     summary = run_configured(
         configuration, name, _log_event, make_task=gathering.task, path=settings.output, engine=gathering.engine
@@ -168,23 +179,53 @@ class Gathering:
 
     def _agreed_columns(self) -> Preprocessing | None:
         """Return the preprocessing of the sites' own tables, from statistics of their columns; None for other data."""
-        configuration, count = self.settings.configuration, self.settings.clients
-        roles = table_roles(configuration)
-        if roles is None or not of_columns(configuration):
+        roles = table_roles(self.settings.configuration)
+        if roles is None or not of_columns(self.settings.configuration):
             return None
-        sites = KnownSites(self.mailbox, count, {}, {"fedloom": fedloom.__version__})
-        _logger.info("waiting for %d of %d sites, to compare their columns", self.settings.sites, count)
-        sites.wait(self.settings.sites, self.settings.wait)
+        sites = self.first_sites()
         if not any(site.has_own_data for site in sites.known.values()):
             return None
-        statistics = collect(lambda request: self._answers(sites, request), Survey(self.settings.smallest))
-        for suffix in ("json", "html"):
-            statistics.save(self.settings.output / f"statistics.{suffix}")
-        return agreed_table(statistics, roles)
+        return agreed_table(self.statistics(sites), roles)
 
-    def _answers(self, sites: KnownSites, request: Words) -> dict[int, Words]:
+    def first_sites(self) -> KnownSites:
+        """Wait for the sites before they agree on anything but the server's data, where these are no table of columns."""
+        configuration, count, briefing = self.settings.configuration, self.settings.clients, {}
+        if table_roles(configuration) is None or not of_columns(configuration):
+            briefing = {"data": DataAgreement.of(make_dataset(configuration.data.name)).words()}
+        sites = KnownSites(self.mailbox, count, briefing, {"fedloom": fedloom.__version__})
+        _logger.info("waiting for %d of %d sites, to compare their columns", self.settings.sites, count)
+        sites.wait(self.settings.sites, self.settings.wait)
+        return sites
+
+    def statistics(self, sites: KnownSites) -> Statistics:
+        """Return statistics of the sites' columns, which are shown and written; the cost of noise is in the ledger before any
+        site answers. With noise they are asked for once: asking again would cost as much again."""
+        folder, survey = self.settings.output, self.settings.survey
+        path, ledger = folder / "statistics.json", ReleaseLedger(folder / RELEASED, "")
+        ledger.resume(0)
+        statistics = Statistics.read(path) if path.exists() else None
+        if statistics is not None and statistics.noise and not ledger.statistics():
+            raise CheckpointError(f"{ledger.path} does not say what {path} cost: use another folder")
+        if statistics is None or not statistics.noise:
+            statistics = collect(lambda request: self._answers(sites, request, ledger), survey)
+            for suffix in (".json", ".html"):
+                statistics.save(path.with_suffix(suffix))
+        else:
+            _logger.info("statistics with noise are those of %s: other ones would cost as much again", path)
+        table = statistics_table(statistics)
+        lines = ([cell.text for cell in line] for line in table.lines)
+        text = markdown_table([column.title for column in table.columns], lines)
+        _logger.info(
+            "statistics of the sites' data:\n\n%s\n%s\nall numbers, and a page: %s", text, caption(statistics), folder
+        )
+        return statistics
+
+    def _answers(self, sites: KnownSites, request: Words, ledger: ReleaseLedger) -> dict[int, Words]:
         """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
-        seconds, content = self.settings.deadline or self.settings.wait, pack(request)
+        if request["noise"] and request["step"] == "sums":
+            length = math.sqrt(request["releases"])
+            ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
+        seconds, content = self.settings.deadline or self.settings.wait, pack({**request, **sites.briefing})
         sent = {
             self.mailbox.send(site.node, "query.statistics", content): number for number, site in sites.known.items()
         }

@@ -24,8 +24,8 @@ from fedloom.data.partition import Partition, split_train_test
 from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
-from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply
-from fedloom.experiment.federated_statistics import answer, columns_of
+from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply, quoted
+from fedloom.experiment.federated_statistics import Values, answer, client_columns, columns_of
 from fedloom.randomness import stream_seed
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
@@ -84,20 +84,29 @@ class Site:
         return pack({**introduction, "samples": samples, "tests": tests, "layout": layout})
 
     def statistics(self, words: Words) -> RecordDict:
-        """Answer a request of `federated_statistics` about the columns of this site's own table, of the rows that train."""
-        roles, table = table_roles(self.settings.configuration), own_table(self.config.data or "")
+        """Answer a request of `federated_statistics` about the columns of the rows that train here."""
+        columns = self._table(self.config.data) if self.config.data and words.get("data") is None else None
+        if columns is None:
+            columns = client_columns(self._task(words, self.number), self.number)
+        return pack({"answer": answer(columns, words, self.config.smallest)})
+
+    def _table(self, source: str) -> dict[str, Values]:
+        """Return the columns of this site's own table before sites have agreed on any."""
+        roles, table = table_roles(self.settings.configuration), own_table(source)
         if roles is None or table is None:
-            raise InvalidValue(f"site {self.number}: {self.config.data} is no table, as the federation's data are")
-        dataset = table_dataset("table", *table, roles, self.config.data or "")
+            raise InvalidValue(f"site {self.number}: {source} is no table, as the federation's data are")
+        dataset = table_dataset("table", *table, roles, source)
         if not isinstance(dataset.encoding, TableInputs):
             raise InvalidValue(
                 f"site {self.number}: texts and pictures in a table need an example at the server: path in table(...)"
             )
+        if lists := [column.name for column in dataset.encoding.columns if column.width > 1]:
+            remedy = "make a column of each number, or let all sites bring arrays"
+            raise InvalidValue(f"site {self.number}: column {quoted(lists[0])} of {source} holds lists: {remedy}")
         train, share = Partition.of([np.arange(len(dataset.train))]), self.settings.configuration.data.local_test
         if share is not None and not len(dataset.test):
             train, _ = split_train_test(train, self.settings.configuration.seed, share)
-        columns = columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
-        return pack({"answer": answer(columns, words, self.config.smallest)})
+        return columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
         """Train as the client that the words say, from the memory that they say. Raises `Refusal` where it cannot."""

@@ -166,10 +166,13 @@ def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
     """Return the preprocessing of tables with these statistics, whose last column is the target."""
     columns = []
     for name, column in statistics.columns.items():
-        if not column.count or (column.kind == "categories" and not column.categories):
+        if not column.count > 0 or (column.kind == "categories" and not column.categories):
             least = f"no site has {statistics.survey.smallest} rows with one value of it (smallest)"
             raise InvalidValue(f"column {quoted(name)}: {least}")
-        count, mean, square = (torch.tensor([x]).double() for x in (column.count, column.mean, column.deviation**2))
+        spread, (low, high) = column.deviation, column.edges
+        if statistics.noise and not spread:  # it is lost in the noise
+            spread = (high - low) / 12**0.5  # of what is spread evenly
+        count, mean, square = (torch.tensor([x]).double() for x in (column.count, column.mean, spread**2))
         deviation = Moments(count, mean, square * count).deviation
         categories = None if column.kind == "numbers" else tuple(sorted(column.categories, key=_numbers_first))
         figures = ((column.mean,), (float(deviation),)) if categories is None else ((), ())

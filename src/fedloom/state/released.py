@@ -18,8 +18,14 @@ from fedloom.errors import CheckpointError
 from fedloom.state.digest import digest
 from fedloom.state.files import append_line
 
+RELEASED = "released.jsonl"
+"""Name of the file."""
+
 CUT_SHORT = "cut short"
 """Stands for the method of a release whose line was cut short."""
+
+STATISTICS = "statistics"
+"""Stands for the method of statistics of the sites' columns before round 1, all of whose numbers together are one release."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,13 @@ class Release:
 
 
 class ReleaseLedger:
-    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it and the run's identity."""
+    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it and, from the first round on,
+    the run's identity: statistics that come before may be asked for alone."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
         self.releases: list[Release] = []
-        self._digest = self._start = digest(f"fedloom releases {identity}")
+        self._digest, self._start = "", digest(f"fedloom releases {identity}")
 
     def resume(self, evidence: int) -> None:
         """Read the releases of an earlier start. A last line that was cut short counts as a release that costs every client.
@@ -50,7 +57,7 @@ class ReleaseLedger:
         Raises `CheckpointError` when a line is missing or not as it was written, or the ledger ends before round `evidence`,
         the last that the run's directory shows anything of.
         """
-        self.releases, self._digest = [], self._start
+        self.releases, self._digest = [], ""
         try:
             content = self.path.read_bytes() if os.path.lexists(self.path) else b""
         except OSError as error:
@@ -68,7 +75,7 @@ class ReleaseLedger:
     def append(self, release: Release) -> None:
         """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it cannot be written."""
         entry = asdict(release)
-        chained = digest(self._digest + json.dumps(entry))
+        chained = self._chained(entry)
         append_line(self.path, f"{json.dumps({**entry, 'digest': chained})}\n".encode())
         self.releases.append(release)
         self._digest = chained
@@ -81,11 +88,19 @@ class ReleaseLedger:
                 counts[slice(None) if release.clients is None else list(release.clients)] += 1
         return counts
 
+    def statistics(self) -> float:
+        """Return the sum of 1 / noise^2 over the releases of statistics."""
+        return sum((release.noise**-2 for release in self.releases if release.method == STATISTICS), 0.0)
+
+    def _chained(self, entry: dict[str, Any]) -> str:
+        begins = {release.method for release in self.releases} <= {STATISTICS} and entry["method"] != STATISTICS
+        return digest((self._start if begins else "") + self._digest + json.dumps(entry))
+
     def _read(self, number: int, line: bytes) -> None:
         try:
             entry: dict[str, Any] = json.loads(line)
             written = entry.pop("digest")
-            chained = digest(self._digest + json.dumps(entry))
+            chained = self._chained(entry)
             clients = entry["clients"]
             release = Release(**{**entry, "clients": None if clients is None else tuple(clients)})
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
