@@ -196,7 +196,7 @@ def test_lost_rounds_may_have_spent_the_budget(tmp_path: Path) -> None:
     interrupted(expression, tmp_path / "run")
     for path in (tmp_path / "run").glob("checkpoint-*"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="lost rounds or statistics have spent the privacy budget"):
+    with pytest.raises(CheckpointError, match="lost rounds or statistics spent the budget"):
         sites(expression, tmp_path / "run").run()
 
 
