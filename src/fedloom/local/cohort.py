@@ -259,7 +259,7 @@ class Cohort:
         state: Mapping[str, Tensor] | None = None,
         only: Unit | None = None,
         purpose: str = "batches",
-        learning_rate: float | None = None,
+        learning_rate: float | Tensor | None = None,
         pad: bool = False,
         **options: Unpack[PassOptions],
     ) -> Trained:
@@ -276,7 +276,7 @@ class Cohort:
             state: More of them, which they change in place from step to step, such as `context["shift"].sub_(...)`.
             only: Slices of the parameters that move; by default all.
             purpose: Name of the streams that shuffle the samples. A second training in a round takes another.
-            learning_rate: Instead of the round's.
+            learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
             pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short batches may be padded.
             **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of `training`.
 

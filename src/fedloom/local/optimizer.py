@@ -24,19 +24,21 @@ GradientFn = Callable[[Tensor, Batch, Context], tuple[Tensor, Tensor]]
 class StepRates:
     """Learning rates of k clients' next steps: `base` times the factor of the local schedule for `totals [k]` steps."""
 
-    def __init__(self, base: float, schedule: str, totals: Tensor) -> None:
-        self.base, self.schedule, self.totals, self.steps = base, schedule, totals.tolist(), [0] * len(totals)
-        self.constant = schedule == CONSTANT
+    def __init__(self, base: float | Tensor, schedule: str, totals: Tensor) -> None:
+        count = len(totals)
+        self.base = base.tolist() if isinstance(base, Tensor) else [base] * count
+        self.schedule, self.totals, self.steps = schedule, totals.tolist(), [0] * count
+        self.constant = schedule == CONSTANT and len(set(self.base)) == 1
 
     def alike(self, members: Sequence[int]) -> bool:
         """Return True if these clients' steps have the same rates from now on."""
-        return self.constant or len({(self.steps[k], self.totals[k]) for k in members}) == 1
+        return self.constant or len({(self.base[k], self.steps[k], self.totals[k]) for k in members}) == 1
 
     def step(self, members: Sequence[int]) -> float | list[float]:
         """Return the rate of these clients' next step, or the rate of each, and count the step."""
         if self.constant:
-            return self.base
-        rates = [self.base * rate_factor(self.schedule, self.steps[k], self.totals[k]) for k in members]
+            return self.base[0]
+        rates = [self.base[k] * rate_factor(self.schedule, self.steps[k], self.totals[k]) for k in members]
         for k in members:
             self.steps[k] += 1
         return rates[0] if len(set(rates)) == 1 else rates
@@ -71,9 +73,9 @@ class LocalOptimizer:
         self.by_tensor = sgd and settings.clip is None and gradient_fn is None and correction is None
         self.shaped = self.by_tensor or settings.own_optimizer
         folds = self.by_tensor and rates.constant and loss_fn is data_loss
-        self.folded = flat_module.folded(settings, rates.base) if folds else None
+        self.folded = flat_module.folded(settings, rates.base[0]) if folds else None
         joint = flat_module.shortcuts.joint_optimizer
-        self.optimizers = None if sgd else TorchOptimizers(settings, rates.base, self._moved(weights), joint)
+        self.optimizers = None if sgd else TorchOptimizers(settings, rates.base[0], self._moved(weights), joint)
 
     def take(self, group: LockStep, state: Mapping[str, Tensor], context: Context) -> list[Tensor]:
         """Take the steps of a group, whose rows of the state move, and return the loss of each step, `[g]`."""
