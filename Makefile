@@ -14,6 +14,9 @@ QUICK := architecture config layout population randomness fedavg fedmr global_me
 
 MINUTES ?= 60
 
+# The tests start hundreds of programs: without bytecode each would compile the package anew, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup setup-dev demo quick test chaos lint docs dist clean
 
 setup: $(VENV)/.installed
