@@ -151,6 +151,7 @@ def test_a_folder_that_others_can_open_is_not_used(
     assert site_worker.handed_over(run[1][0].message, here) is None
     assert workers == []
     assert folder.is_dir()
+    folder.rmdir()
 
 
 def test_where_the_temporary_folder_has_a_long_name_the_socket_lies_in_tmp(

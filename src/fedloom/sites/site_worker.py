@@ -106,8 +106,8 @@ def _superexec() -> int | None:
 
 def _folder(context: Context, superexec: int) -> Path:
     """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again."""
-    name = digest(f"{context.run_id} {context.node_id} {superexec}")
     temporary = tempfile.gettempdir()
+    name = digest(f"{context.run_id} {context.node_id} {superexec} {temporary}")
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
         temporary = "/tmp"
     return Path(temporary) / f"fedloom-{name[:16]}"
