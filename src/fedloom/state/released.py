@@ -93,7 +93,7 @@ class ReleaseLedger:
         return sum((release.noise**-2 for release in self.releases if release.method == STATISTICS), 0.0)
 
     def _chained(self, entry: dict[str, Any]) -> str:
-        begins = {release.method for release in self.releases} <= {STATISTICS} and entry["method"] != STATISTICS
+        begins = entry["method"] != STATISTICS and all(release.method == STATISTICS for release in self.releases)
         return digest((self._start if begins else "") + self._digest + json.dumps(entry))
 
     def _read(self, number: int, line: bytes) -> None:
