@@ -27,6 +27,7 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
     assert figure.layout.showlegend
     named = [trace.name for trace in figure.data if trace.showlegend is not False]
     assert named == ["fedavg", "fed&lt;b&gt;mr"]
+    assert not standalone(slots["seeds"]).layout.showlegend  # the axis names the methods
     assert slots["curve-accuracy"].variants["round"].layout.title.text is None  # the page's figure stays as it is
 
 
