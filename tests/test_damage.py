@@ -28,6 +28,7 @@ from fedloom.experiment.run import run_configured
 from fedloom.experiment.watch.live import Watched
 from fedloom.models.build import build_model
 from fedloom.recording.landscape import Landscape
+from fedloom.report.page import render
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -337,6 +338,22 @@ def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_befo
     assert repeated.finished == 4
     (notice,) = repeated.notices
     assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
+
+
+@pytest.mark.parametrize("name", ["round", "ended", "seconds", "train_seconds", "server_seconds", "evaluate_seconds"])
+def test_a_damaged_name_among_the_times_does_not_lose_the_run(name: str, compared: Path, tmp_path: Path) -> None:
+    """A line of times without one of its names is dropped; the run goes on and its report can be written."""
+    (finished,) = compared.glob("*/seed-*")
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    path = tmp_path / "run" / "timings.jsonl"
+    path.write_text(path.read_text().replace(f'"{name}"', f'"{name[:-1]}_"', 1))
+    run = RunName("fedavg", 0)
+    figures = run_configured(configuration({**JOB, **TASK}), run, lambda event: None, path=tmp_path / "run")
+    assert len(figures.records) == 2
+    lost = name in ("round", "ended", "seconds", "train_seconds")  # which tables and pages read
+    assert [times["round"] for times in figures.timings] == ([2] if lost else [1, 2])
+    assert "2 rounds" in render("job", [figures], [], "")
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:

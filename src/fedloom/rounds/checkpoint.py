@@ -4,7 +4,7 @@ A checkpoint holds digests of itself and of the figures of its rounds, so that n
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,11 +109,11 @@ def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 
 class RoundLog:
-    """A file with one JSON line per round. A line that was cut short by a kill is dropped when a run resumes. Without a path the
-    records stay in memory."""
+    """A file with one JSON line per round. A line that was cut short by a kill, or lacks one of the `names` that every line has,
+    is dropped when a run resumes. Without a path the records stay in memory."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path, self.name = path, "" if path is None else path.name
+    def __init__(self, path: Path | None = None, names: Iterable[str] = ()) -> None:
+        self.path, self.name, self._names = path, "" if path is None else path.name, {"round", *names}
         self._in_memory: list[dict[str, Any]] = []
         self._digest = Checksum()
 
@@ -137,8 +137,9 @@ class RoundLog:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            number = record.get("round") if isinstance(record, dict) else None
-            if isinstance(number, int) and number > (records[-1]["round"] if records else 0):
+            if not isinstance(record, dict) or not record.keys() >= self._names:
+                continue
+            if isinstance(record["round"], int) and record["round"] > (records[-1]["round"] if records else 0):
                 records.append(record)
         return records
 

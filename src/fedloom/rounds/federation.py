@@ -114,8 +114,8 @@ class Federation:
         self._ledger: ReleaseLedger | None = None
         if directory is not None and isinstance(engine, RemoteClients) and self._accounted():
             self._ledger = ReleaseLedger(directory / RELEASED, identity)
-        names = ("metrics.jsonl", "timings.jsonl", "clients.jsonl")
-        self._logs = [RoundLog(None if directory is None else directory / name) for name in names]
+        logs = {"metrics.jsonl": (), "timings.jsonl": ("ended", "seconds", "train_seconds"), "clients.jsonl": ()}
+        self._logs = [RoundLog(None if directory is None else directory / name, logs[name]) for name in logs]
         for observer in observers:
             observer.begin(self)
         self._resume()
