@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedloom.algorithm import Plan
 from fedloom.algorithms.afl import on_simplex
 from fedloom.algorithms.building import build
 from fedloom.algorithms.cfl import bipartition
+from fedloom.algorithms.fedcross import FedCross, by_cosine
+from fedloom.algorithms.power_of_choice import LossQuestion
 from fedloom.errors import InvalidValue
+from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 
@@ -166,8 +171,22 @@ def travelling(
         yield average(pool, uniform(clients))
 
 
+def sum_over_pairs(one: State, other: State) -> float:
+    """The authors' code: a list of two tensors after the other, the cosine of each list, and once more that of the last list."""
+    total, here, there = 0.0, [], []
+    tensors = [(t, other[n]) for n, t in one.items() if t.is_floating_point()]
+    for k, (a, b) in enumerate(tensors):
+        if k % 2 == 0:
+            here, there = [], []
+        here.append(a.flatten())
+        there.append(b.flatten())
+        if k % 2 == 1:
+            total += float(F.cosine_similarity(torch.cat(here), torch.cat(there), 0))
+    return total + float(F.cosine_similarity(torch.cat(here), torch.cat(there), 0))
+
+
 def crossing(
-    world: World, partner: str, alpha: Callable[[int], float], propellers: int = 0
+    world: World, partner: str, alpha: Callable[[int], float], propellers: int = 0, pairs: bool = False
 ) -> Callable[..., list[State]]:
     def mix(number: int, uploads: list[State]) -> list[State]:
         count, vectors = len(uploads), [flat(world, upload) for upload in uploads]
@@ -175,6 +194,8 @@ def crossing(
         for k, upload in enumerate(uploads):
             peers = [j for j in range(count) if j != k]
             cosine = {j: float(F.cosine_similarity(vectors[k], vectors[j], 0)) for j in peers}
+            if pairs:
+                cosine = {j: sum_over_pairs(upload, uploads[j]) for j in peers}
             partners = {
                 "lowest": [min(peers, key=lambda j: cosine[j])],
                 "highest": [max(peers, key=lambda j: cosine[j])],
@@ -206,6 +227,14 @@ def crossing(
             "fedcross(alpha=0.6, propellers=2, propeller_rounds=9)",
             {"partner": "lowest", "alpha": lambda number: 0.6, "propellers": 2},
         ),
+        (
+            "fedcross(alpha=0.7, similarity=pairs)",
+            {"partner": "lowest", "alpha": lambda number: 0.7, "pairs": True},
+        ),
+        (
+            "fedcross(alpha=0.7, partner=highest, similarity=pairs)",
+            {"partner": "highest", "alpha": lambda number: 0.7, "pairs": True},
+        ),
     ],
 )
 def test_fedcross_agrees_with_the_second_computation(name: str, options: dict[str, Any], norm: bool) -> None:
@@ -213,6 +242,24 @@ def test_fedcross_agrees_with_the_second_computation(name: str, options: dict[st
     run = world.run(build(name))
     assert len(run.selected[0]) > 2
     assert_same(run.models, list(travelling(world, run.selected, crossing(world, **options))))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("largest", [False, True])
+def test_the_last_pair_counts_twice_where_all_tensors_have_a_partner(layers: int, largest: bool) -> None:
+    module = nn.Sequential(*(nn.Linear(3, 3, bias=k < 2) for k in range(layers)))
+    method, layout = FedCross(similarity="pairs"), Layout(module)
+    method.plan = Plan(layout, layout.flatten(module), 5, 5, 1, 0, 3, torch.ones_like, module)
+    pool = torch.randn(5, layout.size, generator=torch.Generator().manual_seed(layers), dtype=torch.float64)
+    states = [layout.tensors(row) for row in pool]
+    expected = []
+    for k, state in enumerate(states):
+        sums = {j: sum_over_pairs(state, other) for j, other in enumerate(states) if j != k}
+        expected.append((max if largest else min)(sums, key=lambda j: sums[j]))
+    assert by_cosine(pool, method.blocks(), largest).tolist() == expected
+    if layers == 1:  # one block is the whole model
+        method.similarity = "whole"
+        assert by_cosine(pool, method.blocks(), largest).tolist() == expected
 
 
 @pytest.mark.parametrize("partner", ["lowest", "highest", "in_order"])
@@ -413,18 +460,85 @@ def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[lis
 # --- selection ---
 
 
-def test_power_of_choice_takes_the_candidates_of_highest_loss() -> None:
+def candidates(world: World, number: int, count: int) -> list[int]:
+    """The clients of the largest log(u) / n."""
+    uniforms = torch.rand(world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64)
+    keys = [math.log(float(u)) / n for u, n in zip(uniforms, world.sizes, strict=True)]
+    return sorted(range(world.clients), key=lambda i: -keys[i])[:count]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
+@pytest.mark.parametrize("samples", [None, 4])
+def test_power_of_choice_asks_its_candidates(samples: int | None, norm: bool) -> None:
+    world = World(norm=norm)
+    run = world.run(build(f"power_of_choice(fedavg, candidates=5, samples={samples or 'none'})"))
+    state = world.initial()
+    seen = set()
+    for number, clients in enumerate(run.selected, start=1):
+        losses = {}
+        for client in candidates(world, number, 5):
+            inputs, labels = world.data(client)
+            if samples is not None:
+                order = torch.randperm(len(labels), generator=stream(world.seed, "asked", round=number, client=client))
+                inputs, labels = inputs[order[:samples]], labels[order[:samples]]
+            with torch.no_grad():
+                losses[client] = float(F.cross_entropy(world.at(state).eval()(inputs), labels))
+        assert clients == sorted(losses, key=lambda i: -losses[i])[: len(clients)]
+        state = average([world.train(state, number, client)[0] for client in clients], uniform(clients))
+        assert_same([run.models[number - 1]], [state])
+        seen.add(tuple(clients))
+    assert len(seen) > 1
+
+
+def test_asking_costs_the_models_of_candidates_that_do_not_take_part_and_a_number_each() -> None:
     world = World()
-    run = world.run(build("power_of_choice(fedavg, candidates=5)"))
+    model = sum(p.nbytes for p in world.module.parameters())
+    for name, down, up in [
+        ("power_of_choice(fedavg, candidates=5)", 5 * model, 3 * model + 5 * 8),
+        ("power_of_choice(fedavg, candidates=3)", 3 * model, 3 * model + 3 * 8),
+        ("power_of_choice(fedavg, candidates=5, ask=false)", 3 * model, 3 * model),
+        ("power_of_choice(scaffold, candidates=5)", (5 + 2 * 3) * model, 2 * 3 * model + 5 * 8),
+        ("fedntd(power_of_choice(fedavg, candidates=5))", 5 * model, 3 * model + 5 * 8),
+        ("stages(fedavg:1, power_of_choice(fedavg, candidates=5))", 5 * model, 3 * model + 5 * 8),
+    ]:
+        record = world.run(build(name)).federation.history[-1]
+        assert (record["bytes_down"], record["bytes_up"]) == (down, up), name
+
+
+def test_a_candidate_that_does_not_answer_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    silent = candidates(world, 1, 5)[0]
+    heard = LossQuestion.train
+
+    def train(self: Any, cohort: Any, inbox: Any) -> Any:
+        if silent in cohort.clients:
+            raise RuntimeError("no answer")
+        return heard(self, cohort, inbox)
+
+    monkeypatch.setattr(LossQuestion, "train", train)
+    run = world.run(build("power_of_choice(fedavg, candidates=4)"))
+    assert silent not in run.selected[0]
+    monkeypatch.setattr(LossQuestion, "train", lambda *_: 1 / 0)
+    run = world.run(build("power_of_choice(fedavg, candidates=4)"))
+    assert [len(clients) for clients in run.selected] == [3] * world.rounds
+
+
+def test_sites_are_not_asked() -> None:
+    world = World()
+    plan = replace(world.run(build("fedavg")).federation.algorithm.plan, remote=True)
+    with pytest.raises(
+        InvalidValue, match=r"^power_of_choice: sites are asked nothing before a round: give ask=false$"
+    ):
+        build("power_of_choice(fedavg)").setup(plan)
+    build("power_of_choice(fedavg, ask=false)").setup(plan)
+
+
+def test_power_of_choice_takes_the_candidates_of_highest_known_loss() -> None:
+    world = World()
+    run = world.run(build("power_of_choice(fedavg, candidates=5, ask=false)"))
     losses = dict.fromkeys(range(world.clients), math.inf)
     for number, clients in enumerate(run.selected, start=1):
-        uniforms = torch.rand(
-            world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64
-        )
-        keys = [math.log(float(u)) / n for u, n in zip(uniforms, world.sizes, strict=True)]
-        candidates = sorted(range(world.clients), key=lambda i: -keys[i])[:5]
-        expected = sorted(candidates, key=lambda i: -losses[i])[: len(clients)]
-        assert clients == expected
+        assert clients == sorted(candidates(world, number, 5), key=lambda i: -losses[i])[: len(clients)]
         for client in clients:
             losses[client] = loss_of_round(world, run, number, client)
     expected_losses = torch.tensor([losses[client] for client in range(world.clients)], dtype=torch.float64)

@@ -16,8 +16,8 @@ from fedloom.config.registry import Entry, Registry
 from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
+from fedloom.local.cohort import Cohort as Cohort
+from fedloom.round import Round as Round
 from fedloom.state.pool_files import PoolFiles
 from fedloom.training import Training
 
@@ -381,6 +381,13 @@ class Algorithm:
         """Return the clients that take part: `participants` of them, drawn uniformly without replacement. A function of the round
         alone, so that the next selection can be known ahead."""
         return Selection(uniform(round))
+
+    def question(self, round: Round) -> "tuple[Algorithm, tuple[int, ...]] | None":
+        """Return what is asked before `select`, and the clients: they `train` it on what it `deploy`s. By default nothing."""
+        return None
+
+    def hear(self, replies: Replies) -> None:
+        """Take the replies to the `question`, of which there is one at least."""
 
     def send(self, round: Round) -> Message:
         """Return what the selected clients are sent. A function of the round and the state, called once a round."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
@@ -148,7 +149,7 @@ def compare(
         if client not in faulty
     ]
     same_counters(case, run, level, [outer[answer.client] for answer in answers], counters, number)
-    same_bytes(run, level, selection, outer, record, faulty)
+    same_bytes(run, level, recording, outer, record, faulty)
     if answers:
         definitions.receive(round, answers)
     definitions.finish(round)
@@ -190,21 +191,31 @@ def same_counters(
 def same_bytes(
     run: Federation,
     leaf: Definition,
-    selection: object,
+    recording: Recording,
     outer: dict[int, ClientRecord],
-    record: dict[str, object],
+    record: dict[str, Any],
     faulty: dict[int, str],
 ) -> None:
-    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who was reached."""
+    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who was reached. Whoever was
+    asked before the selection was sent a model and answered a number; the selected ones are not sent the same once more."""
+    _, selection = recording.selections[record["round"]]
     counters = 8 * run.task.layout.integers if leaf.whole else 0
-    answers = [client for client in selection.clients if client not in faulty]  # type: ignore[attr-defined]
+    answers = [client for client in selection.clients if client not in faulty]
     up = sum(size_of(outer[client].reply) + counters for client in answers)
+    question, asked = recording.asked.get(record["round"], ({}, ()))
+    heard = [client for client in asked if not run.engine.lost(record["round"], client)]  # type: ignore[attr-defined]
+    up += run.task.initial.element_size() * len(heard)
     if record["bytes_up"] != up:
         raise Deviation(f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were uploaded")
-    receivers = selection.receivers or len(selection.clients) + len(selection.idle)  # type: ignore[attr-defined]
+    receivers = selection.receivers or len(selection.clients) + len(selection.idle)
     receivers -= sum(reason == "dropped out" for reason in faulty.values())
     if outer:
-        down = (size_of(next(iter(outer.values())).inbox) + counters) * receivers
+        inbox = next(iter(outer.values())).inbox
+        down = (size_of(inbox) + counters) * receivers
+        same = question.keys() == inbox.keys() and not run.algorithm.one_model_each
+        same = same and all(len(rows) == 1 and torch.equal(rows[0], inbox[name]) for name, rows in question.items())
+        shown = len(asked) - same * len(selection.clients)
+        down += sum(rows[0].numel() * rows.element_size() for rows in question.values()) * shown
         if record["bytes_down"] != down:
             raise Deviation(f"round {record['round']}: {record['bytes_down']} bytes down are counted, {down} were sent")
 

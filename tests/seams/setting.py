@@ -84,6 +84,9 @@ class Recording:
     records: dict[int, list[dict[int, ClientRecord]]] = field(default_factory=dict)
     selections: dict[int, tuple[Round, Selection]] = field(default_factory=dict)
     sends: Counter[int] = field(default_factory=Counter)
+    asked: dict[int, tuple[Message, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # what, and whom, before the selection
     counting: bool = False
     impure: str = ""
 
@@ -128,7 +131,7 @@ def record(method: Algorithm, change: Change | None = None) -> Recording:
 
 
 def _record(method: Algorithm, recording: Recording, depth: int, change: Change | None) -> None:
-    train, send = method.train, method.send
+    train, send, question = method.train, method.send, method.question
 
     def sending(round: Round) -> Message:
         recording.sends[depth] += recording.counting
@@ -151,6 +154,14 @@ def _record(method: Algorithm, recording: Recording, depth: int, change: Change 
             )
         return reply
 
+    def asking(round: Round) -> tuple[Algorithm, tuple[int, ...]] | None:
+        asked = question(round)
+        if asked is not None:
+            message = asked[0].deploy(round, asked[1])
+            recording.asked[round.number] = {name: rows.clone() for name, rows in message.items()}, asked[1]
+        return asked
+
+    method.question = asking  # type: ignore[method-assign]
     method.train = recorded  # type: ignore[method-assign]
     method.send = sending  # type: ignore[method-assign]
 

@@ -1,11 +1,10 @@
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Plan, Replies, Round, algorithms
 from fedloom.algorithms.qfedavg import ReportsLoss
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative
-from fedloom.round import Round
 
 
 @algorithms.register("afl")

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Algorithm, Message, Wrapper, algorithms, server_model, source_of
+from fedloom.algorithm import SERVER_MODEL, Algorithm, Cohort, Message, Wrapper, algorithms, server_model, source_of
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.kept_layers import FedRep, SiloBN
 from fedloom.algorithms.sharing import put, put_, take
@@ -17,7 +17,6 @@ from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, LossFn, data_loss
-from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
 
 

@@ -3,12 +3,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Probability
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("apfl")

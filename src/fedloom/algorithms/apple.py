@@ -4,15 +4,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, Round, algorithms
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("apple")

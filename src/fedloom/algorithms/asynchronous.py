@@ -5,17 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    Algorithm,
-    Exchange,
-    Message,
-    Plan,
-    Replies,
-    Selection,
-    Wrapper,
-    algorithms,
-    uniform,
-)
+from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Selection, Wrapper, algorithms, uniform
 from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedmr import FedMR, Schedule, blend_at
 from fedloom.algorithms.private import AccountedByClient

@@ -3,10 +3,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.round import Round
 
 
 @algorithms.register("cfl")

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, Selection, Wrapper, algorithms, exchanges_models, uniform
+from fedloom.algorithm import Algorithm, Plan, Replies, Round, Selection, Wrapper, algorithms, exchanges_models, uniform
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
-from fedloom.round import Round
 
 BLOCK_NUMBERS = 1 << 23
 """Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""

@@ -2,11 +2,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("ditto")

@@ -2,9 +2,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies
+from fedloom.algorithm import Plan, Replies, Round
 from fedloom.algorithms.sharing import PartlyShared, require_everybody, take
-from fedloom.round import Round
 
 
 class EveryModel(PartlyShared):

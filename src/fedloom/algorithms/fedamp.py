@@ -3,13 +3,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, Round, algorithms, server_model
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.fedprox import proximal
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
-from fedloom.round import Round
 
 
 @algorithms.register("fedamp")

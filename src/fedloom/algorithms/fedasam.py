@@ -6,12 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Round, algorithms
 from fedloom.config.fields import NonNegative, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("fedsam")

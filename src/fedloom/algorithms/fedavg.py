@@ -1,5 +1,4 @@
-from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, algorithms
-from fedloom.round import Round
+from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, Round, algorithms
 
 
 @algorithms.register("fedavg")

@@ -2,10 +2,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.config.fields import NonNegativeInt
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedbabu")

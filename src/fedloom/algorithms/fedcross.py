@@ -1,13 +1,15 @@
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, algorithms
+from fedloom.algorithm import Plan, Replies, Round, algorithms
 from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
+from fedloom.algorithms.sharing import take
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
-from fedloom.round import Round
+from fedloom.flat.layout import Unit
 
 
 @algorithms.register("fedcross")
@@ -24,6 +26,8 @@ class FedCross(Indep):
     Args:
         alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are joined linearly.
         partner: How co(k) is chosen.
+        similarity: The cosine of the `whole` models, or the sum of those of `pairs` of tensors, the first and the second, the
+            third and the fourth, ..., statistics included, the last pair twice where their number is even (authors' code).
         averaging_rounds: Rounds at the start after which every slot is the mean.
         propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many uploads in order.
         propeller_rounds: Number of these rounds.
@@ -31,6 +35,7 @@ class FedCross(Indep):
 
     alpha: Schedule = 0.99
     partner: Literal["lowest", "highest", "in_order"] = "lowest"
+    similarity: Literal["whole", "pairs"] = "whole"
     averaging_rounds: NonNegativeInt = 0
     propellers: Count = 1
     propeller_rounds: NonNegativeInt = 0
@@ -62,7 +67,16 @@ class FedCross(Indep):
             return torch.stack([pool[in_order(len(pool), number + k)] for k in range(self.propellers)]).mean(0)
         if self.partner == "in_order":
             return pool[in_order(len(pool), number)]
-        return pool[by_cosine(pool[:, : self.layout.trainable], largest=self.partner == "highest")]
+        return pool[by_cosine(pool, self.blocks(), largest=self.partner == "highest")]
+
+    def blocks(self) -> list[Unit]:
+        """Return the slices of a row whose cosines are added."""
+        if self.similarity == "whole":
+            return [(slice(self.layout.trainable),)]
+        slices = {tensor.name: tensor.slice for tensor in self.layout.slices}
+        ordered = [slices[name] for name in self.plan.module.state_dict() if name in slices]
+        pairs = [tuple(ordered[k : k + 2]) for k in range(0, len(ordered), 2)]
+        return pairs if len(ordered) % 2 else [*pairs, pairs[-1]]
 
 
 def in_order(count: int, number: int) -> Tensor:
@@ -70,8 +84,11 @@ def in_order(count: int, number: int) -> Tensor:
     return (torch.arange(count) + (number - 1) % (count - 1) + 1) % count
 
 
-def by_cosine(rows: Tensor, largest: bool) -> Tensor:
-    """Return the index of the other row of largest or smallest cosine, for each row of `[K, T]`; the first of equal ones."""
-    directions = torch.nn.functional.normalize(rows, dim=1)
-    cosine = (directions @ directions.T).fill_diagonal_(-torch.inf if largest else torch.inf)
+def by_cosine(rows: Tensor, blocks: Sequence[Unit], largest: bool) -> Tensor:
+    """Return the index of the other row of largest or smallest cosine, summed over `blocks`, for each of `rows [K, P]`; the
+    first of equal ones."""
+    directions = [torch.nn.functional.normalize(take(rows, block), dim=1) for block in blocks]
+    cosine = (
+        torch.stack([unit @ unit.T for unit in directions]).sum(0).fill_diagonal_(-torch.inf if largest else torch.inf)
+    )
     return cosine.argmax(1) if largest else cosine.argmin(1)

@@ -4,14 +4,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms
+from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
 from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Share
 from fedloom.flat.module import Batch, Context, Net
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("feddbe")

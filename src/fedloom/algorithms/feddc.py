@@ -4,11 +4,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Message, Plan, Round, algorithms, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.local.cohort import Cohort, Context
-from fedloom.round import Round
 
 
 @algorithms.register("feddc")

@@ -1,11 +1,10 @@
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
-from fedloom.round import Round
 
 
 class Drifting(Algorithm):

@@ -3,9 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, Round, algorithms
 from fedloom.config.fields import Positive
-from fedloom.round import Round
 
 
 @algorithms.register("fedexp")

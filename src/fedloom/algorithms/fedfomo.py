@@ -4,14 +4,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, Replies, algorithms
+from fedloom.algorithm import Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided_samples
 from fedloom.config.fields import Count, Probability, Share
 from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("fedfomo")

@@ -8,15 +8,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
-from fedloom.local.cohort import Cohort
 from fedloom.randomness import global_stream
-from fedloom.round import Round
 
 Width = Annotated[int, Field(ge=1, le=1_000_000)]
 

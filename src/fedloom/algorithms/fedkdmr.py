@@ -2,14 +2,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, Round, algorithms
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.loss_terms import divergence, require_classes, teacher_outputs
 from fedloom.config.fields import NonNegativeInt, Positive, Probability
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("fedkdmr")

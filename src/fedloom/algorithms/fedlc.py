@@ -4,12 +4,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.loss_terms import LossTerm, require_classes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedlc")

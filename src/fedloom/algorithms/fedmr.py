@@ -8,14 +8,12 @@ import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import UnitKind
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
 """A share in [0, 1], or [round, share] pairs with linear steps between them."""

@@ -1,9 +1,8 @@
 from typing import ClassVar
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
-from fedloom.round import Round
 
 
 @algorithms.register("fedmut")

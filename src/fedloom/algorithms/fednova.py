@@ -1,9 +1,7 @@
 from collections.abc import Mapping
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Replies, Round, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("fednova")

@@ -3,13 +3,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan, algorithms, server_model
+from fedloom.algorithm import Cohort, Message, Plan, algorithms, server_model
 from fedloom.algorithms.loss_terms import LossTerm, divergence, require_classes, teacher_outputs
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedntd")

@@ -4,11 +4,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Probability
 from fedloom.flat.module import Batch, Net
-from fedloom.local.cohort import Cohort
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 

@@ -4,12 +4,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch, Net
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("fedproto")

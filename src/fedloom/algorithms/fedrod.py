@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from fedloom.algorithm import Message, Plan, algorithms
+from fedloom.algorithm import Cohort, Message, Plan, algorithms
 from fedloom.algorithms.linear_head import NEVER, Head, LinearHead, two_heads
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch, Net
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedrod")

@@ -4,11 +4,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms, server_model
+from fedloom.algorithm import Cohort, Message, algorithms, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("fedavg_c")

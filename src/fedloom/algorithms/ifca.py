@@ -4,13 +4,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms
+from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
-from fedloom.local.cohort import Cohort
 from fedloom.models.structure import drawn_again
 from fedloom.randomness import global_stream
-from fedloom.round import Round
 
 
 @algorithms.register("ifca")

@@ -4,12 +4,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message, algorithms, name_of
+from fedloom.algorithm import Cohort, Message, algorithms, name_of
 from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
-from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name, layer_finder
 
 

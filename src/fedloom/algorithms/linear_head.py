@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Plan
+from fedloom.algorithm import Cohort, Plan
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import TensorSlice, Unit
-from fedloom.local.cohort import Cohort
 from fedloom.models.structure import head_name
 
 Head = tuple[Tensor, Tensor]

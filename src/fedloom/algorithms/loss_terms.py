@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import Message, Plan, Wrapper
+from fedloom.algorithm import Cohort, Message, Plan, Wrapper
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
-from fedloom.local.cohort import Cohort
 
 
 class LossTerm(Wrapper):

@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import Algorithm, Message, algorithms, server_model
+from fedloom.algorithm import Algorithm, Cohort, Message, algorithms, server_model
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.flat.module import Batch, Net
-from fedloom.local.cohort import Cohort
 
 
 @algorithms.register("moon")

@@ -3,13 +3,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort
 
 TINY, COLDEST = 1e-20, 0.05
 

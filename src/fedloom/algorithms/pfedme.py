@@ -3,14 +3,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Plan, algorithms
+from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 @algorithms.register("pfedme")

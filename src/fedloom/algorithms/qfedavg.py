@@ -1,10 +1,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Replies, Round, algorithms, server_model
 from fedloom.config.fields import NonNegative
-from fedloom.local.cohort import Cohort
-from fedloom.round import Round
 
 
 class ReportsLoss(Algorithm):

@@ -6,11 +6,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Wrapper, algorithms, source_of
+from fedloom.algorithm import Plan, Replies, Round, Wrapper, algorithms, source_of
 from fedloom.config.fields import Count, Positive
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import squared_distances
-from fedloom.round import Round
 
 
 @algorithms.register("robust")

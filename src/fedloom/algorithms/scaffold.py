@@ -4,12 +4,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, algorithms, server_model
+from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms, server_model
 from fedloom.algorithms.statistics import mean_gradient, mean_size, momentum_gain, relative_sizes, require_sgd
 from fedloom.config.fields import Positive
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context
-from fedloom.round import Round
 
 
 @algorithms.register("scaffold")

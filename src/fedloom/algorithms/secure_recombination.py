@@ -5,11 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Wrapper, algorithms
+from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Round, Wrapper, algorithms
 from fedloom.algorithms.fedmr import FedMR, Indep
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
-from fedloom.round import Round
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes
 

@@ -5,10 +5,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Plan, algorithms
+from fedloom.algorithm import AggregatedReplies, Plan, Round, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import BelowOne, Positive, Probability
-from fedloom.round import Round
 
 
 class ServerOptimizer(FedAvg, ABC):

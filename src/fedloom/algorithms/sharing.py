@@ -8,12 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Message, Plan, name_of
+from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Cohort, Message, Plan, Round, name_of
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
-from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, layer_finder
-from fedloom.round import Round
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:

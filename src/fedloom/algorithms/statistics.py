@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Message, Plan
+from fedloom.algorithm import Cohort, Message, Plan
 from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted
-from fedloom.local.cohort import Cohort
 from fedloom.training import Training
 
 

@@ -206,6 +206,7 @@ class Federation:
         clock = self.schedule.clock
         simulated = clock.runs
         round = replace(round, closes=math.inf if clock.deadline is None else self._now + clock.deadline)
+        question, asked, asked_up = self._ask(round)
         selection = self.algorithm.select(round)
         round = replace(round, selected=selection.clients)
         exchange = self.algorithm.exchange(round, selection)
@@ -254,11 +255,15 @@ class Federation:
         faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= sum(not fault.sent for fault in faults) + len(under_way)
+        same = question.keys() == exchange.sent.keys() and all(
+            torch.equal(question[n], exchange.sent[n]) for n in question
+        )
+        asked_down = sum(map(_row_bytes, question.values())) * (asked - same * len(selection.clients))
         record: Record = {
             "round": round.number,
             "clients": [self.numbers[client] for client in selection.clients if client not in under_way],
-            "bytes_down": sum(_row_bytes(rows) for rows in message.values()) * receivers,
-            "bytes_up": answers.bytes,
+            "bytes_down": sum(map(_row_bytes, message.values())) * receivers + asked_down,
+            "bytes_up": answers.bytes + asked_up,
             "faults": [{"client": self.numbers[f.client_task.client], "reason": f.reason} for f in faults],
             **({"simulated_seconds": seconds} | self.algorithm.account()),
         }
@@ -310,6 +315,20 @@ class Federation:
         if loss is not None and not loss < DIVERGED * guess:
             beyond = f", over {DIVERGED} times that of guessing" if math.isfinite(loss) else ""
             raise _diverged(round, f"the global model's loss is {loss:.3g}{beyond}")
+
+    def _ask(self, round: Round) -> tuple[Message, int, int]:
+        """Ask clients what the method wants to know. Return what they were sent, their number, and the bytes of their answers."""
+        for method in self.algorithm.active(round.number):
+            if (asked := method.question(round)) is not None:
+                question, clients = asked
+                message = question.deploy(round, clients)
+                tasks = [ClientTask(client, slot, inbox_of(message, slot)) for slot, client in enumerate(clients)]
+                answers = RoundReplies(tasks, len(tasks), len(tasks), self._weights, None)
+                answers.collect(self.engine.train(question, replace(round, selected=clients), tasks))
+                if answers.arrived:
+                    method.hear(answers.together())
+                return message, len(clients), answers.bytes
+        return {}, 0, 0
 
     def _client_tasks(self, exchange: Exchange, message: Message) -> tuple[list[ClientTask], list[Fault]]:
         """The tasks of all clients that take part, and those of the selected ones that drop out."""
