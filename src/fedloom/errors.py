@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,22 @@ def installing(extra: str) -> str:
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return `": did you mean 'x'?"` for the nearest of the names, or "" when none is near."""
-    near = difflib.get_close_matches(name[:LONGEST_QUOTED], list(names), n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, list(names), 0.5)
+    return f": did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
+    """Return the name that an abbreviation stands for, or else the most similar one; "" where none is near."""
+    full = _ABBREVIATIONS.get(name, name)
+    near = difflib.get_close_matches((full if full in names else name)[:LONGEST_QUOTED], names, n=1, cutoff=cutoff)
+    return near[0] if near else ""
+
+
+_ABBREVIATIONS = {
+    "lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "local_epochs": "epochs",
+    "local_steps": "steps", "max_norm": "clip", "fraction_fit": "participation",
+}  # fmt: skip
+"""Other words of the field for keys of a configuration."""
 
 
 def quoted(value: object, write: Callable[[Any], str] = repr) -> str:

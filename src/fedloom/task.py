@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config.expression import Call
+from fedloom.config.registry import Entry
 from fedloom.data.columns import Moments, TableInputs
 from fedloom.data.convert import require_finite
 from fedloom.data.dataset import Dataset, Samples, datasets
@@ -18,7 +19,7 @@ from fedloom.data.lazy import LazyInputs
 from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition, build_partition, split_train_test
 from fedloom.data.shift import InputShift, shifts
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
@@ -148,7 +149,7 @@ def make_task(
     *,
     target: str = "",
     group: str = "",
-    model: str | nn.Module = "mlp",
+    model: str | nn.Module | Callable[..., nn.Module] = "mlp",
     training: Training | Mapping[str, Any] | None = None,
     objective: str | Objective | Callable[..., Any] | None = None,
     metrics: Sequence[str | Callable[..., Any]] = (),
@@ -168,7 +169,8 @@ def make_task(
             or a Hugging Face `Dataset` or `DatasetDict`; a pair of them trains and tests.
         target: The column of a table to learn (see `table` for a file, and for more to choose).
         group: The column of a table that says whose a row is, for `partition="natural"`.
-        model: The expression of a model, such as `mlp(hidden=[64])`, or a module, which is copied.
+        model: The expression of a model, such as `mlp(hidden=[64])`; a module, which is copied; or a function or class that makes
+            one, of nothing or of the data's `spec`, whose weights `seed` draws.
         training: The settings of local training, as a `Training` or a dictionary of its fields.
         objective: The loss and the figures, such as `regression(kind='huber')`, `module:function` or a function
             (outputs, targets) -> the loss of each sample; by default as the data set says.
@@ -194,7 +196,7 @@ def make_task(
         UnknownName: Nothing has that name; the text names the nearest.
     """
     target_device = find_device(device)
-    settings = training if isinstance(training, Training) else Training(**(training or {}))
+    settings = training if isinstance(training, Training) else _training(training or {})
     dataset = _dataset(data, target, group, None if objective is None else build_objective(objective))
     if metrics:
         dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
@@ -218,7 +220,7 @@ def make_task(
         train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
-    module = build_model(model, dataset.spec, seed) if isinstance(model, str) else copied(model)
+    module = copied(model) if isinstance(model, nn.Module) else build_model(model, dataset.spec, seed)
     dataset, pool, test = _fitted(dataset, pool, test, torch.from_numpy(train.indices))
     if shifted is not None:
         pool = shifted.apply(pool, partition, seed)
@@ -241,6 +243,12 @@ def _dataset(data: Any, target: str, group: str, objective: Objective | None) ->
     else:
         dataset = make_dataset(data) if isinstance(data, str) else data
     return dataset if objective is None else replace(dataset, objective=objective)
+
+
+def _training(options: Mapping[str, Any]) -> Training:
+    if not isinstance(options, Mapping):
+        raise InvalidValue(f"training must be a Training or a dictionary of its fields, not {quoted(options)}")
+    return Training(**Entry("training", Training).options((), {**options}))
 
 
 def _fitted(dataset: Dataset, pool: Samples, test: Samples, rows: Tensor) -> tuple[Dataset, Samples, Samples]:

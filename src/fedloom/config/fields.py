@@ -152,7 +152,7 @@ _KINDS = {
 }
 """Words of error messages for pydantic's types of errors."""
 
-_CLASSES = {"Algorithm": "a method, such as fedavg", "Sequence": "a list"}
+_CLASSES = {"Algorithm": "a method, such as fedavg", "Sequence": "a list", "Stop": "a Stop, such as fl.Stop(20)"}
 
 
 def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
@@ -180,8 +180,9 @@ def _allowed(error: Any, hint: Any) -> str:
         if bounds.get("le") == LARGEST_COUNT and kind != "less_than_equal":
             del bounds["le"]  # nobody comes near it
         return _range(bounds)
-    if kind == "is_instance_of":
-        return _CLASSES.get(error["ctx"]["class"], f"a {error['ctx']['class']}")
+    if kind in ("is_instance_of", "dataclass_exact_type"):
+        name = error["ctx"].get("class") or error["ctx"]["class_name"]
+        return _CLASSES.get(name, f"a {name}")
     return _KINDS.get(kind) or error["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
 
 

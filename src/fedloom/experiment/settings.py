@@ -6,7 +6,6 @@ participation = { from = 0.1, to = 0.5, steps = 3 }
 """
 
 import copy
-import difflib
 import itertools
 import math
 from collections import Counter
@@ -18,7 +17,7 @@ from pydantic import Field
 
 from fedloom.config.expression import show
 from fedloom.config.fields import Finite, checked
-from fedloom.errors import LONGEST_QUOTED, InvalidValue, quoted, shortened
+from fedloom.errors import InvalidValue, nearest, quoted, shortened
 
 Changes = dict[str, Any]
 """One setting: full keys with the value of each, such as `{"training.epochs": 5}`."""
@@ -129,10 +128,9 @@ def require_key(key: str, keys: Sequence[str], prefix: str = "") -> None:
     """Raise `InvalidValue` unless the full key is one of `keys`; it names the nearest, by the key or by its last word."""
     if key not in keys:
         words = {full.rpartition(".")[2]: full for full in reversed(keys)}
-        short = key[:LONGEST_QUOTED]
-        alike = difflib.get_close_matches(short.rpartition(".")[2], words, n=1)
-        near = difflib.get_close_matches(short, keys, n=1, cutoff=0.8) or [words[word] for word in alike]
-        hint = f"did you mean '{prefix}{near[0]}'?" if near else f"there are {', '.join(keys)}"
+        word = key.rpartition(".")[2]
+        near = words.get(nearest(word, words, 1.0)) or nearest(key, keys, 0.8) or words.get(nearest(word, words))
+        hint = f"did you mean '{prefix}{near}'?" if near else f"there are {', '.join(keys)}"
         raise InvalidValue(f"unknown key {quoted(prefix + key)}: {hint}")
 
 

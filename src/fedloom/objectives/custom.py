@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.config.expression import Call
 from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import Metric, Objective, Totals, objectives
 
 
@@ -21,16 +21,16 @@ class Custom(Objective):
     metric = Metric("loss", "Loss")
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise InvalidValue(
-                f"objective must be a name, 'module:function' or a function, not {type(self.function).__name__}"
-            )
+        if not callable(self.function) or isinstance(self.function, type):
+            text = f"the class {self.function.__name__}" if isinstance(self.function, type) else quoted(self.function)
+            raise InvalidValue(f"objective must be a name, 'module:function' or a function, not {text}")
 
     def _losses(self, outputs: Any, targets: Tensor) -> Tensor:
         losses = self.function(outputs, targets)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise InvalidValue(f"the objective's function must return the loss of each sample, [b], not {kind}")
+            remedy = " (losses of PyTorch do with reduction='none')" if kind == [] else ""
+            raise InvalidValue(f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}")
         return losses
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
