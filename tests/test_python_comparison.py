@@ -220,7 +220,7 @@ def test_only_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ImportError(name)
         return import_module(name)
 
-    monkeypatch.setattr("fedloom.experiment.frames.importlib.import_module", import_without_pandas)
+    monkeypatch.setattr("fedloom.errors.importlib.import_module", import_without_pandas)
     assert repr(result).startswith("Method")
     with pytest.raises(MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"):
         result.frame()

@@ -24,7 +24,8 @@ from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
-from fedloom.experiment.trackers import TrackedRun, Tracking, build_tracker
+from fedloom.experiment.trackers.tracker import TrackedRun, build_tracker
+from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.rounds.checkpoint import RoundLog
 from small_task import small_task
 

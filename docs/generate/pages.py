@@ -28,7 +28,7 @@ from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
-from fedloom.experiment.trackers import trackers
+from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.objectives import objectives
 from fedloom.papers.ledger import ledger, to_markdown

@@ -1,6 +1,7 @@
 """Every error that fedloom raises on purpose."""
 
 import difflib
+import importlib
 import inspect
 import linecache
 import os
@@ -81,6 +82,14 @@ def installing(extra: str) -> str:
     "pip install -e '.[ray]' in the clone of fedloom"
     """
     return f"pip install -e '.[{extra}]' in the clone of fedloom"
+
+
+def import_extra(package: str, extra: str, purpose: str) -> Any:
+    """Import a package that an extra installs. Raises `MissingExtra` where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise MissingExtra(package.partition(".")[0], extra, purpose) from None
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -271,7 +271,7 @@ def _fitted(dataset: Dataset, pool: Samples, test: Samples, rows: Tensor) -> tup
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
     """Return the samples with float64 inputs in a type that the model has. Raise `InvalidValue` for NaN and infinity."""
-    if not samples.inputs.is_floating_point() or isinstance(samples.inputs, LazyInputs):
+    if isinstance(samples.inputs, LazyInputs) or not samples.inputs.is_floating_point():
         return samples
     require_finite(samples.inputs, "inputs")
     types = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]

@@ -193,7 +193,6 @@ class Training:
         return kind
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Return the optimizer's parameters."""
         return inspect.signature(self._optimizer_class()).parameters
 
     @property

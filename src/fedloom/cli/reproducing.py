@@ -94,7 +94,6 @@ def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
 
 
 def _print_estimate(plan: ReproducePlan) -> None:
-    """Print the estimate on stderr, setting by setting where there are several."""
     from rich.console import Console
 
     from fedloom.experiment.cores import threads_each
@@ -127,7 +126,6 @@ def _runs(count: int) -> str:
 
 
 def _list(folders: dict[str, str]) -> None:
-    """Print every table and figure with its subject, its cells and the data it needs."""
     from rich import box
     from rich.console import Console
     from rich.table import Column, Table

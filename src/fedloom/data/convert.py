@@ -97,7 +97,6 @@ def _floats(array: Array, field: str) -> Tensor:
 
 
 def _whole(array: Array, field: str) -> Tensor:
-    """Return whole numbers as int64; raises `InvalidValue` for one that it does not hold."""
     if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
         raise InvalidValue(f"{field} hold {array.max()}, more than 2^63 - 1, the most that int64 holds")
     return torch.from_numpy(array.astype(np.int64))

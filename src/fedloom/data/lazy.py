@@ -37,15 +37,6 @@ class LazyInputs:
         """The bytes that lie in memory."""
         return self.rows.nbytes
 
-    def is_floating_point(self) -> bool:
-        return self.empty.is_floating_point()
-
-    def dim(self) -> int:
-        return self.empty.dim()
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -196,7 +196,6 @@ class Preprocessing:
         return self._tensor(data, source), []
 
     def _tensor(self, data: Any, source: str) -> Tensor:
-        """Return an array as the model was trained on. Raise `InvalidValue` for one of another shape or type."""
         with reading(source, "no inputs"):
             inputs = as_inputs(data)
         shape, dtype = self.shape, self.dtype

@@ -69,9 +69,7 @@ class Bundle:
 def write_bundle(folder: Path, path: Path) -> Bundle:
     """Write the runs of a folder, a run's, a comparison's or a reproduced table's, into one file.
 
-    Raises:
-        InvalidValue: A run is not finished, or was not made from a configuration.
-        CheckpointError: A file of a run is damaged.
+    Raises `InvalidValue` for a run that is not finished or not of a configuration, `CheckpointError` for a damaged file.
     """
     runs, files, modules = list[BundledRun](), dict[str, bytes](), set[str]()
     for number, run in enumerate(read_runs(folder)):
@@ -120,11 +118,9 @@ def _sources(names: Iterable[str]) -> dict[str, bytes]:
 
 
 def relocated(value: Any, locate: Callable[[str, str, str], str | None]) -> Any:
-    """Return a configuration with other locations of files.
+    """Return a configuration, or something in it, with other locations of files.
 
-    Args:
-        value: A table, or something in it.
-        locate: Takes the name of a data set (or the like), a parameter and a location to another, or to None to leave it out.
+    `locate` takes the name of a data set (or the like), a parameter and a location to another, or to None to leave it out.
     """
     if isinstance(value, Mapping):
         return {k: locate("clock", k, v) if k == "trace" and v else relocated(v, locate) for k, v in value.items()}

@@ -24,18 +24,9 @@ _OTHERWISE = {
 
 
 def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
-    """Compare two traces in the rounds and tensors that both have.
+    """Return location, size and frequent causes of the first difference, in what both traces have; empty without any.
 
-    Args:
-        a: A trace.
-        b: Another.
-        tolerance: The share of a tensor's way from which on a difference counts.
-
-    Returns:
-        Location and size of the first difference, and its frequent causes; empty where there is none.
-
-    Raises:
-        DataError: They have nothing in common.
+    A difference counts from the share `tolerance` of a tensor's way on. Raises `DataError` where they have nothing in common.
     """
     if not a.keys() & b.keys():
         names = ["/".join(map(str, min(trace, default=()))) for trace in (a, b)]

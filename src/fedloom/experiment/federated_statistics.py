@@ -102,14 +102,9 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
 def answer(
     columns: Mapping[str, Values], request: Words, smallest: int = 1, seed: int | None = None, client: int = 0
 ) -> Words:
-    """Return a client's answer to a request, of plain values alone.
+    """Return a client's answer to a request of the server, of plain values alone.
 
-    Args:
-        columns: The client's columns by name.
-        request: Words of the server.
-        smallest: Fewest rows that the client itself lets a number tell of.
-        seed: Seed of the noise; without it the noise comes from the system's cryptographic generator.
-        client: Number of the client.
+    The client itself lets no number tell of fewer rows than `smallest`. Without a `seed`, noise is as in `statistics`.
     """
     step, noise = request["step"], float(request["noise"])
     # Beside noise a threshold would tell of a single row: then there is only the client's own.
@@ -196,15 +191,10 @@ def _complete(values: Values, about: Words) -> Values:
 
 
 def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Statistics:
-    """Return the statistics of all clients.
+    """Return the statistics of all clients; `ask` brings a request to each and returns their answers by number.
 
-    Args:
-        ask: Brings a request to every client and returns their answers, by the client's number.
-        survey: Settings.
-
-    Raises:
-        InvalidValue: Clients have other columns than the others, by column; or bounds are missing or of no column.
-        RefusedReply: An answer is not of the numbers that were asked for.
+    Raises `InvalidValue` for clients whose columns differ, and bounds that are missing or of no column; `RefusedReply` for an
+    answer that is not of the numbers that were asked for.
     """
     request: Words = {"step": "kinds", "smallest": survey.smallest, "noise": 0.0}
     tables = {client: _sound(dict[str, Kind], words.get("kinds"), client) for client, words in ask(request).items()}
@@ -258,7 +248,6 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
 
 
 def _agreed(kinds: Mapping[int, Mapping[str, Kind]]) -> dict[str, Kind]:
-    """Return the kind of every column. Raises `InvalidValue` naming the columns in which clients differ."""
     differences = []
     for name in dict.fromkeys(name for table in kinds.values() for name in table):
         clients: dict[str, list[str]] = {}

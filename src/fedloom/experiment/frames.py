@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import escape
 
-from fedloom.errors import MissingExtra
+from fedloom.errors import import_extra
 from fedloom.report.cells import Table
 from fedloom.report.summary import RunSummary, best, bytes_down, bytes_up, final, personal, seconds
 from fedloom.report.units import byte_text, time_text
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
 
 def data_frame(lines: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return lines as a frame, tables in them as several columns. Raises `MissingExtra` without pandas."""
-    try:
-        library = importlib.import_module("pandas")
-    except ImportError as error:
-        raise MissingExtra("pandas", "notebook", "a frame") from error
+    library = import_extra("pandas", "notebook", "a frame")
     frame: pandas.DataFrame = library.json_normalize(list(lines), sep="_")
     return frame
 

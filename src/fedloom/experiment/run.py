@@ -407,7 +407,6 @@ class _RunPlan:
         )
 
     def _run_rounds(self, result: Result, tracking: Tracking) -> None:
-        """Run the remaining rounds; trackers hear of each first."""
         notified = set(result.federation.notices)
         metric = result.task.objective.metric
 

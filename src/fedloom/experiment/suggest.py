@@ -1,11 +1,10 @@
 """Trials that Optuna suggests from the results of earlier ones."""
 
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from fedloom.errors import MissingExtra
+from fedloom.errors import import_extra
 from fedloom.experiment.settings import Axis, Range, values_of
 from fedloom.experiment.tune import Search, Trial
 
@@ -21,10 +20,7 @@ def search_optuna(
     The sampler draws by the configuration's seed: the same search suggests the same trials, whose finished runs are only read,
     as long as `batch_size` and Optuna's version stay the same. Raises `MissingExtra` without Optuna.
     """
-    try:
-        optuna: Any = importlib.import_module("optuna")
-    except ImportError as error:
-        raise MissingExtra("optuna", "tune", "fedloom tune --optuna") from error
+    optuna = import_extra("optuna", "tune", "fedloom tune --optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)

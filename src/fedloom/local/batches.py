@@ -59,7 +59,7 @@ class ClientLoader:
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
         self.samples, self.dataset = samples, dataset
-        self.values = max(1, samples.inputs[:1].numel())
+        self.values = max(1, samples.inputs.shape[1:].numel())
         self._prepared: Tensor | None = None
 
     def write(self, index: Tensor, drawn: Tensor | None, inputs: Tensor, labels: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedloom.config.fields import BelowOne, Count, NonNegativeInt, Positive
 from fedloom.data import DataSpec
-from fedloom.errors import InvalidValue, MissingExtra, first_line, quoted
+from fedloom.errors import InvalidValue, first_line, import_extra, quoted
 from fedloom.models import models
 from fedloom.models.shapes import vocabulary
 
@@ -95,16 +95,13 @@ def causal_lm(
 def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]) -> nn.Module:
     """Return the model with adapters of rank `lora`, all else frozen; as it is for 0."""
     if lora:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise MissingExtra("peft", "language", "lora") from error
-        settings = LoraConfig(
+        peft = import_extra("peft", "language", "lora")
+        settings = peft.LoraConfig(
             r=lora, lora_alpha=alpha or 2 * lora, lora_dropout=dropout, target_modules=list(modules) or None,
             task_type="CAUSAL_LM",
         )  # fmt: skip
         try:
-            base = get_peft_model(base, settings)
+            base = peft.get_peft_model(base, settings)
         except ValueError as error:
             raise InvalidValue(f"lora: {first_line(error)}") from error
     model: nn.Module = base.train()
@@ -114,10 +111,7 @@ def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules:
 @contextmanager
 def _transformers(model: str) -> Iterator[Any]:
     """Yield the library, without its warnings and progress bars."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "language", f"model {model}") from error
+    transformers = import_extra("transformers", "language", f"model {model}")
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

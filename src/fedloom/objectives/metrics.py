@@ -4,7 +4,6 @@ A metric need not add up over samples: it takes all outputs and targets of the g
 clients, its figure is the mean of the clients' values, weighted by their samples.
 """
 
-import importlib
 import inspect
 import math
 import re
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from fedloom.config.expression import parse, plain, show
 from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, MissingExtra, UnknownName, first_line, quoted, suggestion
+from fedloom.errors import InvalidValue, UnknownName, first_line, import_extra, quoted, suggestion
 from fedloom.objectives import Objective, Totals
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
@@ -140,11 +139,8 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
 
 def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
     module = "regression" if kind == "regression" else "classification"
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            library = vars(importlib.import_module(f"torchmetrics.functional.{module}"))
-    except ImportError:
-        raise MissingExtra("torchmetrics", "metrics", "metrics by name") from None
+    with warnings.catch_warnings(action="ignore"):
+        library = vars(import_extra(f"torchmetrics.functional.{module}", "metrics", "metrics by name"))
     functions: dict[str, Callable[..., Any]]
     functions = {name: f for name, f in library.items() if inspect.isfunction(f) and name[0] != "_"}
     if kind == "regression":

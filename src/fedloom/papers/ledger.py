@@ -65,11 +65,7 @@ class ExhibitRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ExhibitRecord":
-        """Return the record in a file.
-
-        Raises:
-            InvalidValue: For any different file, such as one with a cell that the table or figure does not have.
-        """
+        """Return the record in a file; raises `InvalidValue` for another file, or a cell that the table does not have."""
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
             cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}

@@ -162,11 +162,7 @@ def not_run() -> dict[str, str]:
 
 
 def exhibit(name: str) -> Exhibit:
-    """Return the table or figure called `fedumf.table-a2`.
-
-    Raises:
-        InvalidValue: For a name without anything to run, or an unknown name, with the nearest.
-    """
+    """Return the table or figure called `fedumf.table-a2`. Raises `InvalidValue` for one with nothing to run, or unknown."""
     entries, nothing = exhibits(), not_run()
     if name in nothing:
         raise InvalidValue(f"{name} is {nothing[name]}: nothing to run")
@@ -192,6 +188,5 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _merged(table: Toml, changes: Toml) -> dict[str, Any]:
-    """Return the table with changes, tables inside it merged."""
     inside = {key: _merged(table[key], value) for key, value in changes.items() if isinstance(table.get(key), dict)}
     return {**table, **changes, **inside}

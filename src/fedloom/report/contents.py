@@ -85,7 +85,6 @@ def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 
 
 def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Draw learning curves of all that was recorded, over each axis that the runs have figures for."""
     usual = measures(runs[0].metric)
     records = [record for run in runs for record in run.records]
     numbers = {key for record in records for key, value in record.items() if isinstance(value, float)}

@@ -86,7 +86,7 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         accuracy, cost = halves(sheet.table)
         tables.append(_latex(accuracy, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}", "" if tables else note))
         tables.append(_latex(cost, f"{name}: cost. Rounds and bytes until the target; * never.", f"cost{suffix}"))
-    return latex_file(tables)
+    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -102,33 +102,6 @@ def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], texts: 
     """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for the `texts`."""
     rule = ["---" if k in texts else "---:" for k in range(len(heads))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
-
-
-def latex_file(tables: Sequence[str]) -> str:
-    """Return LaTeX tables as a file."""
-    return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
-
-
-def latex_table(
-    heads: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    caption: str,
-    name: str,
-    note: str = "",
-    texts: Collection[int] = (0,),
-) -> str:
-    """Return a LaTeX table of cells that are LaTeX already; columns are right-aligned but for the `texts`."""
-    sides = "".join("l" if k in texts else "r" for k in range(len(heads)))
-    body = "".join(f"    {' & '.join(line)} \\\\\n" for line in lines)
-    footnote = f"\\footnotesize {escape_latex(note)}\\end{{minipage}}\n"
-    return (
-        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
-        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
-        f"  \\begin{{tabular}}{{{sides}}}\n    \\toprule\n    {' & '.join(map(escape_latex, heads))} \\\\\n    \\midrule\n"
-        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n"
-        + (f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}{footnote}" if note else "")
-        + "\\end{table}\n"
-    )
 
 
 def escape_latex(text: str) -> str:
@@ -171,7 +144,17 @@ def _markdown(table: Table) -> str:
 
 def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
     heads, lines = _heads_and_lines(table, lambda text: escape_latex(_flat(text)), "\\textbf{{{}}}")
-    return latex_table(heads, lines, caption, name, note)
+    body = "".join(f"    {' & '.join(line)} \\\\\n" for line in lines)
+    footnote = f"\\footnotesize {escape_latex(note)}\\end{{minipage}}\n"
+    return (
+        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
+        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
+        f"  \\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}\n    \\toprule\n"
+        f"    {' & '.join(map(escape_latex, heads))} \\\\\n    \\midrule\n"
+        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n"
+        + (f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}{footnote}" if note else "")
+        + "\\end{table}\n"
+    )
 
 
 def _heads_and_lines(table: Table, escape: Callable[[str], str], bold: str) -> tuple[list[str], list[list[str]]]:

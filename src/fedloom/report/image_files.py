@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from fedloom.config.fields import require_one_of
-from fedloom.errors import InvalidValue, MissingExtra
+from fedloom.errors import InvalidValue, import_extra
 from fedloom.report.contents import image_figures
 from fedloom.report.figures import ReportFigure
 from fedloom.report.sheet import Criterion
@@ -61,11 +61,7 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
 
 
 def _kaleido() -> Any:
-    try:
-        import kaleido
-    except ImportError:
-        raise MissingExtra("kaleido", "images", "drawing images") from None
-    return kaleido
+    return import_extra("kaleido", "images", "drawing images")
 
 
 def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:

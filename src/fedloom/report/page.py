@@ -89,16 +89,11 @@ def render(
     opening: str = "",
     by: Criterion | None = None,
 ) -> str:
-    """Return the report of `runs` (one run, or methods x seeds on the same task) as a page.
+    """Return the report of runs (at least one, or methods x seeds on the same task) as a page.
 
-    Args:
-        title: The page's title.
-        runs: The runs, at least one.
-        targets: Accuracies or limits such as `loss <= 0.2`; by default those of the configuration of `runs[0]`.
-        command: The line that repeats the runs, by default that of the same configuration.
-        sheet: The comparison of these runs where there is one already (with its own targets).
-        opening: The section that the page begins with: `recorded`, `clients`, `curves`, `effects`, or the usual order.
-        by: The criterion for effects of parameters and settings, by default the sheet's measure.
+    Targets and the `command` that repeats the runs are by default those of the configuration of `runs[0]`, or of the `sheet`
+    that compares them. The page begins with the section `opening`: `recorded`, `clients`, `curves` or `effects`. Effects of
+    parameters and settings are judged `by` a criterion, by default the sheet's measure.
     """
     if not runs:
         raise InvalidValue("a report needs at least one run")
@@ -210,7 +205,6 @@ def _with_signs(text: str) -> str:
 
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
-    """Return the accuracies of a method alone, the fewest rounds to each target, and the costs of the runs."""
     rows, tiles, metric = sheet.rows, [], sheet.metric
     for title, spread in (("Final", rows[0].final), ("Best", rows[0].best)) if len(rows) == 1 else ():
         if spread is not None:
@@ -259,7 +253,6 @@ def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _unfinished(runs: Sequence[RunSummary]) -> str:
-    """Return a warning that names the runs with fewer rounds than they should have; empty without any."""
     most = max(len(run.records) for run in runs)
     short = [
         f"{run.algorithm} (seed {run.seed}: {len(run.records)} of {run.configuration.get('rounds', most)})"

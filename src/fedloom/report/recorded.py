@@ -139,8 +139,6 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 
 
 def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
-    """Draw the metric and the loss of each uploaded model (thin) and of the global model aggregated from them (thick), method by
-    method on one scale."""
     recorded = of_kind(chosen, "aggregate")
     for measure in dict.fromkeys(name for run, _ in recorded for name in (run.metric.name, "loss")):
         lines = [line for _, entry in recorded for line in (*entry["models"][measure], entry["global"][measure])]
@@ -187,8 +185,7 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
 
 
 def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
-    """Draw a landscape for each method, all with the same contour lines, and the cross-sections through them; methods whose
-    landscapes have other points, data or directions than the first one are left out."""
+    """Draw each method's landscape, but for those of other points, data or directions than the first, and cross-sections."""
     recorded = of_kind(runs, "landscape")
     by_method: dict[str, Recorded] = {}
     for run, entry in recorded:

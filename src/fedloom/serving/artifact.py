@@ -55,11 +55,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
 
 
 def load_row(folder: Path, client: int) -> Tensor:
-    """Read the personal model `[P]` of a client.
-
-    Raises:
-        InvalidValue: The run has none of this client.
-    """
+    """Read the personal model `[P]` of a client. Raises `InvalidValue` where the run has none."""
     path = folder / PERSONAL
     rows = read_tensors(path)[0] if path.is_file() else {}
     if str(client) not in rows:

@@ -1,6 +1,5 @@
 """A trained model in the formats of other programs, checked on the same samples before it is handed out."""
 
-import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.preprocessing import PictureInputs, Preprocessing
-from fedloom.errors import InvalidValue, MissingExtra, first_line
+from fedloom.errors import InvalidValue, MissingExtra, first_line, import_extra
 from fedloom.objectives import prediction
 from fedloom.serving.predictor import Predictor
 from fedloom.state.files import replacing
@@ -102,11 +101,8 @@ def example(preprocessing: Preprocessing) -> Tensor:
 
 def _onnx(program: Any, path: Path, metadata: dict[str, str]) -> Callable[[Tensor], Tensor]:
     """Write a program as ONNX, and return what onnxruntime makes of it."""
-    try:
-        onnx, runtime = importlib.import_module("onnx"), importlib.import_module("onnxruntime")
-        importlib.import_module("onnxscript")
-    except ImportError as error:
-        raise MissingExtra(str(error.name), "onnx", "export to ONNX") from error
+    packages = ("onnx", "onnxruntime", "onnxscript")
+    onnx, runtime, _ = (import_extra(package, "onnx", "export to ONNX") for package in packages)
     names: dict[str, Any] = {"input_names": ["inputs"], "output_names": ["outputs"]}
     written: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names)
     model = written.model_proto

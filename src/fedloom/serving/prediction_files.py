@@ -19,19 +19,14 @@ from fedloom.serving.predictor import Predictor
 def predict_file(
     predictor: Predictor, path: Path, to: Path | None = None, *, probabilities: bool = False, tokens: int = 100
 ) -> int:
-    """Predict the samples of a file or folder, write a table with a row each, and return their number.
+    """Predict the samples of a file or folder, write a table with a row each (by default CSV to stdout), return their number.
 
-    Args:
-        predictor: The model.
-        path: A CSV or parquet file with the columns of the training data; a picture, or a folder of them; a text file with a
-            text a line; or an npz file with the array `inputs`.
-        to: A `.csv` or `.parquet` file, or `.npz` for arrays; by default CSV on the standard output.
-        probabilities: Add the probability of each class.
-        tokens: Tokens with which a model of the next token goes on with each text.
+    The `path` is that of a CSV or parquet file with the columns of the training data, a picture or a folder of them, a text file
+    with a text a line, or an npz file with `inputs`. A model of the next token goes on with each text by so many `tokens`.
 
     Raises:
         DataError: The file cannot be read, or does not fit the model.
-        InvalidValue: `to` is none of these, or predictions of a sample that are no row of a table.
+        InvalidValue: `to` is no `.csv`, `.parquet` or `.npz`, or predictions of a sample are no row of a table.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -40,7 +35,7 @@ def predict_file(
         raise InvalidValue(f"--to {to}: predictions are written as .csv, .parquet or .npz")
     data, table = _samples(predictor, path)
     if isinstance(data, list) and predictor.preprocessing.outputs.answer == "token":
-        arrays = {"prediction": np.array([_continuation(predictor, text, tokens) for text in data])}
+        arrays = {"prediction": np.array([predictor.generate(text, tokens).removeprefix(text) for text in data])}
     else:
         outputs = predictor.outputs(data, str(path))
         arrays = {"prediction": predictor.answers(outputs)}
@@ -80,10 +75,6 @@ def _samples(predictor: Predictor, path: Path) -> tuple[Any, Any]:
         return texts, pa.table({"text": texts})
     table = read_any(path)[0]
     return table, table
-
-
-def _continuation(predictor: Predictor, text: str, tokens: int) -> str:
-    return predictor.generate(text, tokens).removeprefix(text)
 
 
 def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[str, Any]:

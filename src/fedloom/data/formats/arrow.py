@@ -1,6 +1,5 @@
 """Arrow tables: from parquet and CSV files, folders of Hugging Face's `datasets`, or their hub; and columns of pictures."""
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fedloom.data.formats.limits import allowed_bytes, read_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
-from fedloom.errors import DataError, MissingExtra, quoted, shortened
+from fedloom.errors import DataError, import_extra, quoted, shortened
 
 _BATCH = 1 << 16  # rows that are unpacked at a time, if a row has a fixed width
 _TEXT_BATCH = 1000  # the same if it has not
@@ -128,7 +127,6 @@ def _read_csv(path: Path) -> Any:
 
 
 def _saved(folder: Path) -> Any:
-    """Return the rows in the Arrow files of a folder, in the order of its `state.json`."""
     with reading(folder, "no folder that save_to_disk wrote"):
         files = json.loads(read_text(folder / "state.json", "json"))["_data_files"]
         paths = [folder / Path(file["filename"]).name for file in files]  # in this folder, wherever a name leads
@@ -145,10 +143,7 @@ def is_pictures(kind: Any) -> bool:
 
 def hub_table(repository: str, split: str) -> Any:
     """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises `MissingExtra` or `DataError`."""
-    try:
-        hub = importlib.import_module("datasets")
-    except ImportError:
-        raise MissingExtra("datasets", "hub", f"loading {repository} from the Hugging Face hub") from None
+    hub = import_extra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
     with reading(f"hub data set {repository!r}, split {split!r}", "cannot be loaded"):
         # The format "arrow" hands out the stored columns; decoding each picture into an object would cost minutes.
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]

@@ -81,7 +81,6 @@ def polynomial(
 
 
 def _dealt(labels: Indices, weights: npt.NDArray[np.float64], rng: np.random.Generator) -> Partition:
-    """Deal out all samples at random to clients whose sizes are in proportion to `weights`."""
     # A Dirichlet vector may be all zeros but for one, and that one not finite, where alpha is tiny.
     return Partition.from_sizes(rng.permutation(len(labels)), apportion(np.nan_to_num(weights), len(labels)))
 

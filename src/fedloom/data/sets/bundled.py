@@ -111,5 +111,4 @@ def _table(name: str, source: Any, test_fraction: float, objective: Objective) -
 
 
 def _scaled(values: Tensor, training: Tensor) -> Tensor:
-    """Return columns with mean 0 and deviation 1 over the training rows, as float32."""
     return ((values - training.mean(0)) / training.std(0, correction=0).clamp_min(1e-12)).float()

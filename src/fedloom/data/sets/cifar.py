@@ -59,8 +59,6 @@ def read_python_batches(paths: Sequence[Path], label_key: str, classes: int) -> 
 def _cifar(
     name: str, folders: tuple[str, ...], batches: Sequence[str], classes: int, label: str, scale: Scale
 ) -> PictureSet:
-    """Return the set of `batches`, the last of them to test on."""
-
     def read(folder: Path) -> Split | None:
         if (files := files_named(folder, batches)) is None:
             return None

@@ -45,8 +45,6 @@ def read_idx(path: Path) -> Tensor:
 def _idx_set(
     name: str, folders: tuple[str, ...], files: Sequence[str], classes: int, scale: Scale | None = None, hub: str = ""
 ) -> PictureSet:
-    """Return the set of the idx files `files`: images and labels to train, then to test."""
-
     def read(folder: Path) -> Split | None:
         if (paths := files_named(folder, files)) is None:
             return None

@@ -145,7 +145,6 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
 
 
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
-    """Return each user's sequences as (training, test), at random."""
     sequences = [(user, text) for user, texts in users.items() for text in texts]
     counts = torch.tensor([len(texts) for texts in users.values()], dtype=torch.int64)
     owners = torch.arange(len(users)).repeat_interleave(counts)

@@ -207,7 +207,6 @@ def _dataset(
     name: str, splits: Sequence[Samples], classes: int | None, normalise: Normalise, share: float, seed: int,
     source: str,
 ) -> Dataset:  # fmt: skip
-    """Return the data set of training and test samples; without the latter, a `share` of each class is held out."""
     train, test = splits if len(splits) > 1 else hold_out(splits[0], share, seed)
     highest = int(max(samples.labels.max() for samples in (train, test) if len(samples)))
     with reading(source, "no samples"):

@@ -59,7 +59,6 @@ _SET = PictureSet(
 
 
 def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-    """Return (path, label) of every picture to train and to test; raises `DataError` for what is wrong."""
     listing = root / "wnids.txt"
     label = {wnid: number for number, wnid in enumerate(sorted(set(_lines(listing))))}
     if not 0 < len(label) <= _CLASSES:

@@ -43,7 +43,9 @@ class MLflow:
         """Make the run, or find it by its tag; return the last round that MLflow has."""
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
-        with warnings.catch_warnings(action="ignore"), self._alone():
+        # Processes must not make the same new database or experiment at the same time.
+        lock = FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60)
+        with warnings.catch_warnings(action="ignore"), lock:
             import mlflow
 
             self._client = mlflow.MlflowClient(self.uri)
@@ -92,7 +94,3 @@ class MLflow:
             with warnings.catch_warnings(action="ignore"):  # MLflow's own, about which a user of fedloom can do nothing
                 self._client.log_batch(self._id, metrics=waiting)
         self._sent = time.monotonic()
-
-    def _alone(self) -> FileLock:
-        """Return a lock: processes must not make the same new database or experiment at the same time."""
-        return FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60)
