@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.config.expression import show
 from fedloom.config.fields import parameters, require_fields
-from fedloom.config.registry import Entry, Registry
+from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import weighted_mean
@@ -356,7 +356,7 @@ class Algorithm:
 
     def __str__(self) -> str:
         """Return the expression that builds this method again: its name and the fields that differ from their defaults."""
-        entry, texts = entry_of(self), []
+        entry, texts = algorithms.of(type(self)), []
         for name, parameter in parameters(type(self)).items():
             value, needed = getattr(self, name), parameter.default is parameter.empty
             if needed and self.variadic:
@@ -704,14 +704,9 @@ def uniform(round: Round) -> tuple[int, ...]:
 algorithms: Registry[type[Algorithm]] = Registry("algorithm", "fedloom.algorithms")
 
 
-def entry_of(algorithm: Algorithm) -> Entry[type[Algorithm]] | None:
-    """Return the registry's entry of a method; None where it is not registered."""
-    return algorithms.of(type(algorithm))
-
-
 def name_of(algorithm: Algorithm) -> str:
     """Return the name under which a method is registered; that of its class where it is not."""
-    entry = entry_of(algorithm)
+    entry = algorithms.of(type(algorithm))
     return type(algorithm).__name__ if entry is None else entry.name
 
 

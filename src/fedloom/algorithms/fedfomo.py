@@ -6,9 +6,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Cohort, Message, Plan, Replies, Round, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
-from fedloom.algorithms.statistics import divided_samples
+from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count, Probability, Share
-from fedloom.data.dataset import Samples
 from fedloom.flat.population import weighted_mean
 
 
@@ -112,7 +111,8 @@ class FedFomo(PartlyShared):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         previous = cohort.memory.get(self.own_model, cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
-        values = self._values(cohort, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads)
+        training, validation = divided(cohort, "fedfomo", lambda count: max(1, int(self.train_share * count + 1e-9)))
+        values = self._values(validation, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads)
         weights = values.clamp_min(0)
         total = weights.sum(1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
@@ -121,18 +121,13 @@ class FedFomo(PartlyShared):
             mixed.addcmul_(weight.unsqueeze(1), model)
         mixed = torch.where(total > 0, mixed, previous)
         cohort.memory["fedfomo_mixed"] = mixed
-        model = cohort.subset(lambda *drawn: self._divided(*drawn)[0], "fedfomo", lasting=True).fit(mixed).model
+        model = training.fit(mixed).model
         cohort.memory[self.own_model] = model
         return {**self.upload(cohort, model), "values": values}
 
-    def _values(self, cohort: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
+    def _values(self, validation: Cohort, reference: Tensor, downloads: list[Tensor]) -> Tensor:
         """Return o_n for each download, `[k, M]`."""
-        validation = cohort.subset(lambda *drawn: self._divided(*drawn)[1], "fedfomo", lasting=True)
-        loss, trainable = validation.loss(reference), slice(cohort.layout.trainable)
+        loss, trainable = validation.loss(reference), slice(validation.layout.trainable)
         distances = [(model - reference)[:, trainable].norm(dim=1) + 1e-5 for model in downloads]
         gains = [loss - validation.loss(model) for model in downloads]
         return torch.stack([gain / distance for gain, distance in zip(gains, distances, strict=True)], 1).to(reference)
-
-    def _divided(self, samples: Samples, generator: torch.Generator) -> tuple[Samples, Samples]:
-        """Return a client's samples to train on, and those that validate."""
-        return divided_samples(samples, generator, max(1, int(self.train_share * len(samples) + 1e-9)))

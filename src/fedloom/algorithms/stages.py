@@ -17,9 +17,8 @@ from fedloom.algorithm import (
     algorithms,
     server_model,
 )
-from fedloom.algorithms.statistics import divided_samples
+from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count, Probability
-from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
 from fedloom.flat.population import weighted_mean
@@ -137,9 +136,11 @@ class Stages(Wrapper):
         """Return the method of round `number`; where the run chooses, the current one."""
         return self.method if self.automatic else self.stages[self._stage_of(number)][0]
 
-    def _stage_of(self, number: int) -> int:
-        """Return the index of the first stage that lasts until round `number`; else of the last one."""
-        return next((k for k, (_, end) in enumerate(self.stages) if _contains(end, number)), len(self.stages) - 1)
+    def _stage_of(self, number: int, since: int = 0) -> int:
+        """Return the index of the first stage, from stage `since` on, that lasts until round `number`; else of the last one."""
+        last = len(self.stages) - 1
+        ends = ((k, self.stages[k][1]) for k in range(since, last))
+        return next((k for k, end in ends if not isinstance(end, int) or number <= end), last)
 
     @property
     def _waits(self) -> bool:
@@ -176,11 +177,10 @@ class Stages(Wrapper):
 
     def finish(self, round: Round, exchange: Exchange) -> None:
         super().finish(round, exchange)
-        stage, end = int(self.state["stage"]), len(self.stages) - 1
+        stage = int(self.state["stage"])
         over = self._waits and has_stopped_improving(self.state["losses"], self.patience, self.improvement)
         # A stage whose last round passed during an earlier one is skipped.
-        remaining = (k for k in range(stage + over, end) if _contains(self.stages[k][1], round.number + 1))
-        if (successor := next(remaining, end)) != stage:
+        if (successor := self._stage_of(round.number + 1, stage + over)) != stage:
             following = self.stages[successor][0]
             following.setup(replace(self.plan, initial=self.model().clone()))
             for method in following.nested():
@@ -198,8 +198,8 @@ class Stages(Wrapper):
         (method, end), message = self._read_stage(cohort, inbox)
         if end != "auto":
             return method.train(cohort, message)
-        loss = cohort.subset(lambda *drawn: divided(*drawn)[0], "held_out", lasting=True).loss(server_model(inbox))
-        training = cohort.subset(lambda *drawn: divided(*drawn)[1], "held_out", lasting=True)
+        held_out, training = divided(cohort, "held_out", lambda count: max(1, round(HELD_OUT * count)))
+        loss = held_out.loss(server_model(inbox))
         return method.train(training, message) | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
@@ -227,13 +227,3 @@ def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> 
         return False
     older, newer = losses[-2 * patience :].chunk(2)
     return bool(newer.mean() >= (1 - improvement) * older.mean())
-
-
-def _contains(end: int | str | None, number: int) -> bool:
-    """Return True if a stage with this last round may contain round `number`."""
-    return not isinstance(end, int) or number <= end
-
-
-def divided(samples: Samples, generator: torch.Generator) -> tuple[Samples, Samples]:
-    """Return the tenth of a client's samples that is held out, at least one sample, and those to train on."""
-    return divided_samples(samples, generator, max(1, round(HELD_OUT * len(samples))))

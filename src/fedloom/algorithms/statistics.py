@@ -1,5 +1,8 @@
 """Quantities of a client's local run: its relative size, and the gradients behind its displacement."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,10 +24,16 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
 
-def divided_samples(samples: Samples, generator: torch.Generator, count: int) -> tuple[Samples, Samples]:
-    """Return `count` random samples of a client, and the others; all of them where no other is left."""
-    order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
-    return samples[order[:count]], samples[order[count:] if count < len(order) else order]
+def divided(cohort: Cohort, purpose: str, count: Callable[[int], int]) -> list[Cohort]:
+    """Return the clients with `count(n)` random ones of their n samples, the same in every round, and with the others; with all
+    where no other is left."""
+
+    def part(samples: Samples, generator: torch.Generator, *, first: bool) -> Samples:
+        order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
+        chosen, others = order.tensor_split([count(len(order))])
+        return samples[chosen if first or not len(others) else others]
+
+    return [cohort.subset(partial(part, first=first), purpose, lasting=True) for first in (True, False)]
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:

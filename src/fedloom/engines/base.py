@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
-from fedloom.data.partition import Partition
 from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
 from fedloom.local.cohort import Cohort, Trained
 from fedloom.round import Round
@@ -82,12 +81,6 @@ class LocalEngine(Engine):
         """Add a notice of the run, once."""
         if text not in self.notices:
             self.notices.append(text)
-
-    def local_test(self) -> Partition:
-        """Return the clients' own test samples. Raises `InvalidValue` if they have none."""
-        if self.task.local_test is None:
-            raise InvalidValue("the clients have no test data of their own: give the task local_test, such as 0.25")
-        return self.task.local_test
 
     def commit(self) -> None:
         self.store.commit()

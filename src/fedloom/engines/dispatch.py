@@ -224,7 +224,6 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                 yield Reply(client_task, tensors, result.metrics, matrices.block(client_task.slot))
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        self.local_test()
         assignment = Assignment(algorithm, round, {}, _common(client_tasks))
         no_replies = ReplyMatrices({}, 0, 1, self._empty)
         for _, answers in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):

@@ -18,10 +18,8 @@ from fedloom.task import Task
 Packed = tuple[bytes, list[Any]]
 """A message as `dump` leaves it."""
 
-_NOTHING: Mapping[int, int] = {}
 
-
-def dump(message: Any, common: Mapping[int, int] = _NOTHING) -> Packed:
+def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
     """Pickle a message. Return the bytes, and the memory of each of its tensors and arrays, each once.
 
     Classes and functions of the main program are pickled by value, all others by name. A method is sent without its server
@@ -29,7 +27,7 @@ def dump(message: Any, common: Mapping[int, int] = _NOTHING) -> Packed:
     indices in the receiver's list. Raises whatever pickling raises.
     """
     file, memory = io.BytesIO(), list[Any]()
-    _Pickler(file, common, memory).dump(message)
+    _Pickler(file, common or {}, memory).dump(message)
     return file.getvalue(), memory
 
 

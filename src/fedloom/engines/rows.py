@@ -125,7 +125,8 @@ class RowsEngine(LocalEngine):
         return answers
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        test = self.local_test()
+        test = self.task.local_test
+        assert test is not None, "only clients with test data of their own are evaluated"
         models = self._results(algorithm, client_tasks, partial(self.personalised, algorithm, round))
         for client, row, integers in models:
             yield self.evaluator.tally(row, self.task.train, test, [client], integers)

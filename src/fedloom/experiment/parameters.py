@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fedloom.algorithm import Algorithm, entry_of
+from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.building import build
 from fedloom.config.expression import parse_value, plain
 from fedloom.errors import InvalidValue
@@ -35,7 +35,7 @@ def with_parameters(expression: str, changes: Mapping[str, Any]) -> str:
 
 def _parameters(method: Algorithm) -> dict[str, tuple[str, str]]:
     """Return the parameters of a method that are no methods themselves, each with its keys."""
-    entry = entry_of(method)
+    entry = algorithms.of(type(method))
     if entry is None:
         return {}
     names = [name for name in entry.parameters if name not in method.wraps]

@@ -166,11 +166,6 @@ class FlatModule:
         """The model that the task starts from, `[P]`."""
         return self.layout.flatten(self.original)
 
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor with the rows' dtype and device."""
-        return self._gradient[0, :0]
-
     def bind(self, rows: Tensor) -> None:
         """Make the module a view of `rows [1, P]`, unless it is already."""
         row = rows[0]

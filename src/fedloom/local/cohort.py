@@ -29,6 +29,9 @@ from fedloom.training import PassOptions, Training
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
 """(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
 
+GroupLosses = list[tuple[LockStep, list[Tensor]]]
+"""The losses `[g]` of the steps that some clients took together."""
+
 FEATURES_AT_ONCE, EVALUATED_AT_ONCE = 256, 500
 """Samples per forward pass that computes features, or losses."""
 
@@ -293,7 +296,7 @@ class Cohort:
         moving = {"weights": weights, **state}
         if settings.optimizer == "sgd" and settings.momentum:
             moving["velocity"] = torch.empty_like(weights[:, : self.layout.trainable])
-        losses = _Losses(len(self.clients))
+        steps: GroupLosses = []
         self.flat_module.train_only(only)
         try:
             optimizer = LocalOptimizer(
@@ -307,13 +310,13 @@ class Cohort:
             ):
                 taken = group.take(moving)
                 client_context = {**group.take(context or {}), **{name: taken[name] for name in state}}
-                losses.add(group, optimizer.take(group, taken, client_context))
+                steps.append((group, optimizer.take(group, taken, client_context)))
                 group.put(moving, taken)
         finally:
             self.flat_module.train_only(None)
-        mean = losses.mean(weights)
-        self.metrics["training_loss"] = mean
-        return Trained(weights, losses.counts(), mean)
+        counts = _step_counts(steps, len(self.clients))
+        self.metrics["training_loss"] = _mean_loss(steps, counts, weights)
+        return Trained(weights, counts, self.metrics["training_loss"])
 
     def each_batch(
         self,
@@ -341,7 +344,7 @@ class Cohort:
         Returns:
             The mean loss of each client's steps, `[k]`; NaN without a step.
         """
-        losses = _Losses(len(self.clients))
+        steps: GroupLosses = []
         self.flat_module.train_only(only)
         try:
             for group in self._lock_steps(
@@ -353,11 +356,11 @@ class Cohort:
                 pad=pad and self.flat_module.heeds_share(data_loss),
             ):
                 taken = group.take(state)
-                losses.add(group, [step(taken, batch) for batch in group.batches])
+                steps.append((group, [step(taken, batch) for batch in group.batches]))
                 group.put(state, taken)
         finally:
             self.flat_module.train_only(None)
-        return losses.mean(self.flat_module.like)
+        return _mean_loss(steps, _step_counts(steps, len(self.clients)), self.initial)
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """Yield all batches of local training."""
@@ -378,31 +381,19 @@ class Cohort:
         return torch.stack(losses).to(rows)
 
 
-class _Losses:
-    """The losses of k clients' steps."""
+def _step_counts(steps: GroupLosses, clients: int) -> Tensor:
+    """Return the number of steps of each of so many clients, `[k]`."""
+    counts = torch.zeros(clients, dtype=torch.int64)
+    for group, losses in steps:
+        counts[group.members()] += len(losses)
+    return counts
 
-    def __init__(self, clients: int) -> None:
-        self.clients = clients
-        self.groups: list[tuple[LockStep, list[Tensor]]] = []
 
-    def add(self, group: LockStep, losses: list[Tensor]) -> None:
-        """Add the losses, `[g]` each, of steps that some clients took together."""
-        if losses:
-            self.groups.append((group, losses))
-
-    def counts(self) -> Tensor:
-        """Return the number of steps of each client, `[k]`."""
-        counts = torch.zeros(self.clients, dtype=torch.int64)
-        for group, losses in self.groups:
-            counts[group.members()] += len(losses)
-        return counts
-
-    def mean(self, like: Tensor) -> Tensor:
-        """Return the mean loss of each client's steps, `[k]`; NaN for a client without a step."""
-        if all(group.clients is None for group, _ in self.groups):
-            losses_of_all = [loss for _, losses in self.groups for loss in losses]
-            return torch.stack(losses_of_all).mean(0) if losses_of_all else like.new_full((self.clients,), torch.nan)
-        total = like.new_zeros(self.clients)
-        for group, losses in self.groups:
-            total[group.members()] += torch.stack(losses).sum(0)
-        return total / self.counts().to(total)
+def _mean_loss(steps: GroupLosses, counts: Tensor, like: Tensor) -> Tensor:
+    """Return the mean loss of each client's steps, `[k]`; NaN for a client without a step."""
+    if steps and all(group.clients is None for group, _ in steps):
+        return torch.stack([loss for _, losses in steps for loss in losses]).mean(0)
+    total = like.new_zeros(len(counts))
+    for group, losses in steps:
+        total[group.members()] += torch.stack(losses).sum(0)
+    return total / counts.to(total)

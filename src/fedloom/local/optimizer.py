@@ -91,17 +91,13 @@ class LocalOptimizer:
                 update = SGD(self.settings, moved, [] if velocity is None else self._moved(velocity))
 
             def step(batch: Batch) -> Tensor:
-                return self.step(rows, batch, context, update, self.rates.step(members))
+                loss, gradients = self._gradients(rows, batch, context)
+                update(gradients, self.rates.step(members), batch.step == 0)
+                return loss
 
         if self.flat_module.watch is not None:
             step = self.flat_module.watch(step, rows, group)
         return [step(batch) for batch in group.batches]
-
-    def step(self, rows: Tensor, batch: Batch, context: Context, update: "Update", rate: float | list[float]) -> Tensor:
-        """Take one step of clients with models `rows [g, P]` and return their loss before it, `[g]`."""
-        loss, gradients = self._gradients(rows, batch, context)
-        update(gradients, rate, batch.step == 0)
-        return loss
 
     def _moved(self, rows: Tensor) -> list[Tensor]:
         """Return views of what moves of `rows [g, T or more]`."""

@@ -83,7 +83,7 @@ def surroundings(
     row = model.clone()
 
     def loss_at(a: float, b: float) -> float:
-        row[:trainable] = plane.at(a, b)
+        row[:trainable] = plane.centre + a * plane.axes[0] + b * plane.axes[1]
         loss, samples = context.training_loss(row, index, integers)
         return loss / samples
 
@@ -98,10 +98,6 @@ class Plane(NamedTuple):
     axes: Tensor
     points: Tensor
     explained: Tensor
-
-    def at(self, x: float, y: float) -> Tensor:
-        """Return the point `[D]` with these coordinates."""
-        return self.centre + x * self.axes[0] + y * self.axes[1]
 
 
 def principal_plane(rows: Tensor) -> Plane | None:

@@ -19,14 +19,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
-from flwr.common.serde import (
-    context_from_proto,
-    context_to_proto,
-    message_from_proto,
-    message_to_proto,
-    recorddict_from_proto,
-    recorddict_to_proto,
-)
+from flwr.common import serde
 from flwr.proto.message_pb2 import Context as ContextBytes
 from flwr.proto.message_pb2 import Message as MessageBytes
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictBytes
@@ -86,9 +79,9 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
     try:
         folder = _folder(context, superexec)
         with _connected(folder) or _started(folder, superexec, 60 * minutes) as worker:
-            worker.send_bytes(context_to_proto(context).SerializeToString())
-            worker.send_bytes(message_to_proto(message).SerializeToString())
-            return recorddict_from_proto(RecordDictBytes.FromString(worker.recv_bytes()))
+            worker.send_bytes(serde.context_to_proto(context).SerializeToString())
+            worker.send_bytes(serde.message_to_proto(message).SerializeToString())
+            return serde.recorddict_from_proto(RecordDictBytes.FromString(worker.recv_bytes()))
     except Exception as error:
         _logger.warning("without a worker: %s", error or type(error).__name__)
         return None
@@ -173,10 +166,10 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
                     working = True
                     context, message = (connection.recv_bytes() for _ in range(2))
                     answered = answer(
-                        message_from_proto(MessageBytes.FromString(message)),
-                        context_from_proto(ContextBytes.FromString(context)),
+                        serde.message_from_proto(MessageBytes.FromString(message)),
+                        serde.context_from_proto(ContextBytes.FromString(context)),
                     )
-                    connection.send_bytes(recorddict_to_proto(answered).SerializeToString())
+                    connection.send_bytes(serde.recorddict_to_proto(answered).SerializeToString())
             except Exception as error:
                 _logger.warning("the site's worker: %s", error or type(error).__name__)
             working, since = False, time.monotonic()

@@ -102,7 +102,7 @@ class Parcel:
 
 def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = None) -> Parcel:
     """Pack a message, as `dump` does. Tensors that are not in shared memory yet are copied into it."""
-    data, buffers = dump(message, common or {})
+    data, buffers = dump(message, common)
     entries: list[tuple[Position, int] | bytes] = []
     for index, buffer in enumerate(buffers):
         array = np.frombuffer(buffer.raw(), np.uint8)

@@ -93,7 +93,10 @@ class RayEngine(WorkerEngine):
         self.cpus, self.gpus = cpus, gpus
         self.workers_fold = gpus == 0  # else sums would be the GPU's
         self._ray = load_ray()
-        self.session = self._join(task, address, workers, object_store)
+        count = workers or self._local_room()  # of a cluster that is started here
+        data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
+        store = (1 << 30) + 2 * data if object_store is None else object_store
+        self.session = join(address, math.ceil(count * cpus), math.ceil(count * gpus), store)
         self._end = weakref.finalize(self, _give_up, self._handles, self.session)
         try:
             self.workers = workers or self._room()
@@ -102,13 +105,6 @@ class RayEngine(WorkerEngine):
         except BaseException:
             self._end()
             raise
-
-    def _join(self, task: Task, address: str, workers: int | None, object_store: int | None) -> Session:
-        """Join the cluster. A local one is started with what the actors need."""
-        count = workers or self._local_room()
-        data = sum(tensor.nbytes for tensor in (task.train.inputs, task.train.labels))
-        store = (1 << 30) + 2 * data if object_store is None else object_store
-        return join(address, math.ceil(count * self.cpus), math.ceil(count * self.gpus), store)
 
     def _local_room(self) -> int:
         """Return how many actors this machine has room for, by the threads and GPUs that PyTorch may use."""
