@@ -5,7 +5,7 @@ import torch
 
 from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, Selection, Wrapper, algorithms, uniform
 from fedloom.algorithms.private import Accounted
-from fedloom.algorithms.statistics import divided_samples
+from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
 
@@ -96,5 +96,5 @@ class LossQuestion(Wrapper):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         asked, count = cohort, self.samples
         if count is not None:
-            asked = cohort.subset(lambda samples, stream: divided_samples(samples, stream, count)[0], "asked")
+            asked, _ = divided(cohort, "asked", lambda _: count, lasting=False)
         return {"loss": asked.loss(self.method.personalise(cohort, inbox))}

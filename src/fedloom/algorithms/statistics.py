@@ -24,16 +24,16 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
 
-def divided(cohort: Cohort, purpose: str, count: Callable[[int], int]) -> list[Cohort]:
-    """Return the clients with `count(n)` random ones of their n samples, the same in every round, and with the others; with all
-    where no other is left."""
+def divided(cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True) -> list[Cohort]:
+    """Return the clients with `count(n)` random ones of their n samples, the same in every round if `lasting`, and with the
+    others; with all where no other is left."""
 
     def part(samples: Samples, generator: torch.Generator, *, first: bool) -> Samples:
         order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
         chosen, others = order.tensor_split([count(len(order))])
         return samples[chosen if first or not len(others) else others]
 
-    return [cohort.subset(partial(part, first=first), purpose, lasting=True) for first in (True, False)]
+    return [cohort.subset(partial(part, first=first), purpose, lasting=lasting) for first in (True, False)]
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:
