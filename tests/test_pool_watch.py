@@ -34,7 +34,7 @@ def rounds(
 
 
 def notices(*parts: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) -> list[str]:
-    watch = PoolWatch(labels)
+    watch = PoolWatch(labels, rounds=19)
     for part in parts:
         for record in part:
             watch.see(record)
@@ -82,30 +82,68 @@ def test_what_json_cannot_express_is_left_out() -> None:
     assert notices(iter([unknown] * 20)) == []
 
 
-def digits(method: str, rate: float, until: int) -> Federation:
-    """Twenty clients, ten a round, whose labels differ much; up to a notice or `until` rounds."""
+def early(progress: list[float | None], rounds: int = 40, every: int = 1) -> list[str]:
+    """The notices of a run of `rounds` that shows these T / S at its evaluations."""
+    watch = PoolWatch(LABELS, rounds)
+    for k, ratio in enumerate(progress, 1):
+        watch.see({"round": k * every, "accuracy": 0.5} | ({} if ratio is None else {"pool_progress": ratio}))
+    return watch.notices
+
+
+def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_rounds_is_noticed_once() -> None:
+    (notice,) = early([0.2] * 5 + [0.79] + [0.3] * 30)  # the first evaluation that counts is that of round 6 of 40
+    assert "T / S = 0.79 after 6 of 40 rounds" in notice
+    assert early([0.2] * 5 + [0.8] + [0.3] * 30) == []
+    assert early([0.2] * 5) == []
+    assert early([None] + [0.3] * 30) == []  # two stages, which the measurements do not speak of
+    assert early([0.3] * 19, rounds=19) == []
+    assert len(early([0.3] * 4, every=8)) == 1  # evaluated at 20 % for the first time
+    assert early([0.3] * 4, every=11) == []  # at 28 %
+
+
+def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> None:
+    run = Federation(build("fedmr"), task := small_task(), StackedEngine(task), Schedule(4, 0.5, evaluate_every=2))
+    run.run()
+    pool, initial = run.algorithm.state["pool"].double(), task.initial.double()
+    mean = sum(pool) / len(pool)
+    common = sum(float((mean[p] - initial[p]) ** 2) for p in range(task.layout.trainable))
+    spread = sum(float((row[p] - mean[p]) ** 2) for row in pool for p in range(task.layout.trainable)) / len(pool)
+    assert run.history[-1]["pool_progress"] == pytest.approx(common / spread, rel=1e-5)
+    assert "pool_progress" not in run.history[0]
+    blended = fl.run("fedmr(blend=0.5)", small_task(), rounds=1, evaluate_every=1)
+    assert "pool_progress" not in blended.history[-1]  # of which nothing was measured
+    alone = fl.run("fedmr", small_task(), rounds=1, participation=0.01, evaluate_every=1)
+    assert alone.history[-1]["pool_progress"] is None  # one model has no spread
+
+
+def digits(method: str, rate: float, until: int, alpha: float = 0.1) -> Federation:
+    """Twenty clients, ten a round, whose labels differ; until the pool comes apart or for `until` rounds."""
     task = make_task(
-        "digits", clients=20, partition="dirichlet(0.1)", model="mlp(hidden=[64, 64, 64])",
+        "digits", clients=20, partition=f"dirichlet({alpha})", model="mlp(hidden=[64, 64, 64])",
         training=Training(learning_rate=rate, epochs=5, batch_size=50),
     )  # fmt: skip
     run = Federation(build(method), task, StackedEngine(task), Schedule(until, 0.5, evaluate_every=1, personal_every=0))
-    while run.finished < until and not run.notices:
+    while run.finished < until and CAME_APART not in run.notices:
         run.step()
     return run
 
 
 def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
     run = digits("fedmr", 0.3, 200)
-    assert run.notices == [CAME_APART]
+    assert run.notices[1:] == [CAME_APART]
+    assert "T / S = 0." in run.notices[0]  # of round 30, long before
     assert run.history[-1]["accuracy"] < max(record["accuracy"] for record in run.history) - 0.3
     assert run.history[-1]["pool_cosine"] < 0.7
 
 
 @pytest.mark.parametrize(
-    ("method", "rate", "rounds"), [("fedmr", 0.1, 60), ("fedavg", 0.2, 20), ("fedmr(blend=auto)", 0.2, 60)]
+    ("method", "rate", "rounds", "alpha"),
+    [("fedmr", 0.1, 60, 100.0), ("fedavg", 0.2, 20, 0.1), ("fedmr(blend=auto)", 0.2, 60, 0.1)],
 )
-def test_a_pool_that_does_well_and_averaging_are_left_in_peace(method: str, rate: float, rounds: int) -> None:
-    run = digits(method, rate, rounds)
+def test_a_pool_that_does_well_and_averaging_are_left_in_peace(
+    method: str, rate: float, rounds: int, alpha: float
+) -> None:
+    run = digits(method, rate, rounds, alpha)
     assert run.finished == rounds
     assert run.notices == []
 

@@ -1,5 +1,6 @@
 """FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
+import math
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -119,8 +120,19 @@ class FedMR(Indep):
             pool.lerp_(weighted_mean(pool) if average is None else average, share)
 
     def diagnose(self) -> dict[str, float]:
-        chosen = {"blend": float(self.state["blend"])} if self.blend == "auto" else {}
-        return super().diagnose() | chosen
+        figures = super().diagnose()
+        if self.blend == "auto":
+            figures["blend"] = float(self.state["blend"])
+        elif self.blend == 0.0:
+            figures["pool_progress"] = pool_progress(self.state["pool"], self.plan.initial, self.layout.trainable)
+        return figures
+
+
+def pool_progress(pool: Tensor, initial: Tensor, trainable: int) -> float:
+    """Return T / S: the squared way of the mean of `pool [K, P]` from `initial [P]` over the pool's variance, in the first
+    `trainable` columns; infinite for equal models."""
+    spread = float(total_variance(pool[:, :trainable]))
+    return float((weighted_mean(pool) - initial)[:trainable].square().sum()) / spread if spread > 0 else math.inf
 
 
 def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:

@@ -87,7 +87,7 @@ class Federation:
         self.evaluation = Evaluation(self.task, engine, schedule, trainers, self.numbers)
         self.integers = task.initial_integers.clone()
         self.finished = self._saved = 0  # rounds so far, and at the last checkpoint
-        self._pool_watch = PoolWatch(task.test.labels)
+        self._pool_watch = PoolWatch(task.test.labels, schedule.rounds)
         self._noted: set[str] = set()  # the notices that are in `timings` by now
         self._midway = False  # a round has begun and not ended, so that the state is that of no round
         self._now = 0.0  # of the simulated clock
