@@ -282,6 +282,7 @@ SERVER_READS = {
     "clusamp": "distances between clients are clustered on the CPU",
     WRAPPERS["cfl"]: "updates of clients are clustered on the CPU",
     "clustered(fedmr)": "distances between clients are clustered on the CPU",
+    "fedas": "what replies weigh is kept on the CPU",
     "fedfomo": "what clients think of each other's models is kept on the CPU",
     WRAPPERS["fedgen"]: "labels that some client holds are looked up before the generator trains",
 }

@@ -1,4 +1,4 @@
-"""FedBABU, FedRoD, APFL, FedProto, FedDBE and FedAH against plain loops, and their limiting cases."""
+"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedAS and FedAH against plain loops, and their limiting cases."""
 
 from __future__ import annotations
 
@@ -245,6 +245,42 @@ def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
     return moments
 
 
+def fedas(setting: Setting, *, rate: float) -> list[Moment]:
+    world = setting.world
+    base, _ = parts_of(world)
+    own, server, seen = [world.fresh() for _ in range(world.clients)], world.fresh(), set()
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        weights = []
+        for i in selected:
+            x, y = world.data(i)
+            towards = means_by_class(own[i], x, y)
+            copy_parameters(server, own[i], base)
+
+            def loss(x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards) -> Tensor:
+                z = model.features(x)
+                return sum((z[y == c] - towards[c]).square().mean() for c in set(y.tolist()))
+
+            if i in seen and rate:
+                world.train(own[i], i, number, "align", names=base, epochs=1, rate=rate, loss=loss)
+            seen.add(i)
+            world.train(own[i], i, number)
+            scored, trace = copy.deepcopy(own[i]).eval(), 0.0
+            for k in range(len(y)):
+                one = F.cross_entropy(scored(x[k : k + 1]), y[k : k + 1])
+                trace += sum(float(g.square().sum()) for g in torch.autograd.grad(one, list(scored.parameters())))
+            weights.append(trace / len(y))
+        average(server, [own[i] for i in selected], weights, base)
+        personal = []
+        for i in range(world.clients):
+            whole = copy.deepcopy(own[i])
+            if i not in seen:
+                copy_parameters(server, whole, base)
+            personal.append(vector(whole))
+        moments.append(Moment(parameters(server), personal))
+    return moments
+
+
 # --- against the loops ---
 
 
@@ -274,6 +310,9 @@ class TestAgainstLoops:
     def test_feddbe(self, norm: bool) -> None:
         compare(World(norm), "feddbe(pull=2.0)", feddbe, pull=2.0, beta=1.0)
         compare(World(norm), "feddbe(pull=3.0, beta=0.3)", feddbe, pull=3.0, beta=0.3)
+
+    def test_fedas(self, norm: bool) -> None:
+        compare(World(norm), "fedas(align_rate=0.05)", fedas, rate=0.05)
 
 
 def test_fedah_is_ala_on_the_head_of_a_fedrep_whose_heads_travel() -> None:
@@ -360,9 +399,18 @@ def test_feddbe_spends_its_first_round_on_the_consensus() -> None:
     assert min(float(shift.abs().max()) for shift in shifts) > 0
 
 
+def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(sizes=(9, 9, 9, 9, 9))
+    monkeypatch.setattr("fedloom.algorithms.fedas.fisher_traces", lambda cohort, rows: rows.new_ones(len(rows)))
+    run = world.run(build("fedas(align_rate=0)"))
+    expected = world.run(build("fedper"))
+    for one, two in zip(run.moments, expected.moments, strict=True):
+        torch.testing.assert_close(one.parameters, two.parameters, rtol=1e-9, atol=1e-9)
+
+
 # --- engines, resumption, bytes, refusals ---
 
-EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedah"]
+EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedas", "fedah"]
 
 
 @pytest.mark.parametrize("expression", EVERY)
@@ -385,7 +433,7 @@ def test_engines_agree(expression: str) -> None:
     ("expression", "down", "up"),
     [
         ("fedbabu", 64, 64), ("fedrod", 79, 79), ("apfl", 79, 79), ("fedproto", 15, 15),
-        ("feddbe", 79 + 4, 79), ("fedah", 79, 79),
+        ("feddbe", 79 + 4, 79), ("fedas", 64, 65), ("fedah", 79, 79),
     ],
 )  # fmt: skip
 def test_traffic(expression: str, down: int, up: int) -> None:

@@ -20,6 +20,7 @@ from .algorithms.compression import Sparse as Sparse
 from .algorithms.ditto import Ditto as Ditto
 from .algorithms.dp_sgd import DPSGD as DPSGD
 from .algorithms.fedamp import FedAMP as FedAMP
+from .algorithms.fedas import FedAS as FedAS
 from .algorithms.fedasam import FedASAM as FedASAM
 from .algorithms.fedasam import FedSAM as FedSAM
 from .algorithms.fedavg import FedAvg as FedAvg

@@ -2,11 +2,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Message, algorithms
+from fedloom.algorithm import Cohort, Message, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative, Positive
-from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort, Context
+from fedloom.flat.module import Batch, Context
 
 
 @algorithms.register("per_fedavg")

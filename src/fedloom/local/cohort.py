@@ -263,6 +263,7 @@ class Cohort:
         only: Unit | None = None,
         purpose: str = "batches",
         learning_rate: float | Tensor | None = None,
+        active: Tensor | None = None,
         pad: bool = False,
         **options: Unpack[PassOptions],
     ) -> Trained:
@@ -280,6 +281,7 @@ class Cohort:
             only: Slices of the parameters that move; by default all.
             purpose: Name of the streams that shuffle the samples. A second training in a round takes another.
             learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
+            active: Clients that train, bool `[k]`; by default all.
             pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short batches may be padded.
             **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of `training`.
 
@@ -304,6 +306,7 @@ class Cohort:
             )
             for group in self._lock_steps(
                 purpose=purpose,
+                active=active,
                 in_step=gradient_fn is not None or loss_fn is not data_loss,
                 pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
                 **options,
