@@ -31,13 +31,13 @@ class PeerNode(Node):
     also: tuple[int, Change] | None = None
     steps: int = -1
     attempt: int = 0
-    left: bool = False
+    has_left: bool = False
 
     def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
-        self.left = self.left and message.metadata.group_id == self.round
-        if message.metadata.message_type == "query.exchange" and not self.left:
+        self.has_left = self.has_left and message.metadata.group_id == self.round
+        if message.metadata.message_type == "query.exchange" and not self.has_left:
             message = self._meddled(message)
-        if self.left:
+        if self.has_left:
             raise Silence
         reply = super().answer(message, run_config, node)
         self.answers.append(travelled(reply))
@@ -47,14 +47,14 @@ class PeerNode(Node):
         words, parcel = words_of(message), parcel_of(message)
         chosen = words["when"] == self.when and message.metadata.group_id == self.round
         if words.get("upload"):
-            self.left = chosen and self.drops_upload and not self.left
+            self.has_left = chosen and self.drops_upload and not self.has_left
             return message
         request = PeerMessage.decode(parcel)
         self.attempt = self.attempt if request.terms is None else request.terms.attempt
         self.steps = self.steps + 1 if request.terms is None else 0
         if not chosen or self.attempt or request.kind == "abort":
             return message
-        self.left = self.steps == self.leaves
+        self.has_left = self.steps == self.leaves
         for step, change in filter(None, (self.change, self.also)):
             if self.steps == step:
                 changed = PeerMessage(request.kind, request.terms, change(request.letters))

@@ -34,20 +34,20 @@ def test_a_site_that_is_not_refused_is_reported(monkeypatch: pytest.MonkeyPatch)
         refused = True
 
     monkeypatch.setattr(chaos.trials, "SITES", (Unnoticed,))
-    found = run(seconds=2, seed=0, names=["strangers"])["strangers"]
-    assert set(found.wrong) == {"Unnoticed was not refused"}
+    tally = run(seconds=2, seed=0, names=["strangers"])["strangers"]
+    assert set(tally.wrong) == {"Unnoticed was not refused"}
 
 
 def test_damage_that_is_read_as_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, found = chaos.trials.read_tensors, []
+    read, paths = chaos.trials.read_tensors, []
 
     def careless(path: Any) -> Any:
-        found.append(path)
+        paths.append(path)
         return read(path.with_name("tensors.safetensors"))[0], {"round": "4"}
 
     monkeypatch.setattr(chaos.trials, "read_tensors", careless)
     wrong = run(seconds=1, seed=0, names=["inputs"])["inputs"].wrong
-    assert len(wrong) == len(found) > 0
+    assert len(wrong) == len(paths) > 0
     assert set(wrong) == {"tensors.safetensors is read as something else"}
 
 

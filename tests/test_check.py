@@ -102,10 +102,10 @@ def test_checking_leaves_everything_as_it_was() -> None:
 
 def test_a_task_of_the_users_is_made_small() -> None:
     task = fl.make_task("digits", clients=8, model="mlp(hidden=[4])", local_test=0.25)
-    part = sample_of(task)
-    assert part.clients == 8
-    assert int(part.partition.sizes.max()) <= 24
-    assert len(set(part.partition.sizes.tolist())) > 1
+    sample = sample_of(task)
+    assert sample.clients == 8
+    assert int(sample.partition.sizes.max()) <= 24
+    assert len(set(sample.partition.sizes.tolist())) > 1
     assert fl.check("fedavg", task) == []
 
 
@@ -127,8 +127,8 @@ def test_the_first_round_of_any_run_says_so_too(engine: Any, name: str, error: t
     task = own_task()
     with pytest.raises(error, match=rf"{name}.* \(at .*wrong_methods\.py:\d+\)$") as caught:
         Federation(wrong(name), task, engine(task), Schedule(1, 0.5)).run()
-    said = MISTAKES[name].replace("one row for each of 1 clients", "one row for each of")
-    assert re.sub(r"\[4, ", "[3, ", said) in str(caught.value)
+    message = MISTAKES[name].replace("one row for each of 1 clients", "one row for each of")
+    assert re.sub(r"\[4, ", "[3, ", message) in str(caught.value)
 
 
 def test_the_place_of_an_error_outlives_its_traceback() -> None:
@@ -142,10 +142,10 @@ def test_the_place_of_an_error_outlives_its_traceback() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("home")
-    (made / "my_own.py").write_text(METHODS)
-    (made / "job.toml").write_text(JOB)
-    return made
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "my_own.py").write_text(METHODS)
+    (folder / "job.toml").write_text(JOB)
+    return folder
 
 
 @pytest.fixture
@@ -219,6 +219,8 @@ def test_a_class_of_ones_own_is_named_by_its_path() -> None:
 
 def test_the_page_shows_what_is_said() -> None:
     page = (ROOT / "docs" / "own-method.md").read_text(encoding="utf-8")
-    said = re.findall(r"^\| [^|`]*[^|]* \| `([^`|]+)`", page, re.M)
-    assert len(said) >= 12
-    assert [text for text in said if not any(one in text or text in one for one in MISTAKES.values())] == []
+    shown = re.findall(r"^\| [^|`]*[^|]* \| `([^`|]+)`", page, re.M)
+    assert len(shown) >= 12
+    assert [
+        text for text in shown if not any(message in text or text in message for message in MISTAKES.values())
+    ] == []

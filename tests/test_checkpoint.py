@@ -39,25 +39,25 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Counts what changes files; from operation `last` on it does half of that one and then nothing any more."""
+    """Counts what changes files; operation `deadly` is half done, and none after it."""
 
-    def __init__(self, last: float = float("inf")) -> None:
-        self.last = last
+    def __init__(self, deadly: float = float("inf")) -> None:
+        self.deadly = deadly
         self.done = 0
 
     def operation(self, act: Callable[[], Any], half: Callable[[], Any]) -> Any:
         self.done += 1
-        if self.done < self.last:
+        if self.done < self.deadly:
             return act()
-        if self.done == self.last:
+        if self.done == self.deadly:
             half()
         raise Killed
 
 
 @contextmanager
-def disk(last: float = float("inf")) -> Iterator[Disk]:
+def disk(deadly: float = float("inf")) -> Iterator[Disk]:
     """Every function through which the run changes files goes through a `Disk`."""
-    watched = Disk(last)
+    watched = Disk(deadly)
     replacing, replace, unlink = fedloom.state.tensors.replacing, Path.replace, Path.unlink
     append, write_bytes, rmtree = RoundLog.append, Path.write_bytes, shutil.rmtree
 
@@ -111,9 +111,9 @@ def outcome(run: Federation) -> tuple[Any, ...]:
     return run.algorithm.model().tolist(), run.integers.tolist(), remembered, run.history, run.client_history, lines
 
 
-def killed(directory: Path, last: int, inline: bool) -> bool:
-    """Start or continue the run and kill it at file operation `last`; False when it ended before."""
-    with disk(last):
+def killed(directory: Path, deadly: int, inline: bool) -> bool:
+    """Start or continue the run and kill it at file operation `deadly`; False when it ended before."""
+    with disk(deadly):
         try:
             federation(directory, inline).run()
         except Killed:
@@ -130,15 +130,15 @@ def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
         run.run()
     expected = outcome(run)
     assert ((uninterrupted / "clients").exists() and len(list((uninterrupted / "clients").iterdir())) > 0) != inline
-    for last in range(1, watched.done + 1):
-        directory = tmp_path / str(last)
+    for deadly in range(1, watched.done + 1):
+        directory = tmp_path / str(deadly)
         directory.mkdir()
-        assert killed(directory, last, inline)
-        if last % 3 == 0:  # and once more while it continues
-            killed(directory, 1 + last % 17, inline)
+        assert killed(directory, deadly, inline)
+        if deadly % 3 == 0:  # and once more while it continues
+            killed(directory, 1 + deadly % 17, inline)
         resumed = federation(directory, inline)
         resumed.run()
-        assert outcome(resumed) == expected, f"killed at operation {last} of {watched.done}"
+        assert outcome(resumed) == expected, f"killed at operation {deadly} of {watched.done}"
         assert not list(directory.rglob("*.writing"))
         # A kill after the last checkpoint leaves what would have been removed next; nothing calls for another checkpoint.
         assert len(resumed.checkpoints.paths()) <= 3  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, inlin
     run = federation(tmp_path, inline)
     run.run()
     expected = outcome(run)
-    newest, before = run.checkpoints.paths()  # type: ignore[union-attr]
+    newest, previous = run.checkpoints.paths()  # type: ignore[union-attr]
     if harm == "cut":
         newest.write_bytes(newest.read_bytes()[:-5])
     elif harm == "gone":
@@ -166,7 +166,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, inlin
     assert all("going on after round 4" in notice for notice in notices)
     repeated.run()
     assert outcome(repeated) == expected
-    assert before.exists()
+    assert previous.exists()
 
 
 def test_a_damaged_memory_of_one_client_falls_back_too(tmp_path: Path) -> None:
@@ -223,8 +223,10 @@ class InterruptedEngine(RowsEngine):
             yield result
 
 
-@pytest.mark.parametrize(("budget", "kept"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
-def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: Path, budget: int, kept: int) -> None:
+@pytest.mark.parametrize(("budget", "finished"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
+def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(
+    tmp_path: Path, budget: int, finished: int
+) -> None:
     """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the checkpoint before."""
     uninterrupted = tmp_path / "whole"
     uninterrupted.mkdir()
@@ -236,11 +238,11 @@ def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(tmp_path: P
     interrupted = Federation(KeepsClientMemory(), task, engine, SCHEDULE, tmp_path, "this run")
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
-    if kept < 3:
+    if finished < 3:
         with pytest.raises(CheckpointError, match="a round was interrupted"):
             interrupted.run()
     repeated = federation(tmp_path, budget > 0)
-    assert repeated.finished == kept
+    assert repeated.finished == finished
     repeated.run()
     assert outcome(repeated) == outcome(run)
 
@@ -251,9 +253,9 @@ def test_saving_drops_what_was_passed_over(tmp_path: Path) -> None:
         checkpoints.save(Checkpoint(number, {"model": torch.full((3,), float(number))}, {}, {}))
     assert [path.name[16:18] for path in checkpoints.paths()] == ["30", "20"]
     checkpoints.paths()[0].write_bytes(b"damaged")
-    found = checkpoints.latest(99, lambda checkpoint: None)
-    assert found is not None
-    assert found.round == 20
+    latest = checkpoints.latest(99, lambda checkpoint: None)
+    assert latest is not None
+    assert latest.round == 20
     checkpoints.save(Checkpoint(25, {"model": torch.zeros(3)}, {}, {}))
     assert [path.name[16:18] for path in checkpoints.paths()] == ["25", "20"]
 

@@ -59,10 +59,10 @@ def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None
     assert code == 0, err
     assert re.search(r"^fedavg, seed 0: test accuracy \d+\.\d\d %, best \d+\.\d\d %$", out, re.MULTILINE)
     assert re.search(r"^3 rounds, [\d.]+ kB down, [\d.]+ kB up, [\d.]+ s$", out, re.MULTILINE)
-    code, own, err = fed("run", "job.toml", "name=own", "algorithm=ditto", "data.local_test=0.25")
+    code, out_ditto, err = fed("run", "job.toml", "name=own", "algorithm=ditto", "data.local_test=0.25")
     assert code == 0, err
     assert re.search(
-        r"^ditto.*: test accuracy \d+\.\d\d %, best \d+\.\d\d %, clients' own \d+\.\d\d %$", own, re.MULTILINE
+        r"^ditto.*: test accuracy \d+\.\d\d %, best \d+\.\d\d %, clients' own \d+\.\d\d %$", out_ditto, re.MULTILINE
     )
     assert re.search(r" %, \d+\.\d % \(clients' own\) after 3 rounds", err)
     for name in ("model.safetensors", "report.html"):
@@ -80,13 +80,13 @@ def test_verbose_says_what_share_of_a_matrix_product_training_reaches(fed: Say) 
 
 
 def test_a_finished_run_is_not_run_again_unless_asked(fed: Say) -> None:
-    first = fed("run", "job.toml")
+    finished = fed("run", "job.toml")
     repeated = fed("run", "job.toml")
-    assert repeated[:2] == first[:2]
+    assert repeated[:2] == finished[:2]
     assert "finished before" in repeated[2]
     fresh = fed("run", "job.toml", "--fresh")
     assert "finished before" not in fresh[2]
-    assert fresh[1].splitlines()[0] == first[1].splitlines()[0]
+    assert fresh[1].splitlines()[0] == finished[1].splitlines()[0]
 
 
 def test_a_run_is_lengthened_by_the_same_command_with_more_rounds(fed: Say, tmp_path: Path) -> None:
@@ -143,24 +143,24 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     monkeypatch.setattr(cores, "_memory", lambda: 1 << 40)
     command = ("compare", "job.toml", "algorithms=[fedavg]", "seeds=[0, 1, 2]", "threads=none")
-    code, together, err = fed(*command, "workers=auto", "directory=together")
+    code, out_parallel, err = fed(*command, "workers=auto", "directory=together")
     assert code == 0, err
     assert err.splitlines()[0] == "up to 2 runs at a time, threads of each: 1 (workers=1: one after another)"
-    code, apart, err = fed(*command, "directory=apart")
+    code, out_serial, err = fed(*command, "directory=apart")
     assert code == 0, err
     assert "at a time" not in err
-    texts = together.replace("together", "apart"), apart
-    words, others = (re.sub(r"[\d.]+ s\b|─+", "", text).split() for text in texts)
-    assert words == others  # but for the times, and the room that they take
+    texts = out_parallel.replace("together", "apart"), out_serial
+    words_parallel, words_serial = (re.sub(r"[\d.]+ s\b|─+", "", text).split() for text in texts)
+    assert words_parallel == words_serial  # but for the times, and the room that they take
     for seed in range(3):
-        first, second = (tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart"))
+        parallel, serial = (tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart"))
         for name in ("metrics.jsonl", "model.safetensors"):
-            assert (first / name).read_bytes() == (second / name).read_bytes()
+            assert (parallel / name).read_bytes() == (serial / name).read_bytes()
 
 
 @pytest.mark.parametrize("command", ["run", "compare"])
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("rouns=3", "unknown key 'rouns': did you mean 'rounds'?"),
         ("rounds=ten", "rounds must be a whole number, not 'ten'"),
@@ -175,17 +175,17 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
         ("model=no.such:thing", "cannot import 'no.such'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override: str, said: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override: str, message: str) -> None:
     code, out, err = fed(command, "job.toml", override)
     assert code == 2
     assert out == ""
     assert err.startswith("fedloom: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("run", "job.toml", "algorithm=fedmrr"), "did you mean 'fedmr'?"),
         (("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=0)"), "fraction must be in (0, 1], not 0"),
@@ -199,13 +199,13 @@ def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override:
         (("models", "a", "b"), "unexpected extra argument"),
     ],
 )
-def test_bad_commands_are_one_line_and_exit_code_2(fed: Say, arguments: tuple[str, ...], said: str) -> None:
+def test_bad_commands_are_one_line_and_exit_code_2(fed: Say, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = fed(*arguments)
     assert code == 2
     assert out == ""
     assert err.startswith("fedloom: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 def test_a_method_must_be_chosen(fed: Say, tmp_path: Path) -> None:
@@ -263,10 +263,10 @@ def test_lists_name_everything_with_its_parameters(fed: Say, command: str, regis
             continue  # another test has registered it in this process
         assert re.search(rf"^  {re.escape(entry.name)} ", out, re.MULTILINE), entry.name
         assert entry.summary.split()[0] in words
-        code, described, _ = fed(command, entry.name)
+        code, listing, _ = fed(command, entry.name)
         assert code == 0
-        assert described.startswith(f"{entry.name}(")
-        assert all(name in described.splitlines()[0] for name in entry.parameters) or entry.name == "stages"
+        assert listing.startswith(f"{entry.name}(")
+        assert all(name in listing.splitlines()[0] for name in entry.parameters) or entry.name == "stages"
 
 
 def test_one_method_is_described_in_full(fed: Say) -> None:
@@ -293,8 +293,8 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
     assert heads == sorted(heads)
     assert len(lines) < 2 * len(list(algorithms)) + 20
     listed = {
-        family: re.findall(r"^  (\w+) ", "\n".join(lines[first:last]), re.MULTILINE)
-        for family, first, last in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
+        family: re.findall(r"^  (\w+) ", "\n".join(lines[start:end]), re.MULTILINE)
+        for family, start, end in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
     }
     assert listed["recombination"] == ["fedcross", "fedkdmr", "fedmr", "fedmr_async", "fedmut", "indep"]
     assert listed["composing"] == [
@@ -315,12 +315,12 @@ def test_help_is_whole_and_plain(fed: Say, command: tuple[str, ...]) -> None:
     assert "\\" not in out
     assert "[default" not in out
     assert max(map(len, out.splitlines())) <= 80
-    told = out.partition("Commands:")[2]
+    listing = out.partition("Commands:")[2]
     assert not re.search(
-        r"(?<!\])\.\.\.$", told, re.MULTILINE
+        r"(?<!\])\.\.\.$", listing, re.MULTILINE
     )  # click cuts what is too long; ours only repeat arguments so
-    for each in commands if not command else ():
-        assert (each.__doc__ or "").split("\n")[0] in " ".join(told.split())
+    for subcommand in commands if not command else ():
+        assert (subcommand.__doc__ or "").split("\n")[0] in " ".join(listing.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -338,12 +338,12 @@ def test_it_is_a_module_too() -> None:
 
 
 def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
-    now, text = 0.0, io.StringIO()
-    lines = Lines(Console(file=text, width=60), runs=1, rounds=10, clock=lambda: now)
+    seconds, text = 0.0, io.StringIO()
+    lines = Lines(Console(file=text, width=60), runs=1, rounds=10, clock=lambda: seconds)
     name = RunName("fedmr(unit=segment, fraction=0.5)", 0)
     lines(Event("started", name, 4))
     for finished in range(5, 9):
-        now += 6
+        seconds += 6
         lines(Event("round", name, finished, {"round": finished, "accuracy": 0.5}, 6.0))
     assert text.getvalue().splitlines() == [
         f"{name}: going on from round 4 of 10",
@@ -353,10 +353,10 @@ def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
 
 
 def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_of_them_one() -> None:
-    now, text = 0.0, io.StringIO()
+    seconds, text = 0.0, io.StringIO()
     quick, slow, late = RunName("fedavg", 0), RunName("fedmr", 0, "rounds=40"), RunName("fedala", 0)
     lines = Lines(Console(file=text, width=60), runs=4, rounds={quick: 20, slow: 40, late: 20, RunName("x", 0): 5},
-                  clock=lambda: now)  # fmt: skip
+                  clock=lambda: seconds)  # fmt: skip
 
     def tell(*events: Event) -> list[str]:
         text.seek(0)
@@ -367,23 +367,23 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
 
     tell(Event("skipped", RunName("x", 0), 5), Event("started", quick), Event("started", slow))
     for number in range(1, 5):  # two rounds of one in the time of one of the other
-        now += 2
+        seconds += 2
         assert tell(Event("round", quick, number, {"accuracy": 0.25} if number == 2 else {})) == []
         assert number % 2 or tell(Event("round", slow, number // 2)) == []
-    now += 2
+    seconds += 2
     assert tell(Event("round", quick, 5)) == [
         # 80 - 7 rounds are left, of which 6 were done in the 8 s since the first: 98 s; but the slow one does one in 4 s
         "1 of 4 runs finished; about 2 min 32 s left for all",
         "  fedavg, seed 0: round 5 of 20, accuracy 25.0 %",
         "  fedmr, seed 0, rounds=40: round 2 of 40, not measured yet",
     ]
-    now += 1
+    seconds += 1
     assert tell(Event("round", slow, 3)) == []  # not a line a round
     assert tell(Event("ended", quick, 20, {"accuracy": 0.5}, 12.0)) == [
         "fedavg, seed 0: accuracy 50.0 % after 20 rounds, 12 s"
     ]
     tell(Event("started", late))
-    now += 9
+    seconds += 9
     spoken = tell(Event("round", slow, 4, {"personal_accuracy": 0.875}))
     assert re.fullmatch(r"2 of 4 runs finished; about .* left for all", spoken[0])
     assert spoken[1:] == [
@@ -399,28 +399,28 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
 def test_on_a_terminal_progress_is_bars() -> None:
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, highlight=False)
-    one, two = RunName("fedavg", 0), RunName("fedmr[x]", 0)
+    fedavg, fedmr = RunName("fedavg", 0), RunName("fedmr[x]", 0)
     with display(console, runs=2, rounds=4) as shown:
         assert type(shown) is Display
-        shown(Event("skipped", one, 4))
-        shown(Event("started", two))
-        shown(Event("round", two, 1, {"round": 1, "accuracy": 0.25}, 1.0))
+        shown(Event("skipped", fedavg, 4))
+        shown(Event("started", fedmr))
+        shown(Event("round", fedmr, 1, {"round": 1, "accuracy": 0.25}, 1.0))
         shown.progress.refresh()
         assert "5/8" in text.getvalue()
         assert "1/4" in text.getvalue()
         assert "25.0 %" in text.getvalue()
         assert "seed 0: fedmr[x]" in text.getvalue()
-        shown(Event("ended", two, 4, {"round": 4, "accuracy": 0.75}, 4.0))
+        shown(Event("ended", fedmr, 4, {"round": 4, "accuracy": 0.75}, 4.0))
     assert "fedmr[x], seed 0: accuracy 75.0 % after 4 rounds" in text.getvalue()
 
 
 def test_the_schema_knows_the_examples_and_marks_mistakes(fed: Say, tmp_path: Path) -> None:
     validator = pytest.importorskip("jsonschema", reason="needs jsonschema").Draft202012Validator
     job = tmp_path / "job.toml"
-    before = job.read_text()
+    content = job.read_text()
     code, out, _ = fed("schema", "job.toml")
     assert (code, out) == (0, "fedloom.schema.json: named by the first line of job.toml\n")
-    assert job.read_text() == f"#:schema fedloom.schema.json\n{before}"
+    assert job.read_text() == f"#:schema fedloom.schema.json\n{content}"
     assert fed("schema", "job.toml")[0] == 0
     assert job.read_text().count("#:schema") == 1
     assert fed("run", "job.toml", "algorithm=fedavg", "-q")[0] == 0

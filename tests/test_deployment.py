@@ -40,13 +40,15 @@ def options_of(command: str, program: str) -> list[str]:
 def commands() -> list[str]:
     """Return every command that the files start."""
     services = yaml.safe_load(FILES["compose.yaml"])["services"].values()
-    found = [service["command"] for service in services]
+    command_lines = [service["command"] for service in services]
     for name in ("fedloom-server.service", "fedloom-site.service"):
         line = re.search(r"^ExecStart=(.*?)(?<!\\)$", FILES[name], re.M | re.S)
         assert line is not None
-        found.append(line[1].replace("\\\n", " ").replace("${SITE}", "2"))
-    stateful = next(part for part in yaml.safe_load_all(FILES["server.yaml"]) if part["kind"] == "StatefulSet")
-    return [*found, shlex.join(stateful["spec"]["template"]["spec"]["containers"][0]["command"])]
+        command_lines.append(line[1].replace("\\\n", " ").replace("${SITE}", "2"))
+    stateful = next(
+        manifest for manifest in yaml.safe_load_all(FILES["server.yaml"]) if manifest["kind"] == "StatefulSet"
+    )
+    return [*command_lines, shlex.join(stateful["spec"]["template"]["spec"]["containers"][0]["command"])]
 
 
 def test_the_page_holds_every_file() -> None:
@@ -109,20 +111,20 @@ def test_sites_are_configured_as_nodes_are() -> None:
         words = shlex.split(command)
         if "--node-config" in words:
             pairs = dict(pair.split("=", 1) for pair in shlex.split(words[words.index("--node-config") + 1]))
-            whole = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
-            numbers.append(NodeConfig.read(whole).number)
+            settings = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+            numbers.append(NodeConfig.read(settings).number)
     assert numbers == [0, 1, 2, 2]
 
 
 def test_kubernetes_mounts_what_the_server_reads() -> None:
-    parts = {part["kind"]: part for part in yaml.safe_load_all(FILES["server.yaml"])}
-    assert parts.keys() == {"PersistentVolumeClaim", "StatefulSet", "Service"}
-    spec = parts["StatefulSet"]["spec"]["template"]["spec"]
+    manifests = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(FILES["server.yaml"])}
+    assert manifests.keys() == {"PersistentVolumeClaim", "StatefulSet", "Service"}
+    spec = manifests["StatefulSet"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
     assert (
-        parts["Service"]["spec"]["selector"].items()
-        <= parts["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()
+        manifests["Service"]["spec"]["selector"].items()
+        <= manifests["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()
     )
 
 

@@ -56,8 +56,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_are_found_by_name(two_gpus: None) -> None:
     assert present() == ["cpu", "cuda:0", "cuda:1"]
     devices = {name: find_device(name) for name in ("cpu", "cuda", "cuda:1", "auto")}
-    cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
-    assert devices == {"cpu": cpu, "cuda": first, "cuda:1": second, "auto": first}
+    cpu, gpu_0, gpu_1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+    assert devices == {"cpu": cpu, "cuda": gpu_0, "cuda:1": gpu_1, "auto": gpu_0}
     with pytest.raises(InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"):
         find_device("cuda:2")
 
@@ -141,9 +141,9 @@ def test_clients_samples_are_read_by_indices_that_are_there() -> None:
     elsewhere = task.to(torch.device("meta"))
     assert elsewhere.initial.is_meta
     for client in range(task.clients):
-        here, there = task.samples(client), elsewhere.samples(client)
-        assert there.inputs.is_meta
-        assert there.inputs.shape == here.inputs.shape
+        samples, moved = task.samples(client), elsewhere.samples(client)
+        assert moved.inputs.is_meta
+        assert moved.inputs.shape == samples.inputs.shape
     assert elsewhere._indices.is_meta
     assert elsewhere._indices.shape == task.partition.indices.shape
 
@@ -173,14 +173,14 @@ class Nowait(TorchDispatchMode):
         waits = func in WAITING
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
             waits = any(index is not None and index.dtype == torch.bool for index in args[1])
-        if waits and any(isinstance(one, Tensor) for one in args):
+        if waits and any(isinstance(argument, Tensor) for argument in args):
             raise AssertionError(f"{func} in a step")
         return func(*args, **(kwargs or {}))
 
 
 def test_an_operation_that_waits_is_noticed() -> None:
-    one = torch.ones(3)
-    for waits in (lambda: one.sum().item(), lambda: bool(one[0] > 0), lambda: one[one > 0], lambda: one.nonzero()):
+    ones = torch.ones(3)
+    for waits in (lambda: ones.sum().item(), lambda: bool(ones[0] > 0), lambda: ones[ones > 0], lambda: ones.nonzero()):
         with Nowait(), pytest.raises(AssertionError, match="in a step"):
             waits()
 
@@ -201,23 +201,23 @@ def without_waiting() -> Iterator[list[int]]:
 
     def gathered(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[Batch]]:
         def gather(*arguments: Any) -> Iterator[Batch]:
-            found = batches(*arguments)
+            iterator = batches(*arguments)
             while True:
                 with Nowait():
-                    batch = next(found, None)
+                    batch = next(iterator, None)
                 if batch is None:
                     return
                 yield batch
 
         return gather
 
-    def each(self: Cohort, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def each_watched(self: Cohort, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         return each_batch(self, watched(step), *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalOptimizer, "step", watched(LocalOptimizer.step))
         patch.setattr(FoldedSGD, "__call__", watched(FoldedSGD.__call__))
-        patch.setattr(Cohort, "each_batch", each)
+        patch.setattr(Cohort, "each_batch", each_watched)
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
         )
@@ -346,7 +346,7 @@ def trained(task: Task, engine: str, rounds: int = 4) -> Any:
 @pytest.mark.parametrize("model", ["mlp(hidden=[32])", "digits_cnn"])
 def test_half_precision_learns_nearly_what_single_precision_does(engine: str, model: str) -> None:
     half, single = (trained(digits(kind, model), engine, rounds=8) for kind in ("bfloat16", "none"))
-    ours, reference = (found.federation.algorithm.model() for found in (half, single))
+    ours, reference = (outcome.federation.algorithm.model() for outcome in (half, single))
     assert ours.dtype == torch.float32
     start = half.task.initial
     away, way = float((ours - reference).norm()), float((reference - start).norm())
@@ -385,7 +385,8 @@ def test_statistics_move_alike_in_half_precision() -> None:
     rows, stacked, single = (trained(digits(kind, model), engine, rounds=1) for kind, engine in names)
     behind = rows.task.layout.trainable
     moved_by = [
-        found.federation.algorithm.model()[behind:] - found.task.initial[behind:] for found in (rows, stacked, single)
+        outcome.federation.algorithm.model()[behind:] - outcome.task.initial[behind:]
+        for outcome in (rows, stacked, single)
     ]
     assert float(moved_by[2].norm()) > 0.1
     for ours in moved_by[:2]:
@@ -397,10 +398,10 @@ def test_statistics_move_alike_in_half_precision() -> None:
 def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
     task = digits("bfloat16")
     task = replace(task, training=replace(task.training, momentum=0.0))
-    one, many = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
-    assert isinstance(many.federation.engine, StackedEngine)
-    assert many.federation.notices == []
-    ours, reference = many.federation.algorithm.model(), one.federation.algorithm.model()
+    rows, stacked = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
+    assert isinstance(stacked.federation.engine, StackedEngine)
+    assert stacked.federation.notices == []
+    ours, reference = stacked.federation.algorithm.model(), rows.federation.algorithm.model()
     assert float((ours - reference).norm()) < 0.1 * float((reference - task.initial).norm())
 
 
@@ -457,12 +458,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
     training = Training(learning_rate=0.05, momentum=0.5, batch_size=7, epochs=2)
     task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])", training=training)
-    here = run(method, task, rounds=2, participation=1.0).federation
-    there = run(method, task.to("cuda"), rounds=2, participation=1.0, engine=engine).federation
-    model = there.algorithm.model()
+    on_cpu = run(method, task, rounds=2, participation=1.0).federation
+    on_gpu = run(method, task.to("cuda"), rounds=2, participation=1.0, engine=engine).federation
+    model = on_gpu.algorithm.model()
     assert model.is_cuda
-    assert not any(record["faults"] for record in there.history)
-    assert torch.allclose(model.cpu(), here.algorithm.model(), atol=2e-3)
+    assert not any(record["faults"] for record in on_gpu.history)
+    assert torch.allclose(model.cpu(), on_cpu.algorithm.model(), atol=2e-3)
 
 
 @needs_gpu
@@ -493,10 +494,10 @@ def test_a_run_on_a_gpu_goes_on_there(tmp_path: Path) -> None:
     def federation() -> Federation:
         return Federation(build("scaffold"), task, RowsEngine(task), Schedule(rounds=4, participation=0.5), tmp_path)
 
-    first = federation()
-    first.step()
-    first.save()
-    second = federation()
-    assert second.finished == 1
-    second.run()
-    assert second.algorithm.model().is_cuda
+    interrupted = federation()
+    interrupted.step()
+    interrupted.save()
+    resumed = federation()
+    assert resumed.finished == 1
+    resumed.run()
+    assert resumed.algorithm.model().is_cuda

@@ -21,7 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos.trials import TRIALS, Wrong, held
+from chaos.trials import TRIALS, Wrong, resources
 
 
 @dataclass
@@ -78,8 +78,8 @@ def leaked(tally: Tally) -> str:
     if count <= 2 * SLACK or tally.descriptors[-1] <= begin + allowed:
         return ""
     gc.collect()
-    now, tally.descriptors = descriptors(), []
-    return f"descriptors: {begin} at first, {now} after {count} repetitions" if now > begin + allowed else ""
+    current, tally.descriptors = descriptors(), []
+    return f"descriptors: {begin} at first, {current} after {count} repetitions" if current > begin + allowed else ""
 
 
 def descriptors() -> int:
@@ -101,11 +101,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("trials", nargs="*", help=f"all by default: {', '.join(TRIALS)}")
     options = parser.parse_args()
-    before = held(os.getpid())
+    resources_before = resources(os.getpid())
     tallies = run(60 * options.minutes, options.seed, options.trials or None)
-    after = held(os.getpid())
+    resources_after = resources(os.getpid())
     print(table(tallies))
-    print("held before and after: " + ", ".join(f"{name} {before[name]} and {after[name]}" for name in before))
+    print(
+        "held before and after: "
+        + ", ".join(f"{name} {resources_before[name]} and {resources_after[name]}" for name in resources_before)
+    )
     wrong = [f"{name}: {text}" for name, tally in tallies.items() for text in tally.wrong]
     print("\n".join(wrong))
     raise SystemExit(1 if wrong else 0)

@@ -122,11 +122,11 @@ class Mutated(Site):
             words = mutated(json.dumps(words_of(reply)).encode(), self.draw).decode(errors="replace")
             return with_words(words, self.draw.choice((PROTOCOL, PROTOCOL, PROTOCOL + 1)))(reply)
         name = self.draw.choice(sorted(arrays))
-        old, kind = arrays[name], self.draw.randrange(3)
-        dtype = mutated(old.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else old.dtype
-        shape = (*old.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else old.shape
-        data = old.data[: self.draw.randrange(len(old.data))] if kind == 2 else old.data
-        arrays[name] = Array(dtype, shape, old.stype, data)
+        array, kind = arrays[name], self.draw.randrange(3)
+        dtype = mutated(array.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else array.dtype
+        shape = (*array.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else array.shape
+        data = array.data[: self.draw.randrange(len(array.data))] if kind == 2 else array.data
+        arrays[name] = Array(dtype, shape, array.stype, data)
         return reply
 
 

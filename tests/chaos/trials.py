@@ -145,12 +145,12 @@ class Runs(Trial):
             shutil.rmtree(server.folder)
         return self.undisturbed[method, engine]
 
-    def require_same(self, server: Server, expected: dict[str, bytes], what: str, place: Path | None = None) -> None:
+    def require_same(self, server: Server, expected: dict[str, bytes], trial: str, folder: Path | None = None) -> None:
         for name, content in expected.items():
-            if content_of((place or place_of(server)) / name) != content:
-                raise Wrong(f"{what}: {name} differs from that of a run that was not disturbed")
-        if left := list(server.folder.rglob("*.writing")):
-            raise Wrong(f"{what}: {left[0].name} was left behind")
+            if content_of((folder or place_of(server)) / name) != content:
+                raise Wrong(f"{trial}: {name} differs from that of a run that was not disturbed")
+        if leftovers := list(server.folder.rglob("*.writing")):
+            raise Wrong(f"{trial}: {leftovers[0].name} was left behind")
 
 
 def content_of(path: Path) -> bytes:
@@ -257,7 +257,7 @@ class Workers(Runs):
         methods = methods if kind == "compare" else methods[:1]
         options.append(f"algorithms={json.dumps(methods)}" if kind == "compare" else f"algorithm={methods[0]}")
         expected = {folder_name(method): self.expected(method, "rows") for method in methods}
-        server, what = self.server(methods[0], "rows"), f"{kind} {' '.join(options)}"
+        server, command_line = self.server(methods[0], "rows"), f"{kind} {' '.join(options)}"
         command = server.start(kind, "job.toml", "--quiet", *options)
         workers: list[int] = []
         while not workers and command.running():
@@ -271,13 +271,13 @@ class Workers(Runs):
             os.kill(draw.choice(self.processes(victim, command, workers)), signal.SIGKILL)
         command.wait()
         if not gone_soon(workers):
-            raise Wrong(f"{what}: a worker outlived it")
+            raise Wrong(f"{command_line}: a worker outlived it")
         code, output = server.run(kind, "job.toml", "--quiet", *options)
         if code != 0:
-            raise Wrong(f"{what} does not go on after a kill: {output}")
+            raise Wrong(f"{command_line} does not go on after a kill: {output}")
         for name, contents in expected.items():
             compared = {file: content for file, content in contents.items() if file != "configuration.json"}
-            self.require_same(server, compared, what, server.folder / "runs/job" / name / "seed-0")
+            self.require_same(server, compared, command_line, server.folder / "runs/job" / name / "seed-0")
         shutil.rmtree(server.folder)
         return f"{kind}, {victim} killed"
 
@@ -301,12 +301,12 @@ class Actors(Workers):
         return super().processes(victim, command, workers)
 
 
-def _running(parent: int, wanted: Callable[[str], bool]) -> list[int]:
-    """The descendants of a process with such a command."""
+def _running(parent: int, matches: Callable[[str], bool]) -> list[int]:
+    """Return the descendants of a process whose command line `matches`."""
     processes = []
     for process in descendants(parent):
         with suppress(OSError):
-            if wanted(Path(f"/proc/{process}/cmdline").read_text()):
+            if matches(Path(f"/proc/{process}/cmdline").read_text()):
                 processes.append(process)
     return processes
 
@@ -351,11 +351,11 @@ class Damages(Runs):
             raise Wrong(f"{damage}: {output}")
         if code == 0:
             if path.name in READERS and path.read_bytes() == content:  # a finished run, which does not read it
-                found = None
+                parsed = None
                 with suppress(FedloomError):
-                    found = READERS[path.name](path)
+                    parsed = READERS[path.name](path)
                 path.write_bytes(expected[path.name])
-                if found not in (None, READERS[path.name](path)):
+                if parsed not in (None, READERS[path.name](path)):
                     raise Wrong(f"{damage}: it is read as something else")
             self.require_same(server, expected, damage)
             outcome = (
@@ -638,7 +638,7 @@ class Strangers(Trial):
 # --- what a long run holds ---
 
 
-def held(process: int) -> dict[str, int]:
+def resources(process: int) -> dict[str, int]:
     """Return the resources that must not grow: descriptors, threads and MiB of a process, and files in shared memory."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return {
@@ -653,7 +653,7 @@ class Rounds(Trial):
     """Many small rounds of one federation with a worker process: neither of the two holds more and more."""
 
     rounds = 250
-    growth: Mapping[str, int] = {"MiB": 24}  # what may be held more after these rounds
+    growth: Mapping[str, int] = {"MiB": 24}  # allowed over these rounds
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -670,13 +670,13 @@ class Rounds(Trial):
 
     def once(self, draw: random.Random) -> str:
         processes = (os.getpid(), *self.engine.processes)
-        resources_before = [held(process) for process in processes]
+        resources_before = [resources(process) for process in processes]
         self.step(self.rounds)
         gc.collect()
-        for start, two in zip(resources_before, [held(process) for process in processes], strict=True):
-            for name, now in two.items():
-                if now > start[name] + self.growth.get(name, 0):
-                    raise Wrong(f"{name}: {start[name]} before {self.rounds} rounds, {now} after them")
+        for start, end in zip(resources_before, [resources(process) for process in processes], strict=True):
+            for name, amount in end.items():
+                if amount > start[name] + self.growth.get(name, 0):
+                    raise Wrong(f"{name}: {start[name]} before {self.rounds} rounds, {amount} after them")
         return f"{self.rounds} rounds"
 
     def close(self) -> None:

@@ -162,7 +162,7 @@ def task_and_engine(model: str) -> tuple[Task, LossyEngine]:
 
 @cache
 def refusal(case: Case) -> str:
-    """Why the case is refused at set-up; empty where it is not."""
+    """Return why the case is refused at set-up; an empty string if it is taken."""
     if case.course != COURSES[0]:
         return refusal(replace(case, course=COURSES[0]))
     try:
@@ -176,7 +176,7 @@ def refusal(case: Case) -> str:
 
 @cache
 def pair_refusal(method: str, wrapper: str) -> str:
-    """Why a wrapper does not take a method, whichever model and whoever answers; empty where it does."""
+    """Return why a wrapper refuses a method with every model and attendance; an empty string if it takes the method."""
     reasons = []
     for model, attendance in itertools.product(("norm", "plain"), ("all", "poisson")):
         reason = refusal(Case(method, wrapper, attendance, model, COURSES[0]))
@@ -225,11 +225,13 @@ def rare_cases() -> list[Case]:
     pair occurs that is not refused everywhere."""
     covered = {pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)}
     cases: list[Case] = []
-    for first, second in itertools.combinations(FACTORS, 2):
-        for one, other in itertools.product(FACTORS[first], FACTORS[second]):
-            if (first, one, second, other) in covered or (second == "wrapper" and pair_refusal(one, other)):
+    for factor, second_factor in itertools.combinations(FACTORS, 2):
+        for value, second_value in itertools.product(FACTORS[factor], FACTORS[second_factor]):
+            if (factor, value, second_factor, second_value) in covered or (
+                second_factor == "wrapper" and pair_refusal(value, second_value)
+            ):
                 continue
-            for case in accepted_case(**{first: one, second: other}):
+            for case in accepted_case(**{factor: value, second_factor: second_value}):
                 cases.append(case)
                 covered |= pairs_of(case)
     return cases
@@ -246,4 +248,4 @@ def accepted_case(**fixed: str) -> list[Case]:
 def pairs_of(case: Case) -> frozenset[tuple[str, str, str, str]]:
     """The pairs of two factors' values that occur in a case."""
     named = list(zip(FACTORS, case.values, strict=True))
-    return frozenset((*one, *other) for one, other in itertools.combinations(named, 2))
+    return frozenset((*a, *b) for a, b in itertools.combinations(named, 2))

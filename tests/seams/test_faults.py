@@ -51,20 +51,20 @@ def test_the_blend_counts_absent_slots_as_they_were_sent() -> None:
         run.step()
         clients, present = run.history[-1]["clients"], answered(run, recording, number)
         assert 0 < len(present) < len(clients) or number > 1
-        seen = recording.of(number)
+        records = recording.of(number)
         for slot, client in enumerate(clients):
-            if client in seen:
-                assert torch.equal(seen[client].inbox["model"], pool_before[slot])
+            if client in records:
+                assert torch.equal(records[client].inbox["model"], pool_before[slot])
         if not present:
             continue
         pool = torch.stack(
             [
-                seen[client].reply["model"] if client in present else pool_before[slot]
+                records[client].reply["model"] if client in present else pool_before[slot]
                 for slot, client in enumerate(clients)
             ]
         )
         weight = sum(SIZES[client] for client in present)
-        mean = sum(SIZES[client] / weight * seen[client].reply["model"] for client in present)
+        mean = sum(SIZES[client] / weight * records[client].reply["model"] for client in present)
         assert isinstance(mean, Tensor)
         bound = 0.05 * float((mean - initial)[:trainable].square().sum())
         spread = variance(pool[:, :trainable]) * variance((pool - pool_before)[:, :trainable])
@@ -90,50 +90,50 @@ def test_each_update_is_measured_from_the_model_that_its_client_was_sent(
     options = {"participation_mode": "poisson"} if mode == "poisson" else {}
     awaited = 8 if mode == "everybody" else 4
     task = small_task(sizes=SIZES[:8])
-    made = refused_or_made(expression, task=task, awaited=awaited, rounds=5, **options)
-    if made is None:
+    built = refused_or_made(expression, task=task, awaited=awaited, rounds=5, **options)
+    if built is None:
         return
-    run, recording = made
+    run, recording = built
     for number in range(1, 6):
         run.step()
-        seen = recording.of(number)
-        if mode == "poisson" and len(seen) % 2:
+        records = recording.of(number)
+        if mode == "poisson" and len(records) % 2:
             continue
-        before = sum((one.inbox["model"] for one in seen.values()), torch.zeros_like(run.task.initial))
-        before = before / max(1, len(seen))
-        if not seen:
+        mean_sent = sum((record.inbox["model"] for record in records.values()), torch.zeros_like(run.task.initial))
+        mean_sent = mean_sent / max(1, len(records))
+        if not records:
             continue
-        total = torch.zeros_like(before)
-        for one in seen.values():
-            update = one.reply["model"] - one.inbox["model"]
+        total = torch.zeros_like(mean_sent)
+        for record in records.values():
+            update = record.reply["model"] - record.inbox["model"]
             total += update * min(1.0, longest / float(update.norm()))
-        expected = before + total / (awaited if mode == "poisson" else len(seen))
+        expected = mean_sent + total / (awaited if mode == "poisson" else len(records))
         torch.testing.assert_close(run.algorithm.model(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("wrapped", ["private({}, clip=0.1, noise=0)", "robust({}, rule=clipping, radius=0.1)"])
 def test_clients_that_return_what_they_were_sent_move_nothing(wrapped: str) -> None:
     task = small_task(sizes=SIZES[:8])
-    made = refused_or_made(wrapped.format("fedmut(beta=0.0)"), task=task, awaited=8, rounds=4)
-    if made is None:
+    built = refused_or_made(wrapped.format("fedmut(beta=0.0)"), task=task, awaited=8, rounds=4)
+    if built is None:
         return
-    run, recording = made
+    run, recording = built
     steps(run, 2)
     train = run.algorithm.train
     run.algorithm.train = lambda cohort, inbox: train(cohort, inbox) and {"model": inbox["model"].clone()}  # type: ignore[method-assign]
-    before = run.algorithm.model().clone()
+    model_before = run.algorithm.model().clone()
     run.step()
     assert len(recording.of(3)) == 8
-    torch.testing.assert_close(run.algorithm.model(), before, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(run.algorithm.model(), model_before, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", ["fedbuff({}, k=2)", "fedasync({})"])
 @pytest.mark.parametrize("inner", ["fedmut", "indep", "fedmr", "scaffold", "fedavg"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_asynchronous_methods_refuse_or_carry_models_of_each_client(method: str, inner: str, dropout: float) -> None:
-    made = refused_or_made(method.format(inner), rounds=8, dropout=dropout)
-    if made is not None:
-        steps(made[0], 8)
+    built = refused_or_made(method.format(inner), rounds=8, dropout=dropout)
+    if built is not None:
+        steps(built[0], 8)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_asynchronous_methods_refuse_or_carry_models_of_each_client(method: str,
     ],
 )
 def test_stages_inside_stages_are_refused_or_run(expression: str) -> None:
-    made = refused_or_made(expression, awaited=9, rounds=6)
-    if made is not None:
-        steps(made[0], 6)
-        assert all(record["faults"] == [] for record in made[0].history)
+    built = refused_or_made(expression, awaited=9, rounds=6)
+    if built is not None:
+        steps(built[0], 6)
+        assert all(record["faults"] == [] for record in built[0].history)
 
 
 # --- accounting ---
@@ -178,31 +178,31 @@ def test_stages_inside_stages_are_refused_or_run(expression: str) -> None:
 @pytest.mark.parametrize("method", ["fedavg(weighted=false)", "umf(fedavg)", "umf(fedavg, simulate_all=true)"])
 def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, inside: str, method: str) -> None:
     wrapped = inside.format(method)
-    made = refused_or_made(expression.format(wrapped), rounds=6)
-    if made is None:
+    built = refused_or_made(expression.format(wrapped), rounds=6)
+    if built is None:
         return
-    run, recording = made
+    run, recording = built
     depth = 0 if expression == "{}" else 1
     private = recording.methods[depth]
     count = 3 if "stages({}:3" in expression else 6
     steps(run, min(count, 6) if "auto" not in expression else 2)
     counted = [0] * len(SIZES)
     for number in range(1, run.finished + 1):
-        for client, one in recording.of(number, depth).items():
-            counted[client] += one.uploads or inside.startswith("dp_sgd")
+        for client, record in recording.of(number, depth).items():
+            counted[client] += record.uploads or inside.startswith("dp_sgd")
     if expression.startswith("stages"):
         return  # whose state is that of the next stage by now; its count is in the figures alone
     assert private.state["releases"].tolist() == counted
 
 
 def test_over_selection_does_not_let_another_client_in() -> None:
-    """Where the first replies are taken, the absence of one client lets another in, so that sums differ by two clips."""
+    """A client let in for an absent one would make the sums differ by two clips."""
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.8)
-    made = refused_or_made("private(fedavg, noise=1.0)", awaited=5, clock=clock)
-    if made is None:
+    built = refused_or_made("private(fedavg, noise=1.0)", awaited=5, clock=clock)
+    if built is None:
         return
-    made[0].step()
-    assert not any("late" in fault["reason"] for fault in made[0].history[0]["faults"])
+    built[0].step()
+    assert not any("late" in fault["reason"] for fault in built[0].history[0]["faults"])
 
 
 WITH_FEW = [
@@ -230,10 +230,10 @@ WITH_FEW = [
 
 @pytest.mark.parametrize("expression", WITH_FEW)
 def test_rounds_of_no_client_and_of_one_are_rounds(expression: str) -> None:
-    made = refused_or_made(expression, awaited=1, rounds=8, participation_mode="poisson")
-    if made is None:
+    built = refused_or_made(expression, awaited=1, rounds=8, participation_mode="poisson")
+    if built is None:
         return
-    run, _ = made
+    run, _ = built
     try:
         steps(run, 8)
     except InvalidValue as error:
@@ -251,8 +251,8 @@ def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float
     run, recording = federation("dp_sgd(fedavg, noise=0)", task, awaited=9)  # nothing is evaluated in round 1 of 4
     run.step()
     assert run.history[0]["faults"] == []
-    for one in recording.of(1).values():
-        assert bool(torch.isfinite(one.reply["model"]).all())
+    for record in recording.of(1).values():
+        assert bool(torch.isfinite(record.reply["model"]).all())
 
 
 # --- time and staleness ---
@@ -263,18 +263,20 @@ def test_a_round_without_arrivals_is_no_version() -> None:
     clock = Clock(speed=20.0, deadline=0.2)
     run, recording = federation("fedbuff(fedavg(weighted=false), k=2)", awaited=2, rounds=6, clock=clock)
     under_way: list[tuple[float, int, int, Tensor, Tensor]] = []
-    model, now, version = run.task.initial.clone(), 0.0, 0
+    model, elapsed, version = run.task.initial.clone(), 0.0, 0
     empty = 0
     for number in range(1, 7):
         run.step()
         for client in run.history[-1]["clients"]:
-            one = recording.of(number)[client]
-            torch.testing.assert_close(one.inbox["model"], model, rtol=1e-9, atol=1e-9)
-            under_way.append((now + SIZES[client] / 20.0, client, version, one.inbox["model"], one.reply["model"]))
+            record = recording.of(number)[client]
+            torch.testing.assert_close(record.inbox["model"], model, rtol=1e-9, atol=1e-9)
+            under_way.append(
+                (elapsed + SIZES[client] / 20.0, client, version, record.inbox["model"], record.reply["model"])
+            )
         under_way.sort(key=lambda entry: entry[:2])
-        closes = now + 0.2
+        closes = elapsed + 0.2
         taken = [entry for entry in under_way[:2] if entry[0] <= closes]
-        now = taken[-1][0] if len(taken) == 2 else closes
+        elapsed = taken[-1][0] if len(taken) == 2 else closes
         under_way = under_way[len(taken) :]
         if taken:
             moved = [(back - sent) * (1 + version - since) ** -0.5 for _, _, since, sent, back in taken]
@@ -331,7 +333,7 @@ def test_one_client_moves_the_integer_buffers_no_further_than_honest_ones(rule: 
         run.engine.tamper = tamper  # type: ignore[attr-defined]
         steps(run, 2)
         runs.append(run)
-        honest = torch.stack([one.counters for one in recording.of(2).values() if one.client != 4])
+        honest = torch.stack([record.counters for record in recording.of(2).values() if record.client != 4])
         assert bool((run.integers >= 1).all())
         assert bool((run.integers <= honest.amax(0)).all())
 
@@ -342,7 +344,7 @@ def test_integer_buffers_do_not_overflow_at_honest_clients(lie: int) -> None:
     run.engine.tamper = lying(lie)  # type: ignore[attr-defined]
     for number in range(1, 4):
         run.step()
-        assert bool((torch.stack([one.counters for one in recording.of(number).values()]) > 0).all())
+        assert bool((torch.stack([record.counters for record in recording.of(number).values()]) > 0).all())
         assert bool((run.integers > 0).all())
 
 
@@ -386,15 +388,16 @@ def test_no_epochs_are_none() -> None:
 
 
 class Shares(FedAvg):
-    """Clients return a share beside the model, some of them as a whole number."""
+    """Clients return a share beside the model, every second one as a whole number."""
 
-    whole = 0
+    parity = 0
+    """Clients whose number has this remainder by two return a whole number."""
 
     def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "share": (1,)}
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        share = torch.tensor([[1]] if cohort.clients[0] % 2 == self.whole else [[0.75]])
+        share = torch.tensor([[1]] if cohort.clients[0] % 2 == self.parity else [[0.75]])
         return {**super().train(cohort, inbox), "share": share}
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
@@ -402,10 +405,10 @@ class Shares(FedAvg):
         self.state["share"] = aggregate.mean["share"].reshape(1).double()
 
 
-@pytest.mark.parametrize("whole", [0, 1])
-def test_the_type_of_one_reply_decides_for_no_other(whole: int) -> None:
+@pytest.mark.parametrize("parity", [0, 1])
+def test_the_type_of_one_reply_decides_for_no_other(parity: int) -> None:
     method = Shares()
-    method.whole = whole
+    method.parity = parity
     run, _ = federation(method, awaited=9, rounds=1)
     try:
         run.step()
@@ -413,7 +416,7 @@ def test_the_type_of_one_reply_decides_for_no_other(whole: int) -> None:
         assert "Shares.train returned 'share' as" in str(error)  # noqa: PT017
         return
     faults = {fault["client"]: fault["reason"] for fault in run.history[0]["faults"]}
-    values = {client: 1.0 if client % 2 == whole else 0.75 for client in range(9) if client not in faults}
+    values = {client: 1.0 if client % 2 == parity else 0.75 for client in range(9) if client not in faults}
     assert all("Shares.train returned 'share' as" in reason for reason in faults.values())
     expected = sum(SIZES[client] * value for client, value in values.items()) / sum(SIZES[client] for client in values)
     assert float(run.algorithm.state["share"]) == pytest.approx(expected)
@@ -446,17 +449,17 @@ def test_a_method_may_call_something_integers(model: str, tmp_path: Path) -> Non
     steps(run, 2)
     assert run.algorithm.state["integers"].tolist() == [3.0, 3.0]
     run.save()
-    again, recording = federation(OwnIntegers(), small_task(model), directory=tmp_path, rounds=4)
-    assert again.algorithm.state["integers"].tolist() == [3.0, 3.0]
-    steps(again, 1)
-    assert all(one.inbox["integers"].tolist() == [3.0, 3.0] for one in recording.of(3).values())
-    assert again.algorithm.state["integers"].tolist() == [4.5, 4.5]
+    resumed, recording = federation(OwnIntegers(), small_task(model), directory=tmp_path, rounds=4)
+    assert resumed.algorithm.state["integers"].tolist() == [3.0, 3.0]
+    steps(resumed, 1)
+    assert all(record.inbox["integers"].tolist() == [3.0, 3.0] for record in recording.of(3).values())
+    assert resumed.algorithm.state["integers"].tolist() == [4.5, 4.5]
     if model == "norm":
-        assert bool((again.integers > run.integers).all())
+        assert bool((resumed.integers > run.integers).all())
 
 
 def test_every_nesting_here_is_built() -> None:
-    """So that a name that has changed is not taken for a refusal."""
+    """Guards the tests above: they would take the error about a renamed method for a refusal."""
     for name in ("fedmut", "private(fedavg, noise=1)", "stages(fedavg:2, fedmr)", "sparse(fedavg)", "lowrank(fedavg)"):
         assert build(name)
 
@@ -473,8 +476,8 @@ def test_a_wrapper_that_overrides_send_is_heard() -> None:
     run, recording = federation(HalvedDownload(build("fedavg")), rounds=1)
     start = run.algorithm.model().clone()
     run.step()
-    for seen in recording.of(1).values():
-        assert torch.equal(seen.inbox["model"], start / 2)
+    for record in recording.of(1).values():
+        assert torch.equal(record.inbox["model"], start / 2)
 
 
 def test_an_exchange_among_other_clients_keeps_what_each_level_sent() -> None:
