@@ -61,10 +61,10 @@ def test_the_code_on_a_page_prints_what_the_page_says(page: str, scripts: Script
     text = output(scripts, "\n".join(blocks(page, "python")), tmp_path)
     promised = "".join(blocks(page, "text"))
     assert NUMBER.sub("#", text) == NUMBER.sub("#", promised)
-    printed, said = ([float(number) for number in NUMBER.findall(words)] for words in (text, promised))
-    assert len(said) >= 3
+    printed, promised_numbers = ([float(number) for number in NUMBER.findall(words)] for words in (text, promised))
+    assert len(promised_numbers) >= 3
     # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of them.
-    assert printed == pytest.approx(said, abs=0.04)
+    assert printed == pytest.approx(promised_numbers, abs=0.04)
 
 
 COMPARED = """
@@ -261,7 +261,7 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
         text = page.read_text()
         assert "[[" not in re.sub(r"<code.*?</code>", "", text, flags=re.S), page
         fetched = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"', text)
-        for address in (one or other for one, other in fetched):
+        for address in (source or link for source, link in fetched):
             assert not re.match(r"(https?:)?//", address), (page, address)
     personal = (tmp_path / "site/methods/personal.html").read_text()
     assert 'id="ditto"' in personal

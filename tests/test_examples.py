@@ -74,19 +74,19 @@ def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> No
 def test_a_method_of_ones_own_is_compared_with_two_others(output: Callable[[str], str]) -> None:
     text = output("own_method")
     for method in ("fedavg", "heavy_clients", "stages(heavy_clients:15, fedmr)"):
-        first, second, *rounds, size = numbers(text, method)
-        assert min(first, second) > 70
+        accuracy_0, accuracy_1, *rounds, size = numbers(text, method)
+        assert min(accuracy_0, accuracy_1) > 70
         assert max(rounds) <= 30
         assert size == pytest.approx(10 * 4 * (64 * 64 + 64 + 64 * 10 + 10) / 1000, abs=1)  # ten models of float32
 
 
 def test_personal_models_are_better_and_fairer_where_clients_differ(output: Callable[[str], str]) -> None:
     text = output("personalise")
-    plain, own = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
+    plain, personal = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
     assert plain[0] == plain[1]  # without personalisation a client's own model is the global one
-    assert own[1] > plain[1] + 5
-    assert own[2] > plain[2]
-    assert own[3] < plain[3]
+    assert personal[1] > plain[1] + 5
+    assert personal[2] > plain[2]
+    assert personal[3] < plain[3]
 
 
 def test_own_data_go_from_arrays_to_a_saved_model(output: Callable[[str], str]) -> None:

@@ -84,16 +84,16 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
         f"[mypy-{','.join(f'{name}.*' for name in LARGE)}]\nfollow_imports = skip\n"
     )
     cache = ROOT / ".mypy_cache" / "user"
-    found, trouble, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(user)])
+    output, trouble, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(user)])
     assert trouble == ""
     expected = [(str(n), line.split("# ")[1]) for n, line in enumerate(USER.splitlines(), 1) if "# " in line]
-    assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", found, re.M) == expected, found
-    decorator, *types = re.findall(r'note: Revealed type is "(.*)"$', found, re.M)
+    assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", output, re.M) == expected, output
+    decorator, *types = re.findall(r'note: Revealed type is "(.*)"$', output, re.M)
     # Pyright, unlike mypy, takes a class for what its decorator returns.
     assert re.fullmatch(r"def \[(\w+).*\] \(\1.*\) -> \1.*", decorator), decorator
     assert len(types) == len(fedloom.__all__)
     assert "Any" not in types
-    assert sum("-> fedloom.algorithms." in each for each in types) == len(METHODS)
+    assert sum("-> fedloom.algorithms." in type_ for type_ in types) == len(METHODS)
 
 
 LIGHT = [
@@ -119,8 +119,8 @@ def test_the_lists_say_what_the_code_says() -> None:
     assert spec.loader is not None
     listings = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(listings)
-    same = LISTINGS.read_text(encoding="utf-8") == listings.text()
-    assert same, "run `python docs/generate/listings.py` and commit what it writes"
+    unchanged = LISTINGS.read_text(encoding="utf-8") == listings.text()
+    assert unchanged, "run `python docs/generate/listings.py` and commit what it writes"
 
 
 def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:

@@ -33,23 +33,23 @@ class Shuffled(RowsEngine):
     """Trains the clients in another order, with another replica for every second one."""
 
     def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        other = RowsEngine(self.task)
-        other.store = self.store
+        replica = RowsEngine(self.task)
+        replica.store = self.store
         order = torch.randperm(len(client_tasks), generator=torch.Generator().manual_seed(round.number)).tolist()
         for k in order:
-            engine = super() if k % 2 else other
+            engine = super() if k % 2 else replica
             yield from engine.train(algorithm, round, [client_tasks[k]])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "indep", "stages(fedavg:2, fedmr)"])
 def test_results_do_not_depend_on_the_order_or_grouping_of_clients(method: str) -> None:
     task = small_task(momentum=0.9)
-    one = federation(build(method), task, 4)
-    two = Federation(build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4))
-    one.run()
-    two.run()
-    assert torch.equal(one.algorithm.model(), two.algorithm.model())
-    assert one.history == two.history
+    expected = federation(build(method), task, 4)
+    shuffled = Federation(build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4))
+    expected.run()
+    shuffled.run()
+    assert torch.equal(expected.algorithm.model(), shuffled.algorithm.model())
+    assert expected.history == shuffled.history
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -65,13 +65,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
     task = replace_model(nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     torch.manual_seed(0)
-    first = federation(build("fedavg"), task, 2)
-    first.run()
+    run = federation(build("fedavg"), task, 2)
+    run.run()
     state = torch.get_rng_state()
     torch.manual_seed(99)
-    second = federation(build("fedavg"), task, 2)
-    second.run()
-    assert torch.equal(first.algorithm.model(), second.algorithm.model())
+    repeated = federation(build("fedavg"), task, 2)
+    repeated.run()
+    assert torch.equal(run.algorithm.model(), repeated.algorithm.model())
     torch.manual_seed(0)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -160,9 +160,9 @@ def test_when_nobody_answers_the_model_stays() -> None:
 
 @dataclass
 class Hostile(FedAvg):
-    """FedAvg in which one client answers with something else."""
+    """FedAvg in which client 2 sends a damaged reply."""
 
-    what: str = ""
+    harm: str = ""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)
@@ -177,13 +177,13 @@ class Hostile(FedAvg):
             "more": {"model": model, "extra": model},
             "complex": {"model": model.to(torch.complex64)},
         }
-        if self.what == "error":
+        if self.harm == "error":
             raise RuntimeError("the disk of this client is full")
-        return wrong[self.what]
+        return wrong[self.harm]
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("harm", "reason"),
     [
         ("nan", "not finite"),
         ("infinite", "not finite"),
@@ -194,9 +194,9 @@ class Hostile(FedAvg):
         ("error", "RuntimeError: the disk of this client is full"),
     ],
 )
-def test_a_damaged_reply_is_refused_named_and_counted(what: str, reason: str) -> None:
+def test_a_damaged_reply_is_refused_named_and_counted(harm: str, reason: str) -> None:
     task = small_task()
-    hostile = federation(Hostile(what=what), task, 1, participation=1.0)
+    hostile = federation(Hostile(harm=harm), task, 1, participation=1.0)
     hostile.run()
     (fault,) = hostile.history[0]["faults"]
     assert fault["client"] == 2
@@ -254,17 +254,19 @@ def test_learning_reaches_a_useful_model() -> None:
 
 
 def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
-    task, held = small_task(), []
+    task, counts = small_task(), []
 
     def count(record: dict[str, Any], timing: dict[str, Any]) -> None:
         names = {"bytes_down", "train_seconds", "values"}
         if record["round"] in (2, 6):
-            held.append(sum(not names.isdisjoint(one) for one in gc.get_objects() if type(one) is dict))
+            counts.append(
+                sum(not names.isdisjoint(candidate) for candidate in gc.get_objects() if type(candidate) is dict)
+            )
 
     result = fl.run(
         "fedavg", task, rounds=6, participation=1.0, directory=tmp_path, record=["similarity"], on_round=count
     )
-    assert held[1] <= held[0] + 2  # those of the round in progress
+    assert counts[1] <= counts[0] + 2  # those of the round in progress
     federation = result.federation
     assert len(federation.history) == len(federation.timings) == federation.finished == 6
     assert len(result.recorded) == 1

@@ -36,7 +36,7 @@ clients = 4
 """
 
 
-def told(app: Path) -> dict[str, Any]:
+def run_settings(app: Path) -> dict[str, Any]:
     """Return the run configuration of server and sites."""
     return dict(tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
 
@@ -46,10 +46,10 @@ def written(app: Path) -> set[str]:
 
 
 def test_without_a_file_it_is_the_example(tmp_path: Path) -> None:
-    made = write_app(tmp_path / "my-app")
+    configuration = write_app(tmp_path / "my-app")
     assert written(tmp_path / "my-app") == FILES
-    assert (made.name, made.data.clients, made.algorithm) == ("my-app", 3, "fedmr")
-    text = told(tmp_path / "my-app")["configuration"]
+    assert (configuration.name, configuration.data.clients, configuration.algorithm) == ("my-app", 3, "fedmr")
+    text = run_settings(tmp_path / "my-app")["configuration"]
     assert tomllib.loads(text) == tomllib.loads(EXAMPLE)
     assert "$" not in (tmp_path / "my-app" / "pyproject.toml").read_text()
 
@@ -58,14 +58,14 @@ def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> 
     text = '# Why: "quotes" and \\ and é\nalgorithm = "fedavg"\n[data]\nclients = 5 # sites\n'
     (tmp_path / "job.toml").write_text(text)
     assert write_app(tmp_path / "app", tmp_path / "job.toml").data.clients == 5
-    assert told(tmp_path / "app")["configuration"].strip() == text.strip()
+    assert run_settings(tmp_path / "app")["configuration"].strip() == text.strip()
     assert "keys --sites 5 " in (tmp_path / "app" / "README.md").read_text()
 
 
 def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     write_app(tmp_path / "app", tmp_path / "job.toml", ["algorithm=scaffold", "data.clients=6", "training.epochs=2"])
-    written = tomllib.loads(told(tmp_path / "app")["configuration"])
+    written = tomllib.loads(run_settings(tmp_path / "app")["configuration"])
     assert written == {
         "name": "job", "algorithm": "scaffold", "rounds": 7, "plugins": [],
         "data": {"clients": 6}, "training": {"epochs": 2},
@@ -164,7 +164,7 @@ def test_flower_builds_it_and_leaves_keys_out(tmp_path: Path) -> None:
         names = set(archive.namelist())
         packed = tomllib.loads(archive.read("pyproject.toml").decode())
     assert names == (FILES - {".gitignore"}) | {".info/CONTENT"}
-    assert packed["tool"]["flwr"]["app"]["config"] == told(app)
+    assert packed["tool"]["flwr"]["app"]["config"] == run_settings(app)
 
 
 def imported(app: Path) -> dict[str, Any]:

@@ -39,9 +39,9 @@ def simulated(config: dict[str, Any]) -> tuple[Federation, list[set[int]]]:
     arrivals = []
     for _ in range(ROUNDS):
         record, _ = federation.step()
-        after = {client for client in federation.algorithm.state["client"].tolist() if client >= 0}
-        arrivals.append((busy | set(record["clients"])) - after)
-        busy = after
+        still_busy = {client for client in federation.algorithm.state["client"].tolist() if client >= 0}
+        arrivals.append((busy | set(record["clients"])) - still_busy)
+        busy = still_busy
     return federation, arrivals
 
 

@@ -108,11 +108,11 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     federation.engine.sites.deadline = 60.0  # type: ignore[attr-defined]
     federation.run()
     expected.run()
-    for one, two in zip(federation.history[:1], expected.history[:1], strict=True):
-        sent = len(one["clients"]) - 1  # the late site was sent the message, the absent one was not
-        assert one["bytes_down"] * len(one["clients"]) == two["bytes_down"] * sent
-        one["bytes_down"] = two["bytes_down"]
-        one["faults"], two["faults"] = [], []
+    for actual_record, expected_record in zip(federation.history[:1], expected.history[:1], strict=True):
+        sent = len(actual_record["clients"]) - 1  # the late site was sent the message, the absent one was not
+        assert actual_record["bytes_down"] * len(actual_record["clients"]) == expected_record["bytes_down"] * sent
+        actual_record["bytes_down"] = expected_record["bytes_down"]
+        actual_record["faults"], expected_record["faults"] = [], []
     assert_close(federation, expected)
 
 
@@ -236,7 +236,9 @@ def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- what a site does with messages that lie ---
 
 
-def asked(kind: str, words: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path) -> dict[str, Any]:
+def answer_of_site_0(
+    kind: str, words: dict[str, Any], tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> dict[str, Any]:
     """Return the answer of site 0."""
     config = run_config("fedavg", tmp_path / "run")
     LocalGrid({}, config)  # for Flower's own identity
@@ -262,7 +264,7 @@ INBOX = {"model": torch.zeros(1, SIZE), INTEGERS: torch.zeros(1, 1, dtype=torch.
 
 
 def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
-    words = asked("train", ORDER, INBOX, tmp_path)
+    words = answer_of_site_0("train", ORDER, INBOX, tmp_path)
     assert words.pop("figures").keys() == {"training_loss"}
     assert words == {"site": 0, "round": 1, "memory": 0}
 
@@ -286,7 +288,7 @@ def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
 def test_a_site_checks_what_it_gets(
     words: dict[str, Any], tensors: dict[str, torch.Tensor], reason: str, tmp_path: Path
 ) -> None:
-    answer = asked("train", ORDER | words, INBOX | tensors, tmp_path)
+    answer = answer_of_site_0("train", ORDER | words, INBOX | tensors, tmp_path)
     assert reason in answer["refused"]
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -307,16 +309,16 @@ def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> N
     assert isinstance(federation.engine, FlowerEngine)
     versions = federation.engine.memory()["versions"].tolist()
     for number in range(CLIENTS):
-        kept = sorted(
+        stored = sorted(
             int(path.stem.rpartition("v")[2]) for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
         )
-        assert versions[number] in [*kept, 0]
-        assert len(kept) <= 2  # nothing was checkpointed: the newest, and the one that it was made from
+        assert versions[number] in [*stored, 0]
+        assert len(stored) <= 2  # nothing was checkpointed: the newest, and the one that it was made from
     message = next(m for m in reversed(grid.sent) if m.metadata.message_type == "train")
     node = grid.nodes[message.metadata.dst_node_id]
-    one, two = (node.answer(message, config, message.metadata.dst_node_id) for _ in range(2))
-    assert one.content.array_records == two.content.array_records
-    assert json.loads(str(one.content.config_records["fedloom"]["words"]))["round"] == 5
+    answer, repeated = (node.answer(message, config, message.metadata.dst_node_id) for _ in range(2))
+    assert answer.content.array_records == repeated.content.array_records
+    assert json.loads(str(answer.content.config_records["fedloom"]["words"]))["round"] == 5
 
 
 def test_the_engine_remembers_versions_through_a_rollback(tmp_path: Path) -> None:

@@ -88,12 +88,12 @@ def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
     """Write everybody's data, and the app, whose data function reads this kind of it."""
     write, data_set, model = KINDS[kind]
     suffix = "" if kind == "pictures" else ".csv"
-    for place in ("server", *range(SITES)):
-        target = folder / f"data-{place}" / f"{kind}{suffix}"
+    for owner in ("server", *range(SITES)):
+        target = folder / f"data-{owner}" / f"{kind}{suffix}"
         target.parent.mkdir(exist_ok=True)
         if target.is_dir():
             shutil.rmtree(target)
-        write(target, np.random.default_rng([7, list(KINDS).index(kind), 9 if place == "server" else int(place)]))
+        write(target, np.random.default_rng([7, list(KINDS).index(kind), 9 if owner == "server" else int(owner)]))
     server = folder / "data-server" / f"{kind}{suffix}"
     if kind == "numbers":
         numbers = np.loadtxt(server, delimiter=",")
@@ -108,8 +108,8 @@ def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
     app = folder / name
     write_app(app, job, changes)
     data = app / "federation" / "data.py"
-    here = f'os.environ["SITE_DATA"] + "/{kind}{suffix}"'
-    data.write_text(data.read_text().replace('os.environ["SITE_DATA"]', here))
+    path_code = f'os.environ["SITE_DATA"] + "/{kind}{suffix}"'
+    data.write_text(data.read_text().replace('os.environ["SITE_DATA"]', path_code))
     return app
 
 
@@ -137,11 +137,11 @@ def require_statistics(app: Path, deployment: Deployment) -> None:
     run = deployment.run(app, output=str(output), only="statistics", smallest=1)
     status = deployment.wait_for_run(run, PATIENCE, sign=output / "statistics.html")
     assert status == "finished:completed", deployment.logs()
-    told = Statistics.read(output / "statistics.json")
+    statistics = Statistics.read(output / "statistics.json")
     # A quarter of each site's rows is set aside to judge the model.
-    assert (told.clients, told.columns["age"].count) == (SITES, SITES * 90)
+    assert (statistics.clients, statistics.columns["age"].count) == (SITES, SITES * 90)
     pooled = pd.concat([pd.read_csv(deployment.folder / f"data-{site}" / "table.csv") for site in range(SITES)])
-    assert told.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=0.1)
+    assert statistics.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=0.1)
     assert not (output / "metrics.jsonl").exists()
 
 
@@ -173,14 +173,14 @@ def require_scores(kind: str, output: Path, folder: Path) -> None:
     predictor = fl.load(output)
     rng = np.random.default_rng(5)
     if kind == "table":
-        new = patients(rng, 60)
-        assert np.mean(predictor.predict(new.drop(columns="outcome")) == new["outcome"]) > 0.7
+        rows = patients(rng, 60)
+        assert np.mean(predictor.predict(rows.drop(columns="outcome")) == rows["outcome"]) > 0.7
         statistics = json.loads((output / "statistics.json").read_text())
         assert statistics["columns"]["age"]["count"] == SITES * 90
     elif kind == "texts":
         write_texts(folder / "new.csv", rng)
-        new = pd.read_csv(folder / "new.csv")
-        assert np.mean(predictor.predict(new) == new["topic"]) > 0.7
+        rows = pd.read_csv(folder / "new.csv")
+        assert np.mean(predictor.predict(rows) == rows["topic"]) > 0.7
     elif kind == "numbers":
         assert list(map(str, predictor.predict(np.array([[3.0] * 4, [-3.0] * 4], np.float32)))) == ["1", "0"]
     else:
@@ -212,12 +212,12 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     assert absent
     clients = [json.loads(line) for line in (output / "clients.jsonl").read_text().splitlines()]
     assert 0 in clients[-1]["client"]["clients"]
-    new = patients(np.random.default_rng(5), 60)
-    new.drop(columns="outcome").to_csv(tmp_path / "new.csv", index=False)
+    rows = patients(np.random.default_rng(5), 60)
+    rows.drop(columns="outcome").to_csv(tmp_path / "new.csv", index=False)
     # The directory alone goes to where predictions are made.
     shutil.copytree(output, tmp_path / "model")
     scored = tmp_path / "scored.csv"
     assert main(["predict", str(tmp_path / "model"), str(tmp_path / "new.csv"), "--to", str(scored)]) == 0
     answers = pd.read_csv(scored)
-    (column,) = [name for name in answers if name not in new.columns[:-1]]
-    assert np.mean(answers[column] == new["outcome"]) > 0.7
+    (column,) = [name for name in answers if name not in rows.columns[:-1]]
+    assert np.mean(answers[column] == rows["outcome"]) > 0.7

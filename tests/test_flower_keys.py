@@ -60,9 +60,12 @@ def test_the_server_can_sign_no_certificate_and_the_authority_is_no_server(tmp_p
     authority = x509.load_pem_x509_certificate((tmp_path / "server" / "ca.crt").read_bytes())
     server = x509.load_pem_x509_certificate((tmp_path / "server" / "server.crt").read_bytes())
     usage = {
-        name: one.extensions.get_extension_for_class(x509.KeyUsage) for name, one in (("a", authority), ("s", server))
+        name: certificate.extensions.get_extension_for_class(x509.KeyUsage)
+        for name, certificate in (("a", authority), ("s", server))
     }
-    basic = [one.extensions.get_extension_for_class(x509.BasicConstraints) for one in (authority, server)]
+    basic = [
+        certificate.extensions.get_extension_for_class(x509.BasicConstraints) for certificate in (authority, server)
+    ]
     assert [extension.value.ca for extension in basic] == [True, False]
     assert basic[0].value.path_length == 0
     assert all(extension.critical for extension in [*usage.values(), *basic])
@@ -103,7 +106,8 @@ def test_private_keys_are_for_their_owner_alone_whatever_the_umask(tmp_path: Pat
 def test_nothing_private_lies_where_it_does_not_belong(tmp_path: Path) -> None:
     keys = make_keys(tmp_path, 2)
     names = {
-        place.name: sorted(path.name for path in place.iterdir()) for place in (keys.server, keys.site(0), keys.site(1))
+        folder.name: sorted(path.name for path in folder.iterdir())
+        for folder in (keys.server, keys.site(0), keys.site(1))
     }
     assert names == {
         "server": ["ca.crt", "server.crt", "server.key", "site-0.pub", "site-1.pub"],
@@ -117,8 +121,8 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path: Path) 
     make_keys(tmp_path, 2, ["fl.example.org"])
     before = contents(tmp_path)
     assert make_keys(tmp_path, 2).written == []
-    more = make_keys(tmp_path, 3)
-    assert {path.name for path in more.written} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
+    extended = make_keys(tmp_path, 3)
+    assert {path.name for path in extended.written} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
     after = contents(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"site-0/peers.pub", "site-1/peers.pub"}
 

@@ -17,8 +17,8 @@ def test_a_list_holds_what_the_keys_are(tmp_path: Path) -> None:
     keys = make_keys(tmp_path, 3)
     lists = {(keys.site(number) / "peers.pub").read_bytes() for number in range(3)}
     assert lists == {b"".join(keys.public(number).read_bytes() for number in range(3))}
-    more = make_keys(tmp_path, 4)
-    assert sorted(read_peers(more.site(0) / "peers.pub")) == [0, 1, 2, 3]
+    extended = make_keys(tmp_path, 4)
+    assert sorted(read_peers(extended.site(0) / "peers.pub")) == [0, 1, 2, 3]
 
 
 def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -63,13 +63,13 @@ def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) 
     spoil, changes, message = WRONG[kind]
     make_keys(tmp_path, 2)
     spoil(tmp_path)
-    place = tmp_path / "site-0"
-    config = {"identity": str(place / "site.key"), "peers": str(place / "peers.pub"), **changes}
+    folder = tmp_path / "site-0"
+    config = {"identity": str(folder / "site.key"), "peers": str(folder / "peers.pub"), **changes}
     with pytest.raises((InvalidValue, DataError), match=message) as caught:
         NodeConfig.read({"partition-id": 0} | config)
     assert "\n" not in str(caught.value)
 
 
 def test_a_site_that_names_no_key_has_none() -> None:
-    found = NodeConfig.read({"partition-id": 3})
-    assert (found.number, found.identity, found.data, found.fewest_peers) == (3, None, None, FEWEST_PEERS)
+    config = NodeConfig.read({"partition-id": 3})
+    assert (config.number, config.identity, config.data, config.fewest_peers) == (3, None, None, FEWEST_PEERS)

@@ -69,19 +69,19 @@ def trained(folder: Path, number: int) -> list[bytes]:
 
 
 def pool(federation: Federation) -> torch.Tensor:
-    (method,) = [part for part in federation.algorithm.nested() if isinstance(part, FedMR)]
-    return method.state["pool"]
+    (fedmr,) = [method for method in federation.algorithm.nested() if isinstance(method, FedMR)]
+    return fedmr.state["pool"]
 
 
 def by_layer(models: list[list[bytes]]) -> list[list[bytes]]:
     return [sorted(layers) for layers in zip(*models, strict=True)]
 
 
-def require_whole(folder: Path, federation: Federation, before: torch.Tensor, absent: set[int]) -> None:
+def require_whole(folder: Path, federation: Federation, dispatched: torch.Tensor, absent: set[int]) -> None:
     """Every layer that was trained and uploaded is in the pool once, and where a site is absent, the model it was sent."""
     selected = federation.history[-1]["clients"]
     rows = [
-        to_layers(before[slot], UNITS) if number in absent else trained(folder, number)
+        to_layers(dispatched[slot], UNITS) if number in absent else trained(folder, number)
         for slot, number in enumerate(selected)
     ]
     assert by_layer([to_layers(row, UNITS) for row in pool(federation)]) == by_layer(rows)
@@ -103,23 +103,23 @@ def require_whole(folder: Path, federation: Federation, before: torch.Tensor, ab
     ],
 )
 def test_an_exchange_between_sites_moves_what_a_simulation_moves(algorithm: str, tmp_path: Path) -> None:
-    found, _ = started(tmp_path, algorithm)
-    found.run()
+    deployed, _ = started(tmp_path, algorithm)
+    deployed.run()
     expected = on_one_machine(tmp_path, algorithm, 2)
-    carried, moved = (federation.history[-1]["peer_bytes"] for federation in (found, expected))
+    carried, moved = (federation.history[-1]["peer_bytes"] for federation in (deployed, expected))
     assert carried > moved > 0
-    assert_close(found, expected, except_for={"peer_bytes"})
-    assert not any(record["faults"] for record in found.history)
+    assert_close(deployed, expected, except_for={"peer_bytes"})
+    assert not any(record["faults"] for record in deployed.history)
 
 
 def test_with_secret_choices_the_layers_are_the_same_in_other_models(tmp_path: Path) -> None:
-    found, _ = started(tmp_path, "secure(fedmr, repeats=4)", rounds=1, choices="secret")
-    found.run()
+    deployed, _ = started(tmp_path, "secure(fedmr, repeats=4)", rounds=1, choices="secret")
+    deployed.run()
     expected = on_one_machine(tmp_path, "secure(fedmr, repeats=4)", 1)
-    ours, theirs = ([to_layers(row, UNITS) for row in pool(federation)] for federation in (found, expected))
-    torch.testing.assert_close(found.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-6)
+    ours, theirs = ([to_layers(row, UNITS) for row in pool(federation)] for federation in (deployed, expected))
+    torch.testing.assert_close(deployed.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-6)
     assert len(by_layer(ours)) == len(UNITS)
-    require_whole(tmp_path, found, pool(found), set())
+    require_whole(tmp_path, deployed, pool(deployed), set())
     assert by_layer(ours) == by_layer(theirs)
 
 
@@ -132,16 +132,16 @@ def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
     dispatched = [layer for row in pool(federation) for layer in to_layers(row, UNITS)]
     began = len(grid.sent)
     federation.step()
-    own = [layer for number in selected(2) for layer in trained(tmp_path, number)]
-    answers = [on_the_wire(answer) for one in grid.nodes.values() for answer in getattr(one, "answers", [])]
+    trained_layers = [layer for number in selected(2) for layer in trained(tmp_path, number)]
+    answers = [on_the_wire(answer) for peer in grid.nodes.values() for answer in getattr(peer, "answers", [])]
     wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
     everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
     # A bias before batch normalisation has no gradient, so what a site was sent may be what it has after training.
-    known = {piece for layer in dispatched for piece in pieces(layer)}
-    for layer in own:
-        new = [piece for piece in pieces(layer) if piece not in known]
-        assert len(new) >= len(pieces(layer)) - 1
-        assert not any(piece in everything for piece in new)
+    sent_pieces = {piece for layer in dispatched for piece in pieces(layer)}
+    for layer in trained_layers:
+        fresh = [piece for piece in pieces(layer) if piece not in sent_pieces]
+        assert len(fresh) >= len(pieces(layer)) - 1
+        assert not any(piece in everything for piece in fresh)
     for layer in dispatched:
         assert not any(piece in b"".join(answers) for piece in pieces(layer))
         assert any(piece in everything for piece in pieces(layer)), "the server did not send it"
@@ -163,17 +163,17 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
     federation.run()
     assert modes == {f"site-{number:06d}": 0o600 for number in selected(1)}
     assert list(tmp_path.glob("site-*/*/*.peer")) == []
-    kept = list(tmp_path.glob("site-*/*/site-*.trained"))
-    assert len(kept) == 3
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
+    paths = list(tmp_path.glob("site-*/*/site-*.trained"))
+    assert len(paths) == 3
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths)
 
 
 def client_task(**words: Any) -> dict[str, Any]:
-    told = {
+    round_settings = {
         "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
         "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0, 1, 2], "poisson": False,
     }  # fmt: skip
-    return {"federation": "0123456789abcdef", "round": told, "site": 0, "client": 0, "memory": 0, **words}
+    return {"federation": "0123456789abcdef", "round": round_settings, "site": 0, "client": 0, "memory": 0, **words}
 
 
 def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_path: Path) -> None:
@@ -182,23 +182,25 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     task = deployment(config).configuration.task(3)
     expected = {"model": [task.layout.size], INTEGERS: [task.layout.integers]}
     inbox = {"model": task.initial.unsqueeze(0), INTEGERS: task.initial_integers.unsqueeze(0)}
-    reply = asked(grid, "train", client_task(expected=expected, exchanged=False), inbox)
+    reply = answer_to(grid, "train", client_task(expected=expected, exchanged=False), inbox)
     assert words_of(reply)["site"] == 0
     assert sorted(reply.content.array_records[ARRAYS]) == [INTEGERS]
     upload = client_task(run="mine", when="before_upload", upload=True)
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(asked(grid, "query.exchange", upload))
+        words_of(answer_to(grid, "query.exchange", upload))
     with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
         words_of(
-            asked(grid, "query.exchange", client_task(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
+            answer_to(grid, "query.exchange", client_task(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
         )
     for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
         with pytest.raises(Refusal, match="the terms are not those of this exchange"):
             words_of(
-                asked(grid, "query.exchange", client_task(run="mine", when="before_upload"), parcel=begun(**changes))
+                answer_to(
+                    grid, "query.exchange", client_task(run="mine", when="before_upload"), parcel=begun(**changes)
+                )
             )
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(asked(grid, "train", client_task(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
+        words_of(answer_to(grid, "train", client_task(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
 
 
 def begun(**changes: Any) -> bytes:
@@ -208,7 +210,7 @@ def begun(**changes: Any) -> bytes:
     ).encode()
 
 
-def asked(
+def answer_to(
     grid: ExchangeGrid,
     kind: str,
     words: dict[str, Any],
@@ -234,8 +236,8 @@ def test_a_process_that_hands_messages_over_loads_neither_pytorch_nor_data() -> 
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: str, step: int, tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, TWO)
-    one.when, one.round, one.leaves = when, "2", step
+    peer = node(grid, TWO)
+    peer.when, peer.round, peer.leaves = when, "2", step
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
@@ -247,22 +249,24 @@ def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: st
 def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(tmp_path: Path) -> None:
     """They exchange no second time without it: the difference would tell the server whose layers were missing."""
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, THREE)
-    one.round, one.drops_upload = "2", True
+    peer = node(grid, THREE)
+    peer.round, peer.drops_upload = "2", True
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
     assert [fault["client"] for fault in record["faults"]] == [THREE]
     layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
-    known = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(original[2], UNITS)])
-    assert all(Counter(found) <= Counter(all_) for found, all_ in zip(layers, known, strict=True))
-    assert all(layer in found for found, layer in zip(layers, to_layers(original[2], UNITS), strict=True))
+    sources = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(original[2], UNITS)])
+    assert all(Counter(drawn) <= Counter(available) for drawn, available in zip(layers, sources, strict=True))
+    assert all(layer in drawn for drawn, layer in zip(layers, to_layers(original[2], UNITS), strict=True))
     assert record["bytes_up"] == 2 * (4 * original.shape[1] + 8)
     begun = [message for message in grid.sent if message.metadata.message_type == "query.exchange"]
     attempts = [PeerMessage.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
-    last = [terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)]
-    assert {terms.run for terms in last} == {last[0].run}
-    assert {terms.attempt for terms in last} == {0}
+    upload_terms = [
+        terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)
+    ]
+    assert {terms.run for terms in upload_terms} == {upload_terms[0].run}
+    assert {terms.attempt for terms in upload_terms} == {0}
 
 
 def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> None:
@@ -270,17 +274,17 @@ def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> N
     federation, grid = started(tmp_path, "secure(fedmr, repeats=1, when='before_upload')", rounds=1)
     began = len(grid.sent)
     federation.run()
-    asked = grid.sent[began:]
+    requests = grid.sent[began:]
     number = selected(1)[0]
-    one = node(grid, number)
-    trainings = [m for m in asked if m.metadata.message_type == "train" and words_of(m)["site"] == number]
+    peer = node(grid, number)
+    trainings = [m for m in requests if m.metadata.message_type == "train" and words_of(m)["site"] == number]
     begin = next(
         m
-        for m in asked
+        for m in requests
         if m.metadata.message_type == "query.exchange" and words_of(m)["site"] == number and parcel_of(m)
     )
-    assert words_of(one.answer(trainings[0], grid.run_config, 1))["site"] == number  # it trains the same model again
-    answer = PeerMessage.decode(parcel_of(one.answer(begin, grid.run_config, 1)), number)
+    assert words_of(peer.answer(trainings[0], grid.run_config, 1))["site"] == number  # it trains the same model again
+    answer = PeerMessage.decode(parcel_of(peer.answer(begin, grid.run_config, 1)), number)
     assert answer.fault is not None
     assert answer.fault.detail == "this model was uploaded before"
 
@@ -288,8 +292,8 @@ def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> N
 def test_when_too_few_are_left_everybody_sits_out_the_round(tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
     for number in (ONE, THREE):
-        one = node(grid, number)
-        one.round, one.leaves = "2", 1
+        peer = node(grid, number)
+        peer.round, peer.leaves = "2", 1
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
@@ -302,8 +306,8 @@ def test_when_too_few_are_left_everybody_sits_out_the_round(tmp_path: Path) -> N
 
 def test_a_site_wants_company_of_two_unless_its_owner_asks_for_less(tmp_path: Path) -> None:
     federation, grid = started(tmp_path, SHORT)
-    for one in grid.nodes.values():
-        del one.config["fewest-peers"]
+    for peer in grid.nodes.values():
+        del peer.config["fewest-peers"]
     gone = node(grid, ONE)
     gone.round, gone.leaves = "2", 1
     federation.step()
@@ -324,8 +328,8 @@ def twice(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
 
 
 def altered(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
-    first = letters[0]
-    return (first._replace(body=first.body[:-1] + bytes([first.body[-1] ^ 1])), *letters[1:])
+    letter = letters[0]
+    return (letter._replace(body=letter.body[:-1] + bytes([letter.body[-1] ^ 1])), *letters[1:])
 
 
 def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
@@ -345,15 +349,15 @@ def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
 def test_letters_that_are_meddled_with_are_noticed(when: str, change: Change, reason: str, tmp_path: Path) -> None:
     """The server has seen that the sender is not to blame: the site to which they came otherwise sits out the round."""
     federation, grid = started(tmp_path, SHORT)
-    one = node(grid, TWO)
-    one.when, one.round, one.change = when, "2", (2, change)
+    peer = node(grid, TWO)
+    peer.when, peer.round, peer.change = when, "2", (2, change)
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
-    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    ((client, fault_reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == TWO
-    assert "accuses without proof" in told
-    assert reason in told
+    assert "accuses without proof" in fault_reason
+    assert reason in fault_reason
     require_whole(tmp_path, federation, original, {TWO})
 
 
@@ -365,14 +369,14 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
         return noted[0]
 
     noted: list[tuple[Letter, ...]] = []
-    one = node(grid, TWO)
-    one.round, one.change, one.also = "2", (2, stale), (3, stale)
+    peer = node(grid, TWO)
+    peer.round, peer.change, peer.also = "2", (2, stale), (3, stale)
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
-    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    ((client, reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == TWO
-    assert "belongs to another stage or exchange" in told
+    assert "belongs to another stage or exchange" in reason
     require_whole(tmp_path, federation, original, {TWO})
 
 
@@ -380,7 +384,7 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
     """The exchange hides who sent garbage: each such layer keeps the server's values, and the round goes on."""
     federation, _ = started(tmp_path, SHORT)
     federation.step()
-    before, spoilt = pool(federation), selected(2)[0]
+    dispatched, spoilt = pool(federation), selected(2)[0]
     began = federation.engine.train_at_sites  # type: ignore[attr-defined]
 
     def trained_otherwise(*arguments: Any, **options: Any) -> Any:
@@ -400,10 +404,10 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
     assert record["faults"] == []
     assert bool(pool(federation).isfinite().all())
     layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
-    known = by_layer(
-        [*(trained(tmp_path, number) for number in selected(2)), *(to_layers(row, UNITS) for row in before)]
+    sources = by_layer(
+        [*(trained(tmp_path, number) for number in selected(2)), *(to_layers(row, UNITS) for row in dispatched)]
     )
-    assert all(set(found) <= set(all_) for found, all_ in zip(layers, known, strict=True))
+    assert all(set(drawn) <= set(available) for drawn, available in zip(layers, sources, strict=True))
 
 
 def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Path) -> None:
@@ -417,9 +421,9 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
     (tmp_path / "keys" / f"site-{number}" / "peers.pub").write_bytes(b"".join(listed))
     record, _ = federation.step()
     assert record["clients"] == list(selected(1))
-    ((client, told),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
+    ((client, reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == number
-    assert "is not who it says" in told
+    assert "is not who it says" in reason
 
 
 # --- who a site is ---

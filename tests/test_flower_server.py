@@ -65,19 +65,21 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
         assert (tmp_path / "here" / file).exists()
     assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
     # The seconds to a target, of the real clock; those of a simulation on one machine say nothing of the method.
-    pages = [rewrite_reports(tmp_path / place, read_runs(tmp_path / place))[0] for place in ("sites", "here")]
+    pages = [rewrite_reports(tmp_path / folder, read_runs(tmp_path / folder))[0] for folder in ("sites", "here")]
     assert ["Seconds to" in page.read_text() for page in pages] == [True, False]
     for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():
         torch.testing.assert_close(read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor)
     load_model(tmp_path / "sites", NormNet())
-    one, two = (lines(tmp_path / place / "metrics.jsonl") for place in ("sites", "here"))
-    assert [record["bytes_up"] for record in one] == [record["bytes_up"] for record in two]
+    at_sites, on_one_machine = (lines(tmp_path / folder / "metrics.jsonl") for folder in ("sites", "here"))
+    assert [record["bytes_up"] for record in at_sites] == [record["bytes_up"] for record in on_one_machine]
     judged = [
         {name: value for name, value in records[-1].items() if "f1_macro" in name or "surest" in name}
-        for records in (one, two)
+        for records in (at_sites, on_one_machine)
     ]
     assert judged[0] == pytest.approx(judged[1], rel=1e-4)
-    assert {f"{part}{name}" for part in ("", "client_", "personal_") for name in ("f1_macro", "surest")} <= {*judged[0]}
+    assert {f"{prefix}{name}" for prefix in ("", "client_", "personal_") for name in ("f1_macro", "surest")} <= {
+        *judged[0]
+    }
     sent = len(grid.sent)
     server_app.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
     assert len(grid.sent) == sent
@@ -88,15 +90,15 @@ class Killed(BaseException):
 
 
 class Mortal(LocalGrid):
-    """The server dies at the first order of round `last`; what its disk held then is copied to `grave`."""
+    """The server dies when it orders round `deadly` for the first time; its disk is then copied to `grave`."""
 
-    last: int
+    deadly: int
     output: Path
     grave: Path
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         sent = list(messages)
-        if sent[0].metadata.message_type == "train" and sent[0].metadata.group_id == str(self.last):
+        if sent[0].metadata.message_type == "train" and sent[0].metadata.group_id == str(self.deadly):
             shutil.copytree(self.output, self.grave)
             raise Killed
         return super().push_messages(sent)
@@ -108,14 +110,14 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
     config = run_config(algorithm, tmp_path / "run", rounds=6)
     config["configuration"] = config["configuration"].replace("rounds = 6", "rounds = 6\ncheckpoint_every = 2")
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config)
-    grid.last, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
+    grid.deadly, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
     with pytest.raises(Killed):
         server_app.serve(grid, config, PAUSE)
     shutil.rmtree(tmp_path / "run")  # what the dying server still wrote, which a killed one does not
     (tmp_path / "grave").rename(tmp_path / "run")
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
-    again = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
-    server_app.serve(again, config, PAUSE)
+    renamed = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
+    server_app.serve(renamed, config, PAUSE)
     untouched = {**config, "output": str(tmp_path / "whole")}
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
     assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
@@ -140,7 +142,7 @@ def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
 ) -> None:
     """Flower has a handler of its own, which leaves by `sys.exit`."""
     monkeypatch.setattr(signal_handler, "flwr_exit", lambda **_: sys.exit(0))
-    before = {number: signal.getsignal(number) for number in signal_handler.SIGNAL_TO_EXIT_CODE}
+    handlers = {number: signal.getsignal(number) for number in signal_handler.SIGNAL_TO_EXIT_CODE}
     config = run_config("scaffold", tmp_path / "run", rounds=6)  # one checkpoint, at the end
     sites = nodes(CLIENTS, tmp_path / "memory")
     try:
@@ -148,7 +150,7 @@ def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
         with pytest.raises(SystemExit):
             server_app.serve(Interrupted(sites, config), config, PAUSE)
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-0000003.safetensors"]
     server_app.serve(LocalGrid(sites, config), config, PAUSE)
@@ -161,9 +163,9 @@ def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
 def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=1)
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
-    other = run_config("fedprox", tmp_path / "run", rounds=1)
+    changed = run_config("fedprox", tmp_path / "run", rounds=1)
     with pytest.raises(CheckpointError, match="holds a run with algorithm = 'fedavg', not 'fedprox'"):
-        server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), other), other, PAUSE)
+        server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), changed), changed, PAUSE)
 
 
 def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Path) -> None:
@@ -172,11 +174,11 @@ def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Pat
     sites = nodes(CLIENTS, tmp_path / "memory")
     server_app.serve(LocalGrid(sites, shorter), shorter, PAUSE)
     server_app.serve(LocalGrid(sites, longer), longer, PAUSE)
-    whole = {**longer, "output": str(tmp_path / "whole")}
-    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), whole), whole, PAUSE)
+    uninterrupted = {**longer, "output": str(tmp_path / "whole")}
+    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), uninterrupted), uninterrupted, PAUSE)
     assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
-    model, wanted = (tmp_path / place / "model.safetensors" for place in ("run", "whole"))
-    assert model.read_bytes() == wanted.read_bytes()
+    model, expected = (tmp_path / folder / "model.safetensors" for folder in ("run", "whole"))
+    assert model.read_bytes() == expected.read_bytes()
 
 
 def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
@@ -259,10 +261,10 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
-    for one, two in zip(lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
-        floats = {name: value for name, value in two.items() if isinstance(value, float)}
-        assert {name: one[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
-        assert one["clients"] == list(two["clients"])
+    for record, expected_record in zip(lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
+        floats = {name: value for name, value in expected_record.items() if isinstance(value, float)}
+        assert {name: record[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
+        assert record["clients"] == list(expected_record["clients"])
     assert json.loads((tmp_path / "run" / "task.json").read_text())["label_counts"] == []
     assert not (tmp_path / "run" / "split.npz").exists()
     assert (tmp_path / "run" / "report.html").exists()
@@ -296,17 +298,17 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
     words = {"data": DataAgreement.of(make_dataset("digits")).words()}
     drawn = []
     for number in (0, 1):
-        told = {
+        node_config = {
             "partition-id": number,
             "num-partitions": CLIENTS,
             "memory": str(tmp_path),
             "data": str(tmp_path / "all.npz"),
         }
-        one, again = (Site.of(config, told)._task(words, told["partition-id"]) for _ in range(2))
-        assert torch.equal(one.train.labels, again.train.labels)
-        assert one.train.labels[300:].tolist() == labels[:50].tolist()
-        wrong = one.train.labels[:300] != torch.from_numpy(labels)
-        assert bool((one.train.labels[:300][wrong] == (torch.from_numpy(labels)[wrong] + 1) % 10).all())
+        task, repeated = (Site.of(config, node_config)._task(words, node_config["partition-id"]) for _ in range(2))
+        assert torch.equal(task.train.labels, repeated.train.labels)
+        assert task.train.labels[300:].tolist() == labels[:50].tolist()
+        wrong = task.train.labels[:300] != torch.from_numpy(labels)
+        assert bool((task.train.labels[:300][wrong] == (torch.from_numpy(labels)[wrong] + 1) % 10).all())
         drawn.append(wrong)
         assert 0.2 <= wrong.float().mean() <= 0.9
     assert drawn[0].float().mean() != drawn[1].float().mean()
@@ -316,19 +318,18 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
     config = run_config("fedavg", tmp_path / "run", rounds=4, sites=5)
     config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
     settings = deployment(config)
-    task = own_task(settings)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
-    give_data(grid, task, tmp_path)
+    give_data(grid, own_task(settings), tmp_path)
     late = site(grid, 4)
     late.online = False
     gathering = server_app.Gathering(settings, Mailbox(grid, PAUSE))
     (tmp_path / "run").mkdir()
-    made = gathering.task(3)
-    engine = gathering.engine(made)
-    federation = Federation(build("fedavg"), made, engine, schedule(settings))
-    first, _ = federation.step()
-    assert [fault["client"] for fault in first["faults"]] == [client for client in first["clients"] if client == 4]
-    assert made.sizes(torch.tensor([4])).tolist() == [round((40 + 50 + 60 + 70 + 90) / 5)]
+    task = gathering.task(3)
+    engine = gathering.engine(task)
+    federation = Federation(build("fedavg"), task, engine, schedule(settings))
+    record, _ = federation.step()
+    assert [fault["client"] for fault in record["faults"]] == [client for client in record["clients"] if client == 4]
+    assert task.sizes(torch.tensor([4])).tolist() == [round((40 + 50 + 60 + 70 + 90) / 5)]
     late.online = True
     weights: dict[int, float] = {}
 

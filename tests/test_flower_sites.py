@@ -25,8 +25,8 @@ pytestmark = [needs_flower, needs_processes]
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("sites")
-    with deployed(folder, SITES, lambda site: owner_settings(folder, site)) as found:
-        yield found
+    with deployed(folder, SITES, lambda site: owner_settings(folder, site)) as running:
+        yield running
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.minutes)])
@@ -49,8 +49,8 @@ def test_three_sites_exchange_layers_and_train_the_regression_that_one_machine_d
     for figure in ("rmse", "mae", "r2"):
         assert trial.rounds()[-1][figure] == pytest.approx(expected.history[-1][figure], rel=1e-6)
     assert "fedmr" in (trial.output / "report.html").read_text()
-    kept = [path for site in range(SITES) for path in Path(deployment.folder / f"memory-{site}").rglob("*.peer")]
-    assert kept == [], "keys of an exchange that is over"
+    keys = [path for site in range(SITES) for path in Path(deployment.folder / f"memory-{site}").rglob("*.peer")]
+    assert keys == [], "keys of an exchange that is over"
 
 
 @pytest.mark.minutes

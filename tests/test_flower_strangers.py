@@ -105,21 +105,21 @@ def test_every_method_declares_its_figures_and_the_types_of_its_replies(expressi
     """Real sites are refused with anything else."""
     task = small_task()
     method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)  # 15 is too much at this rate
-    seen: list[Reply] = []
+    replies: list[Reply] = []
 
     class Watching(RowsEngine):
         def train(self, *arguments: Any) -> Any:
             for result in super().train(*arguments):
                 assert isinstance(result, Reply), result
-                seen.append(result)
+                replies.append(result)
                 yield result
 
     federation = Federation(method, task, Watching(task), Schedule(rounds=2, participation=1.0))
     federation.run()
-    figures = {name for part in method.nested() for name in part.client_figures}
-    types = {name: dtype for part in method.nested() for name, dtype in part.reply_dtypes.items()}
+    figures = {name for nested in method.nested() for name in nested.client_figures}
+    types = {name: dtype for nested in method.nested() for name, dtype in nested.reply_dtypes.items()}
     types[INTEGERS] = torch.int64
-    for reply in seen:
+    for reply in replies:
         assert reply.metrics.keys() <= figures
         if reply.client_task.slot is not None:
             for name, tensor in reply.tensors.items():
@@ -144,8 +144,8 @@ def test_the_first_reply_does_not_say_what_the_others_must_be(name: str, tmp_pat
 # --- a round without replies ---
 
 
-def alone(config: dict[str, Any]) -> dict[str, Any]:
-    """One site a round."""
+def of_one_site(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with one site a round."""
     return config | {
         "configuration": config["configuration"].replace("participation = 0.5", "participation = 0.1666667")
     }
@@ -161,21 +161,21 @@ def alone(config: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_a_round_whose_only_site_is_refused_ends_without_replies(tamper: Tamper, reason: str, tmp_path: Path) -> None:
-    config = alone(run_config("fedavg", tmp_path / "run", rounds=5))
+    config = of_one_site(run_config("fedavg", tmp_path / "run", rounds=5))
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
-    before = federation.algorithm.model()
+    initial = federation.algorithm.model()
     for node in grid.nodes.values():
         node.tamper = tamper
     record, _ = federation.step()
     (fault,) = record["faults"]
     assert reason in fault["reason"]
     assert record["bytes_up"] == 0
-    assert torch.equal(federation.algorithm.model(), before)
+    assert torch.equal(federation.algorithm.model(), initial)
     for node in grid.nodes.values():
         node.tamper = None
     federation.run()
-    assert not torch.equal(federation.algorithm.model(), before)
+    assert not torch.equal(federation.algorithm.model(), initial)
 
 
 def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
         site(grid, number).config["data"] = str(folder / f"{number}.npz")
 
 
-def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **more: Any) -> list[dict[int, float]]:
+def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **options: Any) -> list[dict[int, float]]:
     """Return each site's weight in each round of a run in which all take part."""
-    config = run_config("fedavg", folder / "run", rounds=2, **more)
+    config = run_config("fedavg", folder / "run", rounds=2, **options)
     config["configuration"] = config["configuration"].replace("participation = 0.5", "participation = 1.0")
     config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
     grid = LocalGrid(nodes(CLIENTS, folder), config)
@@ -287,12 +287,12 @@ def test_sites_that_claim_a_milliard_of_samples_do_not_own_the_mean(
 
 def test_the_largest_share_is_the_operators_choice(tmp_path: Path) -> None:
     weights = weights_of(tmp_path, lambda grid: None, largest_share=0.2)
-    for found in weights:
-        assert max(found.values()) == pytest.approx(0.2)
-        assert found[0] < found[1] < found[2]
+    for shares in weights:
+        assert max(shares.values()) == pytest.approx(0.2)
+        assert shares[0] < shares[1] < shares[2]
     (tmp_path / "whole").mkdir()
-    for found in weights_of(tmp_path / "whole", lambda grid: None, largest_share=1.0):
-        assert found == pytest.approx({n: (10 + 10 * n) / 210 for n in range(CLIENTS)})
+    for shares in weights_of(tmp_path / "whole", lambda grid: None, largest_share=1.0):
+        assert shares == pytest.approx({n: (10 + 10 * n) / 210 for n in range(CLIENTS)})
 
 
 def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     config = run_config("fedavg", tmp_path / "run", rounds=5)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
-    own = federation.task.local_test
-    assert own is not None
+    local_test = federation.task.local_test
+    assert local_test is not None
     engine, method = federation.engine, federation.algorithm
     tasks = [ClientTask(number, None, {"model": method.model().unsqueeze(0)}) for number in range(CLIENTS)]
     if federation.task.layout.integers:
@@ -329,9 +329,9 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     site(grid, 5).says = {"totals": {"correct": 1.0}}
     tallies = {int(t.clients): t for t in engine.evaluate(method, federation._first, tasks)}
     assert tallies.keys() == {1, 2}
-    assert int(tallies[1].samples) == int(own.sizes[1])
-    assert int(tallies[1].totals["correct"]) == int(own.sizes[1])
-    assert float(tallies[1].totals["loss"]) == pytest.approx(int(own.sizes[1]))
+    assert int(tallies[1].samples) == int(local_test.sizes[1])
+    assert int(tallies[1].totals["correct"]) == int(local_test.sizes[1])
+    assert float(tallies[1].totals["loss"]) == pytest.approx(int(local_test.sizes[1]))
 
 
 def test_what_sites_say_of_themselves_is_in_the_opening_only_within_bounds(tmp_path: Path) -> None:
@@ -356,8 +356,8 @@ def test_no_bytes_are_counted_for_sites_that_are_not_there(algorithm: str, tmp_p
     federation.engine.sites.deadline = 0.05  # type: ignore[attr-defined]
     record, _ = federation.step()
     assert {fault["client"] for fault in record["faults"]} >= {gone, late}
-    one = federation.history[0]["bytes_down"] // 3
-    assert record["bytes_down"] == 2 * one  # what is late was sent all the same
+    bytes_of_a_site = federation.history[0]["bytes_down"] // 3
+    assert record["bytes_down"] == 2 * bytes_of_a_site  # what is late was sent all the same
 
 
 # --- records ---

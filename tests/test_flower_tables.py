@@ -57,7 +57,7 @@ def patients(target: str) -> pd.DataFrame:
     return rows[["age", "pressure", "ward", "hospital", target]]
 
 
-def configured(target: str, output: Path, options: str = "", **more: Any) -> dict[str, Any]:
+def configured(target: str, output: Path, options: str = "", **settings: Any) -> dict[str, Any]:
     text = f"""
 algorithm = "fedavg"
 rounds = 2
@@ -72,7 +72,7 @@ learning_rate = 0.1
 steps = 4
 batch_size = 16
 """
-    return {"configuration": text, "output": str(output), "smallest": 1, **more}
+    return {"configuration": text, "output": str(output), "smallest": 1, **settings}
 
 
 def federated(config: dict[str, Any], rows: pd.DataFrame, folder: Path) -> LocalGrid:
@@ -114,9 +114,9 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target
     expected = simulated(rows, test, target)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(tensors(tmp_path / "run")[name], tensor, rtol=1e-5, atol=1e-5)
-    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     figures = {name: value for name, value in expected.history[-1].items() if isinstance(value, float)}
-    assert {name: last[name] for name in figures} == pytest.approx(figures, rel=1e-4)
+    assert {name: record[name] for name in figures} == pytest.approx(figures, rel=1e-4)
     written = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]
     assert written["age"]["mean"] == pytest.approx(rows["age"].mean())
     assert written["pressure"]["deviation"] == pytest.approx(rows["pressure"].std(ddof=0))
@@ -135,8 +135,8 @@ def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_o
     config = configured("outcome", tmp_path / "run")
     config["configuration"] = config["configuration"].replace("[data]", "personal_every = 1\n[data]\nlocal_test = 0.25")
     federated(config, patients("outcome"), tmp_path)
-    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
-    assert 0 <= last["client_accuracy"] <= 1
+    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert 0 <= record["client_accuracy"] <= 1
     clients = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
     assert clients[-1]["client"]["clients"] == [0, 1, 2]
 
@@ -144,20 +144,20 @@ def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_o
 def test_a_run_goes_on_with_the_columns_of_its_beginning(tmp_path: Path) -> None:
     rows, config = patients("outcome"), configured("outcome", tmp_path / "run")
     federated(config, rows, tmp_path)
-    asked = json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"]
+    preprocessing = json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"]
     later = {**config, "configuration": config["configuration"].replace("rounds = 2", "rounds = 3")}
     rows["age"] += 1000  # the rows at the sites are others now: nobody asks for statistics again
     grid = federated(later, rows, tmp_path)
     assert not [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
-    assert json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"] == asked
+    assert json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"] == preprocessing
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def changed(rows: pd.DataFrame, number: int, change: Any) -> list[pd.DataFrame]:
     """Return the rows of each site, of which one site's are changed."""
-    parts = [rows[rows["hospital"] == k].drop(columns="hospital") for k in range(SITES)]
-    parts[number] = change(parts[number])
-    return parts
+    tables = [rows[rows["hospital"] == k].drop(columns="hospital") for k in range(SITES)]
+    tables[number] = change(tables[number])
+    return tables
 
 
 @pytest.mark.parametrize(
@@ -190,21 +190,21 @@ def test_a_site_does_not_tell_of_fewer_rows_than_its_owner_allows(tmp_path: Path
         rows[rows["hospital"] == number].drop(columns="hospital").to_csv(tmp_path / f"{number}.csv", index=False)
         site(grid, number).config["data"] = str(tmp_path / f"{number}.csv")
     server_app.serve(grid, config, PAUSE)
-    told = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]["ward"]["categories"]
+    categories = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]["ward"]["categories"]
     counts = [rows[rows["hospital"] == number]["ward"].value_counts() for number in range(SITES)]
     expected = {ward: sum(int(c[ward]) for c in counts if c.get(ward, 0) >= 30) for ward in rows["ward"].unique()}
-    assert told == {ward: count for ward, count in expected.items() if count}
+    assert categories == {ward: count for ward, count in expected.items() if count}
 
 
 def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_them(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     shapes = {"server": (8, 8), "site": (12, 10)}  # a site's pictures are scaled to the federation's
-    for place, shape in shapes.items():
+    for folder, shape in shapes.items():
         for name in ("cat", "dog"):
-            (tmp_path / place / name).mkdir(parents=True)
+            (tmp_path / folder / name).mkdir(parents=True)
             for k in range(6):
                 pixels = rng.integers(0, 255, (*shape, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / place / name / f"{k}.png")
+                Image.fromarray(pixels).save(tmp_path / folder / name / f"{k}.png")
     agreed = fl.make_task(
         f"images(folder='{tmp_path}/server')", clients=2, partition="iid", model="mlp"
     ).dataset.preprocessing
@@ -213,8 +213,8 @@ def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_t
     assert train.labels.tolist() == [0] * 6 + [1] * 6
     assert test is None
     np.savez(tmp_path / "all.npz", inputs=train.inputs.numpy(), labels=train.labels.numpy())
-    again, _ = own_data(str(tmp_path / "all.npz"), agreed)
-    assert bool((again.inputs == train.inputs).all())
+    reread, _ = own_data(str(tmp_path / "all.npz"), agreed)
+    assert bool((reread.inputs == train.inputs).all())
 
 
 def test_a_table_of_texts_has_the_tokens_of_the_servers_file(tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def read(folder: Path) -> Statistics:
 
 def with_rows(grid: LocalGrid, rows: pd.DataFrame, folder: Path) -> LocalGrid:
     """Give each site its hospital's rows in a CSV file."""
-    for number, part in enumerate(changed(rows, 0, lambda part: part)):
-        part.to_csv(folder / f"{number}.csv", index=False)
+    for number, table in enumerate(changed(rows, 0, lambda table: table)):
+        table.to_csv(folder / f"{number}.csv", index=False)
         site(grid, number).config["data"] = str(folder / f"{number}.csv")
     return grid
 
@@ -268,16 +268,16 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
         assert server_app.serve(grid, config, PAUSE) is None
     assert not [m for m in grid.sent if m.metadata.message_type == "train"]
     assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["statistics.html", "statistics.json"]
-    told = read(tmp_path)
+    published = read(tmp_path)
     for name in ("age", "pressure", "cost"):
-        column = told.columns[name]
+        column = published.columns[name]
         assert (column.count, column.empty) == (rows[name].count(), rows[name].isna().sum())
         exact = 1e-6 if name == "cost" else 1e-12  # the target is in float32
         assert column.mean == pytest.approx(rows[name].mean(), rel=exact)
         assert column.deviation == pytest.approx(rows[name].std(ddof=0), rel=1000 * exact)
         expected, _ = np.histogram(rows[name].dropna().clip(*column.edges), 16, column.edges)
         np.testing.assert_array_equal(column.bins, expected)
-    assert told.columns["ward"].categories == dict(rows["ward"].value_counts())
+    assert published.columns["ward"].categories == dict(rows["ward"].value_counts())
     # The same as of one machine.
     hospital, plain = rows["hospital"].to_numpy(), rows.drop(columns="hospital")
     partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
@@ -285,8 +285,8 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
     dataset = table_dataset("table", as_arrow(plain), as_arrow(plain[:1]), roles, "rows")
     task = fl.make_task(dataset, partition=partition, clients=SITES, model="mlp(hidden=[8])")
     simulated = statistics(task, smallest=1, bins=16)
-    assert list(told.columns) == list(simulated.columns)
-    assert repr(told.columns) == repr(simulated.columns)
+    assert list(published.columns) == list(simulated.columns)
+    assert repr(published.columns) == repr(simulated.columns)
     assert "| pressure |" in caplog.text
     assert "3 clients" in caplog.text
 
@@ -304,8 +304,8 @@ def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> Non
     grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config)
     server_app.serve(grid, config, PAUSE)
     task = deployment(config).configuration.task(0)
-    told, expected = read(tmp_path), statistics(task, smallest=1)
-    assert repr(told.columns) == repr(expected.columns)
+    published, expected = read(tmp_path), statistics(task, smallest=1)
+    assert repr(published.columns) == repr(expected.columns)
     # The same samples, now in files of the sites' own.
     for number in range(SITES):
         index = torch.from_numpy(task.partition[number])
@@ -313,7 +313,7 @@ def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> Non
         np.savez(tmp_path / f"{number}.npz", inputs=samples.inputs.numpy(), labels=samples.labels.numpy())
         site(grid, number).config["data"] = str(tmp_path / f"{number}.npz")
     server_app.serve(grid, config, PAUSE)
-    assert repr(read(tmp_path)) == repr(told)
+    assert repr(read(tmp_path)) == repr(published)
 
 
 BOUNDS = "age=0,120; pressure=50,250"
@@ -324,22 +324,22 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     config["configuration"] = config["configuration"].replace('"fedavg"', '"dp_sgd(fedavg, noise=1.0, delta=1e-4)"')
     rows = patients("outcome")
     grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path)
-    alone = {**config, "only": "statistics"}
-    server_app.serve(grid, alone, PAUSE)
-    told = read(tmp_path)
-    assert told.releases == 2 * 4 + 2
+    statistics_alone = {**config, "only": "statistics"}
+    server_app.serve(grid, statistics_alone, PAUSE)
+    published = read(tmp_path)
+    assert published.releases == 2 * 4 + 2
     (line,) = [json.loads(line) for line in (tmp_path / "run" / "released.jsonl").read_text().splitlines()]
     assert (line["round"], line["method"], line["clients"]) == (0, "statistics", None)
-    assert line["noise"] == pytest.approx(told.noise / told.releases**0.5)
-    assert epsilon(line["noise"], 1.0, 1, told.survey.delta / 2) == pytest.approx(2.0, rel=1e-2)
+    assert line["noise"] == pytest.approx(published.noise / published.releases**0.5)
+    assert epsilon(line["noise"], 1.0, 1, published.survey.delta / 2) == pytest.approx(2.0, rel=1e-2)
     # Another start of the statistics, and the run, take them as they are: other noise would cost as much again.
-    before = [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
-    server_app.serve(grid, alone, PAUSE)
+    requests = [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
+    server_app.serve(grid, statistics_alone, PAUSE)
     server_app.serve(grid, config, PAUSE)
-    assert [m for m in grid.sent if m.metadata.message_type.endswith("statistics")] == before
-    assert repr(read(tmp_path)) == repr(told)
+    assert [m for m in grid.sent if m.metadata.message_type.endswith("statistics")] == requests
+    assert repr(read(tmp_path)) == repr(published)
     agreed = json.loads((tmp_path / "run" / "preprocessing.json").read_text())["inputs"]["columns"]
-    assert agreed[0]["mean"] == [told.columns["age"].mean]
+    assert agreed[0]["mean"] == [published.columns["age"].mean]
     # The run's epsilon is that of its steps and of the statistics together.
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     smallest = min(int((rows["hospital"] == number).sum()) for number in range(SITES))
@@ -350,7 +350,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
         assert record["epsilon"] > epsilon(1.0, 16 / smallest, steps, 1e-4)
     # It holds the run, and statistics alone would be of another.
     with pytest.raises(InvalidValue, match="holds a run with statistics of its own: choose another output"):
-        server_app.serve(grid, alone, PAUSE)
+        server_app.serve(grid, statistics_alone, PAUSE)
     ledger = tmp_path / "run" / "released.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[1:]))
     longer = {**config, "configuration": config["configuration"].replace("rounds = 2", "rounds = 3")}
@@ -377,7 +377,7 @@ def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("settings", "text"),
     [
         ({"epsilon": 1.0, "bounds": "age=0,120"}, "epsilon needs bounds for column 'pressure'"),
         ({"bounds": "age=0"}, "run configuration: bounds 'age=0' is not COLUMN=LOW,HIGH, such as age=0,120"),
@@ -387,8 +387,8 @@ def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> No
         ({"bins": 0}, "bins must be at least 1, not 0"),
     ],
 )
-def test_bad_settings_of_statistics_are_one_line(more: dict[str, Any], text: str, tmp_path: Path) -> None:
-    config = configured("outcome", tmp_path / "run", **{"only": "statistics", **more})
+def test_bad_settings_of_statistics_are_one_line(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+    config = configured("outcome", tmp_path / "run", **{"only": "statistics", **settings})
     grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path)
     with pytest.raises(FedloomError) as error:
         server_app.serve(grid, config, PAUSE)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -28,8 +29,8 @@ PATIENCE = 60
 """Seconds for what takes less than one: no test is about time."""
 
 
-class Told(NamedTuple):
-    """A message to a site, and its answer as bytes."""
+class Exchange(NamedTuple):
+    """A message to a site, and the bytes of the site's answer."""
 
     message: Message
     answer: bytes
@@ -40,22 +41,22 @@ def content(reply: Message) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[Told]]:
-    """Two rounds of a method whose clients remember; what site 0 was told in them, and what it answered without a worker."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[Exchange]]:
+    """Two rounds of a method whose clients remember, and what site 0 answered in them without a worker."""
     folder = tmp_path_factory.mktemp("run")
     grid = LocalGrid(nodes(6, folder), run_config("apple", folder / "out", rounds=2))
-    one, told = site(grid, 0), []
-    answer = one.answer
+    node, exchanges = site(grid, 0), []
+    answer = node.answer
 
-    def noted(message: Message, config: dict[str, Any], node: int) -> Message:
-        reply = answer(message, config, node)
-        told.append(Told(message, content(reply)))
+    def recording(message: Message, config: dict[str, Any], number: int) -> Message:
+        reply = answer(message, config, number)
+        exchanges.append(Exchange(message, content(reply)))
         return reply
 
-    one.answer = noted  # type: ignore[method-assign]
+    node.answer = recording  # type: ignore[method-assign]
     flower(run_config("apple", folder / "out", rounds=2), grid).run()
-    assert [one.message.metadata.message_type for one in told][:3] == ["query", "train", "train"]
-    return grid, told
+    assert [exchange.message.metadata.message_type for exchange in exchanges][:3] == ["query", "train", "train"]
+    return grid, exchanges
 
 
 @pytest.fixture
@@ -64,11 +65,11 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[su
     processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
-    def noted(*given: Any, **options: Any) -> subprocess.Popen[bytes]:
-        processes.append(popen(*given, **options))
+    def recording(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(*arguments, **options))
         return processes[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(subprocess, "Popen", recording)
     monkeypatch.setattr(site_worker.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["/bin/flwr-clientapp", "--parent-pid", str(os.getpid())])
     yield processes
@@ -77,34 +78,38 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[su
         worker.wait()
 
 
-def context(grid: LocalGrid, memory: Path, **more: Any) -> Context:
-    config = {**site(grid, 0).config, "memory": str(memory), **more}
-    return Context(RUN, 1, config, RecordDict(), dict(grid.run_config))
+@dataclass
+class Trial:
+    """Site 0 with recorded messages to answer, the workers that it starts, and its temporary folder."""
+
+    grid: LocalGrid
+    exchanges: list[Exchange]
+    workers: list[subprocess.Popen[bytes]]
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+    def context(self, **node_config: Any) -> Context:
+        """Return the context of a message to the site, whose memory is empty at first."""
+        config = {**site(self.grid, 0).config, "memory": str(self.folder / "memory"), **node_config}
+        return Context(RUN, 1, config, RecordDict(), dict(self.grid.run_config))
 
 
-def refused(context: Context) -> None:
-    """Bring a message that can be answered without PyTorch."""
-    with pytest.raises(Refusal, match="not one of fedloom"):
-        words_of(app(Message(RecordDict(), 1, "train"), context))
-
-
-def place(tmp_path: Path) -> Path:
-    (found,) = tmp_path.glob("fedloom-*")
-    return found
-
-
-def test_a_kill_loses_no_bit(
-    run: tuple[LocalGrid, list[Told]],
+@pytest.fixture
+def trial(
+    recorded: tuple[LocalGrid, list[Exchange]],
     workers: list[subprocess.Popen[bytes]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    grid, told = run
-    here = context(grid, tmp_path / "memory")
-    for one in told[:2]:
-        assert content(app(one.message, here)) == one.answer
-    (worker,) = workers
-    folder = place(tmp_path)
+) -> Trial:
+    return Trial(*recorded, workers, tmp_path, monkeypatch)
+
+
+def test_a_kill_loses_no_bit(trial: Trial) -> None:
+    context = trial.context()
+    for exchange in trial.exchanges[:2]:
+        assert content(app(exchange.message, context)) == exchange.answer
+    (worker,) = trial.workers
+    (folder,) = trial.folder.glob("fedloom-*")
     modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "socket", folder / "secret")]
     assert modes == [0o700, 0o600, 0o600]
     with pytest.raises(AuthenticationError):
@@ -117,14 +122,15 @@ def test_a_kill_loses_no_bit(
         worker.kill()
         return connection
 
-    with monkeypatch.context() as patch:
+    with trial.patch.context() as patch:
         patch.setattr(site_worker, "_connected", killed)
-        assert content(app(told[2].message, here)) == told[2].answer
-    assert (len(workers), worker.wait(PATIENCE)) == (1, -signal.SIGKILL)
-    # What follows starts another where the killed one left its socket.
-    refused(here)
-    assert len(workers) == 2
-    assert workers[1].poll() is None
+        assert content(app(trial.exchanges[2].message, context)) == trial.exchanges[2].answer
+    assert (len(trial.workers), worker.wait(PATIENCE)) == (1, -signal.SIGKILL)
+    # The next message, which can be answered without PyTorch, starts another where the killed one left its socket.
+    with pytest.raises(Refusal, match="not one of fedloom"):
+        words_of(app(Message(RecordDict(), 1, "train"), context))
+    assert len(trial.workers) == 2
+    assert trial.workers[1].poll() is None
 
 
 def test_it_ends_when_nothing_comes_and_with_its_superexec(
@@ -141,48 +147,36 @@ def test_it_ends_when_nothing_comes_and_with_its_superexec(
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_can_open_is_not_used(
-    mode: int, workers: list[subprocess.Popen[bytes]], tmp_path: Path, run: tuple[LocalGrid, list[Told]]
-) -> None:
-    here = context(run[0], tmp_path / "memory")
-    folder = site_worker._folder(here, os.getpid())
+def test_a_folder_that_others_can_open_is_not_used(mode: int, trial: Trial) -> None:
+    context = trial.context()
+    folder = site_worker._folder(context, os.getpid())
     folder.mkdir()
     folder.chmod(mode)
-    assert site_worker.handed_over(run[1][0].message, here) is None
-    assert workers == []
+    assert site_worker.handed_over(trial.exchanges[0].message, context) is None
+    assert trial.workers == []
     assert folder.is_dir()
     folder.rmdir()
 
 
-def test_where_the_temporary_folder_has_a_long_name_the_socket_lies_in_tmp(
-    run: tuple[LocalGrid, list[Told]],
-    workers: list[subprocess.Popen[bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(site_worker.tempfile, "tempdir", str(tmp_path / ("long" * 30)))
-    here = context(run[0], tmp_path / "memory")
-    assert content(app(run[1][0].message, here)) == run[1][0].answer
-    folder = site_worker._folder(here, os.getpid())
+def test_where_the_temporary_folder_has_a_long_name_the_socket_lies_in_tmp(trial: Trial) -> None:
+    trial.patch.setattr(site_worker.tempfile, "tempdir", str(trial.folder / ("long" * 30)))
+    context = trial.context()
+    assert content(app(trial.exchanges[0].message, context)) == trial.exchanges[0].answer
+    folder = site_worker._folder(context, os.getpid())
     assert (folder.parent, folder.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
     shutil.rmtree(folder)  # so its worker ends
-    assert [worker.wait(PATIENCE) for worker in workers] == [1]
+    assert [worker.wait(PATIENCE) for worker in trial.workers] == [1]
 
 
-def test_a_worker_that_does_not_start_is_done_without(
-    run: tuple[LocalGrid, list[Told]],
-    workers: list[subprocess.Popen[bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    grid, told = run
-    assert content(app(told[0].message, context(grid, tmp_path / "memory"))) == told[0].answer
-    assert len(workers) == 1
+def test_a_worker_that_does_not_start_is_done_without(trial: Trial) -> None:
+    trial.patch.setattr(sys, "executable", "/bin/false")
+    exchange = trial.exchanges[0]
+    assert content(app(exchange.message, trial.context())) == exchange.answer
+    assert len(trial.workers) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more"),
+    ("arguments", "node_config"),
     [
         (["pytest", "--parent-pid", "1"], {}),
         (["flwr-clientapp"], {}),
@@ -191,16 +185,11 @@ def test_a_worker_that_does_not_start_is_done_without(
     ],
 )
 def test_only_a_process_for_one_message_has_a_worker(
-    arguments: list[str],
-    more: dict[str, Any],
-    run: tuple[LocalGrid, list[Told]],
-    workers: list[subprocess.Popen[bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], node_config: dict[str, Any], trial: Trial
 ) -> None:
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert site_worker.handed_over(run[1][0].message, context(run[0], tmp_path, **more)) is None
-    assert workers == []
+    trial.patch.setattr(sys, "argv", arguments)
+    assert site_worker.handed_over(trial.exchanges[0].message, trial.context(**node_config)) is None
+    assert trial.workers == []
 
 
 @pytest.mark.parametrize("minutes", [True, -1, "five", float("inf")])
