@@ -21,8 +21,8 @@ def test_from_a_csv_file_to_predictions_in_a_notebook(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "patients.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
-    right = next(float(text.split()[0]) for text in printed if text.endswith("% of the new patients\n"))
-    assert right > 70
+    accuracy = next(float(text.split()[0]) for text in printed if text.endswith("% of the new patients\n"))
+    assert accuracy > 70
     model = fl.load(tmp_path / "runs" / "patients")
     assert model.classes == ("no", "yes")
 
@@ -72,8 +72,8 @@ def test_from_adapters_of_a_transformer_to_text(tmp_path: Path) -> None:
     training = {"optimizer": "adam", "learning_rate": 0.02, "batch_size": 10, "epochs": 20}
     common = {"clients": 0, "partition": "natural", "training": training}
     base = fl.make_task(data, model="transformer(layers=1, width=16, heads=2)", **common)
-    whole = fl.run("fedavg", base, rounds=3, engine="rows").model
-    whole.save_pretrained(tmp_path / "base")
+    pretrained = fl.run("fedavg", base, rounds=3, engine="rows").model
+    pretrained.save_pretrained(tmp_path / "base")
     task = fl.make_task(data, model=f"causal_lm(folder='{tmp_path / 'base'}', lora=4)", **common)
     assert task.layout.trainable < base.layout.trainable
     fl.run("fedavg", task, rounds=8, engine="rows", directory=tmp_path / "run")

@@ -39,16 +39,20 @@ def test_a_notebook_runs_and_shows_what_it_shows(name: str, tmp_path: Path, monk
                 cell.source = cell.source.replace(long, short)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()  # raises the error of a cell
-    codes = [(new, old) for new, old in zip(notebook.cells, stored.cells, strict=True) if new.cell_type == "code"]
-    for new, old in codes:
-        assert shown(new) == shown(old), new.source
-        if "fl.check" in new.source:
+    cells = [
+        (executed, saved)
+        for executed, saved in zip(notebook.cells, stored.cells, strict=True)
+        if executed.cell_type == "code"
+    ]
+    for executed, saved in cells:
+        assert shown(executed) == shown(saved), executed.source
+        if "fl.check" in executed.source:
             text, expected = (
-                re.sub(r"client \d+", "client", cell.outputs[-1]["data"]["text/plain"]) for cell in (new, old)
+                re.sub(r"client \d+", "client", cell.outputs[-1]["data"]["text/plain"]) for cell in (executed, saved)
             )
             assert text == expected
-        assert ("interrupted\n" in printed(new)) == ('print("interrupted")' in new.source)
-    assert sum(FIGURE in output.get("data", {}) for new, _ in codes for output in new.outputs) == 1
+        assert ("interrupted\n" in printed(executed)) == ('print("interrupted")' in executed.source)
+    assert sum(FIGURE in output.get("data", {}) for executed, _ in cells for output in executed.outputs) == 1
 
 
 def test_the_findings_of_the_notebook_are_its_two_mistakes() -> None:

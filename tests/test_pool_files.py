@@ -32,8 +32,8 @@ BUDGET = 2 * ROW
 
 def federation(method: Any, directory: Path | None = None, budget: int | None = BUDGET, **settings: Any) -> Federation:
     task = small_task()
-    given = {"rounds": 4, "seed": 3, "evaluate_every": 2, "personal_every": 2} | settings
-    schedule = Schedule(participation=1.0, pool_budget=budget, **given)
+    options = {"rounds": 4, "seed": 3, "evaluate_every": 2, "personal_every": 2} | settings
+    schedule = Schedule(participation=1.0, pool_budget=budget, **options)
     return Federation(build(method), task, RowsEngine(task), schedule, directory, "this run")
 
 
@@ -51,7 +51,7 @@ def in_files(run: Federation) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "held"),
+    ("method", "settings", "tensors"),
     [
         ("fedmr", {}, {"pool"}),
         ("fedmr(unit=tensor, blend=0.3)", {"dropout": 0.4}, {"pool"}),
@@ -65,32 +65,32 @@ def in_files(run: Federation) -> set[str]:
     ],
 )
 def test_numbers_are_those_of_a_pool_in_memory(
-    method: str, settings: dict[str, Any], held: set[str], tmp_path: Path
+    method: str, settings: dict[str, Any], tensors: set[str], tmp_path: Path
 ) -> None:
-    here, there = federation(method, budget=None, **settings), federation(method, tmp_path, **settings)
-    here.run()
-    there.run()
-    assert outcome(here) == outcome(there)
-    assert in_files(there) == held
-    assert in_files(here) == set()
-    assert there._pools._next >= 3  # files that were made
+    in_memory, on_disk = federation(method, budget=None, **settings), federation(method, tmp_path, **settings)
+    in_memory.run()
+    on_disk.run()
+    assert outcome(in_memory) == outcome(on_disk)
+    assert in_files(on_disk) == tensors
+    assert in_files(in_memory) == set()
+    assert on_disk._pools._next >= 3  # files that were made
     repeated = federation(method, tmp_path, **settings)
     assert repeated.finished == 4
-    assert outcome(repeated)[0] == outcome(here)[0]
-    assert in_files(repeated) == held
+    assert outcome(repeated)[0] == outcome(in_memory)[0]
+    assert in_files(repeated) == tensors
 
 
 def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    sizes = []
 
     def counted(self: FedMR, round: Any, replies: Replies) -> None:
         received(self, round, replies)
-        seen.append(sum(path.stat().st_size for path in files(tmp_path)))
+        sizes.append(sum(path.stat().st_size for path in files(tmp_path)))
 
     received = FedMR.receive
     monkeypatch.setattr(FedMR, "receive", counted)
     federation("fedmr", tmp_path, dropout=0.4).run()
-    assert seen == [6 * ROW, 12 * ROW, 18 * ROW, 18 * ROW]
+    assert sizes == [6 * ROW, 12 * ROW, 18 * ROW, 18 * ROW]
     assert len(files(tmp_path)) == 2
     assert max(path.stat().st_size for path in tmp_path.glob("checkpoint-*")) < 6 * ROW + 1500
 
@@ -172,13 +172,13 @@ def test_a_kill_at_any_file_operation_changes_nothing(tmp_path: Path) -> None:
         uninterrupted = federation("fedmr", tmp_path / "whole", **settings)
         uninterrupted.run()
     assert counted.done > 20
-    for last in range(1, counted.done + 1, 3):
-        folder = tmp_path / str(last)
-        with disk(last), pytest.raises(Killed):
+    for deadly in range(1, counted.done + 1, 3):
+        folder = tmp_path / str(deadly)
+        with disk(deadly), pytest.raises(Killed):
             federation("fedmr", folder, **settings).run()
         repeated = federation("fedmr", folder, **settings)
         repeated.run()
-        assert outcome(repeated) == outcome(uninterrupted), last
+        assert outcome(repeated) == outcome(uninterrupted), deadly
 
 
 def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     del repeated
     for path in files(tmp_path):
         path.unlink()
-    last = federation("fedmr", tmp_path)
-    assert (last.finished, len(last.notices)) == (0, 2)
-    assert "cannot be read (No such file or directory): starting again from round 1" in last.notices[0]
+    restarted = federation("fedmr", tmp_path)
+    assert (restarted.finished, len(restarted.notices)) == (0, 2)
+    assert "cannot be read (No such file or directory): starting again from round 1" in restarted.notices[0]
     assert not older.exists()
 
 

@@ -33,10 +33,10 @@ def rounds(
         yield figures if similarity is None else figures | {"pool_cosine": similarity}
 
 
-def notices(*parts: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) -> list[str]:
+def notices(*phases: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) -> list[str]:
     watch = PoolWatch(labels, rounds=19)
-    for part in parts:
-        for record in part:
+    for phase in phases:
+        for record in phase:
             watch.see(record)
             watch.see({"round": 0, "training_loss": 0.1})  # one without evaluation
     return watch.notices
@@ -161,8 +161,8 @@ def test_the_terminal_the_record_and_the_report_say_it_once(
     for number in (4, 6):  # the second time it goes on after round 4
         result = fl.run(method, small_task(), rounds=number, participation=0.5, evaluate_every=1, directory=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
-    said = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
-    assert said == [2]
+    rounds = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
+    assert rounds == [2]
     assert [record.message for record in caplog.records].count(CAME_APART) == 2  # and where the run goes on
     page = render("A run", [result.summary])
     assert page.count("(seed 0 in round 2): the models of the pool have come apart") == 1

@@ -44,31 +44,31 @@ def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
         if [event.kind for event in heard] == ["started", "round"]:
             os.kill(*(process.pid or 0 for process in pool.processes.values()), signal.SIGKILL)
 
-    first, second = jobs(tmp_path)
-    failed = pool.run([first, second], watch, False, lambda: False)
+    killed, spared = jobs(tmp_path)
+    failed = pool.run([killed, spared], watch, False, lambda: False)
     pool.close()
     reason = "its worker process died (exit code -9)"
-    assert failed == {first.name: reason}
+    assert failed == {killed.name: reason}
     assert [event.text for event in heard if event.kind == "failed"] == [reason]
-    assert second.finished
-    assert rounds(second) == list(range(1, ROUNDS + 1))
+    assert spared.finished
+    assert rounds(spared) == list(range(1, ROUNDS + 1))
 
 
 @pytest.mark.parametrize("kind", ["serial", "processes"])
 def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(tmp_path: Path, kind: str) -> None:
     pool = SerialPool() if kind == "serial" else ProcessPool(1, 1)
     heard: list[Event] = []
-    first, second = jobs(tmp_path)
+    begun, waiting = jobs(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        pool.run([first, second], heard.append, False, lambda: any(event.kind == "round" for event in heard))
+        pool.run([begun, waiting], heard.append, False, lambda: any(event.kind == "round" for event in heard))
     pool.close()
-    assert rounds(first) == list(range(1, len(rounds(first)) + 1))
-    assert 1 <= len(rounds(first)) <= ROUNDS
-    assert not any(event.run == second.name for event in heard)
-    failed = (again := SerialPool()).run([first, second], lambda event: None, False, lambda: False)
-    again.close()
+    assert rounds(begun) == list(range(1, len(rounds(begun)) + 1))
+    assert 1 <= len(rounds(begun)) <= ROUNDS
+    assert not any(event.run == waiting.name for event in heard)
+    failed = (serial := SerialPool()).run([begun, waiting], lambda event: None, False, lambda: False)
+    serial.close()
     assert failed == {}
-    assert rounds(first) == rounds(second) == list(range(1, ROUNDS + 1))
+    assert rounds(begun) == rounds(waiting) == list(range(1, ROUNDS + 1))
 
 
 PROGRAM = """

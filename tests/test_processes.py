@@ -76,9 +76,9 @@ def assert_same(federation: Federation, expected: Federation) -> None:
     assert federation.client_history == expected.client_history
     states = federation.algorithm.full_state(), expected.algorithm.full_state()
     memories = federation.engine.memory(), expected.engine.memory()
-    for actual, wanted in (states, memories):
-        assert actual.keys() == wanted.keys()
-        for name, tensor in wanted.items():
+    for actual, expected_tensors in (states, memories):
+        assert actual.keys() == expected_tensors.keys()
+        for name, tensor in expected_tensors.items():
             torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
@@ -463,8 +463,8 @@ def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, sent_signal: signal.Signals) -> None:
     original = shared_files()
     command = script(tmp_path, GUARDED, seconds=0.3, workers=2)
     with subprocess.Popen(
@@ -476,11 +476,11 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, how: sign
         assert len(workers) == 2
         assert all(is_alive(worker) for worker in workers)
         assert parent.stdout.readline() == "trained\n"
-        parent.send_signal(how)
+        parent.send_signal(sent_signal)
         output = parent.stderr.read()
-        assert parent.wait() == -how
+        assert parent.wait() == -sent_signal
     assert gone_soon(workers), "a worker outlived its parent"
-    assert output.count("Traceback") == (1 if how == signal.SIGINT else 0)  # the script's own
+    assert output.count("Traceback") == (1 if sent_signal == signal.SIGINT else 0)  # the script's own
     assert "leaked" not in output
     assert "Warning" not in output
     assert shared_files() <= original
@@ -508,8 +508,8 @@ def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.Monkey
     """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long as PyTorch itself."""
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
-    for wanted in (False, True):
-        Setup(TASK, deterministic=wanted).make_engine(None)
+    for deterministic in (False, True):
+        Setup(TASK, deterministic=deterministic).make_engine(None)
     assert calls == [True]
 
 

@@ -27,7 +27,7 @@ def test_other_names_give_other_seeds() -> None:
 
 
 def test_no_two_of_300_000_streams_agree() -> None:
-    """With 32-bit seeds about n^2 / 2^33 pairs of n streams would agree: 10 here."""
+    """Seeds of 32 bits would make about n^2 / 2^33 pairs of n streams agree: 10 here."""
     names = [(round, client) for round in range(300) for client in range(1000)]
     seeds = np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64) & 0xFFFFFFFF
     values, counts = np.unique(seeds, return_counts=True)

@@ -86,18 +86,18 @@ def run(
     return federation
 
 
-def assert_same(found: Federation, expected: Federation, tolerance: float = 0.0) -> None:
+def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0) -> None:
     """Every figure counted, the whole state and all that clients remember; without a tolerance every figure measured too."""
-    assert counted(found.history) == counted(expected.history)
+    assert counted(actual.history) == counted(expected.history)
     if not tolerance:
-        assert found.history == expected.history
-        assert found.client_history == expected.client_history
-    states = found.algorithm.full_state(), expected.algorithm.full_state()
-    memories = found.engine.memory(), expected.engine.memory()
-    for one, two in (states, memories):
-        assert one.keys() == two.keys()
-        for name, tensor in two.items():
-            torch.testing.assert_close(one[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
+        assert actual.history == expected.history
+        assert actual.client_history == expected.client_history
+    states = actual.algorithm.full_state(), expected.algorithm.full_state()
+    memories = actual.engine.memory(), expected.engine.memory()
+    for actual_tensors, expected_tensors in (states, memories):
+        assert actual_tensors.keys() == expected_tensors.keys()
+        for name, tensor in expected_tensors.items():
+            torch.testing.assert_close(actual_tensors[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
 
 
 # --- the same numbers ---
@@ -162,26 +162,26 @@ def test_other_types_and_other_tasks(engine: RayEngine) -> None:
 def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, kind: str) -> None:
     task = make(kind, local_test=0.25)
     options: dict[str, Any] = {"task": task, "rounds": 2, "personal_every": 1}
-    there, here = (run(KeepsClientMemory(), one, **options) for one in (engine, RowsEngine(task)))
-    assert_same(there, here)
+    on_ray, on_rows = (run(KeepsClientMemory(), chosen, **options) for chosen in (engine, RowsEngine(task)))
+    assert_same(on_ray, on_rows)
     measure = task.objective.metric.name
-    assert {measure, f"client_{measure}", f"personal_{measure}_worst"} <= there.history[-1].keys()
+    assert {measure, f"client_{measure}", f"personal_{measure}_worst"} <= on_ray.history[-1].keys()
 
 
 def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
     algorithm = set_up(engine, Echoing())
     replies = [answer for answer in engine.train(algorithm, *client_tasks(engine)) if isinstance(answer, Reply)]
     assert len(replies) == CLIENTS
-    kept = [reply.tensors["model"].clone() for reply in replies]
+    models = [reply.tensors["model"].clone() for reply in replies]
     for reply in replies:
         reply.tensors["model"].zero_()
-    again = {
+    repeated = {
         reply.client_task.client: reply
         for reply in engine.train(algorithm, *client_tasks(engine))
         if isinstance(reply, Reply)
     }
-    for reply, before in zip(replies, kept, strict=True):
-        assert torch.equal(again[reply.client_task.client].tensors["model"], before)
+    for reply, model in zip(replies, models, strict=True):
+        assert torch.equal(repeated[reply.client_task.client].tensors["model"], model)
 
 
 # --- what travels ---
@@ -249,13 +249,13 @@ def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
     """The new actor's process is stopped for a while: whatever is set in seconds passes, and nothing is wrong."""
     monkeypatch.setattr(driver, "NOTICE_SECONDS", 0.5)
     monkeypatch.setattr(driver, "GROWTH_SECONDS", 0.5)
-    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, spared={*engine.processes}) as found:
+    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, spared={*engine.processes}) as paused:
         slow = RayEngine(TASK, workers=1)
         algorithm = set_up(slow, FedAvg())
-        waking = threading.Timer(4.0, found.wake)
+        waking = threading.Timer(4.0, paused.wake)
         waking.start()
         assert len(list(slow.train(algorithm, *client_tasks(slow)))) == CLIENTS
-        assert set(slow.processes) <= found.processes
+        assert set(slow.processes) <= paused.processes
         waking.join()
     slow.close()
     assert any("no Ray actor has started in" in record.message for record in caplog.records)
@@ -442,8 +442,8 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
     assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the same run: it is finished
     monkeypatch.chdir(tmp_path.parent)
     assert main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"]) == 0
-    found, expected = (next((tmp_path / name).glob("**/metrics.jsonl")) for name in ("runs", "rows"))
-    assert found.read_text() == expected.read_text()
+    log, expected_log = (next((tmp_path / name).glob("**/metrics.jsonl")) for name in ("runs", "rows"))
+    assert log.read_text() == expected_log.read_text()
 
 
 # --- nothing is left behind ---

@@ -20,7 +20,7 @@ from fedloom.experiment.pools import RayPool
 pytest.importorskip("ray")
 
 
-def plan(folder: Path, **more: object) -> Configuration:
+def plan(folder: Path, **settings: object) -> Configuration:
     return configuration(
         {
             "name": "job",
@@ -31,7 +31,7 @@ def plan(folder: Path, **more: object) -> Configuration:
             "model": "logistic",
             "threads": 1,
             "data": {"clients": 4, "partition": "iid"},
-            **more,
+            **settings,
         }
     )
 
@@ -45,8 +45,8 @@ def test_runs_in_tasks_are_those_made_here_and_fail_alone(tmp_path: Path, ray_ac
     assert sum(event.kind == "round" and event.run.algorithm == "fedmr" for event in events) == 3
     Comparison.of(plan(tmp_path / "here")).run(lambda event: None)
     for method in ("fedavg", "fedmr"):
-        found = [tmp_path / where / method / "seed-0" / "metrics.jsonl" for where in ("ray", "here")]
-        assert found[0].read_bytes() == found[1].read_bytes()
+        logs = [tmp_path / where / method / "seed-0" / "metrics.jsonl" for where in ("ray", "here")]
+        assert logs[0].read_bytes() == logs[1].read_bytes()
     events.clear()
     Comparison.of(plan(tmp_path / "ray", algorithms=["fedavg", "fedmr"], pool="ray")).run(events.append)
     assert {event.kind for event in events} == {"skipped"}

@@ -80,10 +80,10 @@ def contents(path: Path) -> dict[str, bytes]:
 def packed(path: Path, files: dict[str, bytes], **about: Any) -> Path:
     """Write a bundle with these files, whose digests are right."""
     listed = json.loads(files["bundle.json"]) | about
-    others = {name: content for name, content in files.items() if name != "bundle.json"}
-    listed["files"] = {name: digest(content) for name, content in others.items()}
+    payload = {name: content for name, content in files.items() if name != "bundle.json"}
+    listed["files"] = {name: digest(content) for name, content in payload.items()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {"bundle.json": json.dumps(listed).encode(), **others}.items():
+        for name, content in {"bundle.json": json.dumps(listed).encode(), **payload}.items():
             archive.writestr(name, content)
     return path
 
@@ -144,10 +144,10 @@ def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
     code, out, _ = fed("replay", "seed-0.zip", "-q")
     assert (code, out.count("the same bytes")) == (0, 1)
 
-    def other(line: dict[str, Any]) -> dict[str, Any]:
+    def with_other_loss(line: dict[str, Any]) -> dict[str, Any]:
         return line | {"loss": 2 * line["loss"]} if line["round"] == 2 else line
 
-    wrong = edited(Path("wrong.zip"), Path("seed-0.zip"), "metrics.jsonl", other)
+    wrong = edited(Path("wrong.zip"), Path("seed-0.zip"), "metrics.jsonl", with_other_loss)
     files = contents(wrong)
     name = "runs/0/recorded/round-0000002.safetensors"
     Path("round.safetensors").write_bytes(files[name])
@@ -175,13 +175,13 @@ def test_small_differences_are_float_tolerance(compared: Path, fed: Say) -> None
 
 
 def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(compared: Path, fed: Say) -> None:
-    def seeds_apart(files: dict[str, bytes], by: float, apart: float) -> dict[str, bytes]:
+    def seeds_apart(files: dict[str, bytes], by: float, gap: float) -> dict[str, bytes]:
         changed = dict(files)
         for number in range(4):
             name = f"runs/{number}/metrics.jsonl"
             lines = [json.loads(line) for line in files[name].splitlines()]
             for line in lines[1:]:
-                line["accuracy"] += by + (apart if number > 1 else 0)
+                line["accuracy"] += by + (gap if number > 1 else 0)
             changed[name] = "".join(json.dumps(line) + "\n" for line in lines).encode()
         return changed
 
@@ -260,28 +260,28 @@ def run_apart(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
+    origin, target = tmp_path / "here", tmp_path / "there"
+    for folder in (origin, target):
         folder.mkdir()
-    (here / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', 'algorithm = "my_methods:Half(factor=0.5)"'))
-    (here / "my_methods.py").write_text(METHOD)
-    (here / "helper.py").write_text("FACTOR = 1.0\n")
-    assert run_apart(here, "run", "job.toml", "-q")[0] == 0
-    (run,) = (here / "runs/job").glob("*/seed-0")
-    code, out, err = run_apart(here, "bundle", str(run), "--to", str(there / "own.zip"))
+    (origin / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', 'algorithm = "my_methods:Half(factor=0.5)"'))
+    (origin / "my_methods.py").write_text(METHOD)
+    (origin / "helper.py").write_text("FACTOR = 1.0\n")
+    assert run_apart(origin, "run", "job.toml", "-q")[0] == 0
+    (run,) = (origin / "runs/job").glob("*/seed-0")
+    code, out, err = run_apart(origin, "bundle", str(run), "--to", str(target / "own.zip"))
     assert code == 0, err
     assert "code/my_methods.py" in out
-    assert {"code/my_methods.py", "code/helper.py"} <= contents(there / "own.zip").keys()
-    code, out, err = run_apart(there, "replay", "own.zip")
+    assert {"code/my_methods.py", "code/helper.py"} <= contents(target / "own.zip").keys()
+    code, out, err = run_apart(target, "replay", "own.zip")
     assert (code, err.count("\n")) == (2, 1)
     assert "read it, then add --trust-code" in err
     assert "class Half(FedAvg):" in out
     assert "FACTOR = 1.0" in out
     assert "\x1b" not in out
-    assert not (there / "code-has-run").exists()
-    code, out, err = run_apart(there, "replay", "own.zip", "--trust-code", "-q")
+    assert not (target / "code-has-run").exists()
+    code, out, err = run_apart(target, "replay", "own.zip", "--trust-code", "-q")
     assert (code, out.count("the same bytes")) == (0, 1), err
-    assert (there / "code-has-run").exists()
+    assert (target / "code-has-run").exists()
 
 
 @pytest.mark.parametrize(
@@ -336,10 +336,10 @@ def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
 def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "MNIST"
     folder.mkdir()
-    for part, count in (("train", 60), ("t10k", 20)):
+    for prefix, count in (("train", 60), ("t10k", 20)):
         images, labels = np.arange(count * 784).reshape(count, 28, 28) % 251, np.arange(count) % 10
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(images))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
     Path("job.toml").write_text(JOB)
     assert fed("run", "job.toml", f"data.name=mnist(folder='{folder}')", "data.partition=iid", "-q")[0] == 0
     assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
@@ -502,7 +502,7 @@ def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(nam
 
 
 def test_a_list_and_no_file_are_a_bundle(tmp_path: Path) -> None:
-    """So that the archives above are refused for what is said of them."""
+    """Guards the tests above: their archives are refused for the fault that they name, and not for anything else."""
     (tmp_path / "good.zip").write_bytes(archive_of(("bundle.json", GOOD)))
     assert unpack(tmp_path / "good.zip", tmp_path / "folder").runs == []
 

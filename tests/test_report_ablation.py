@@ -18,8 +18,8 @@ from report_support import ablations_drawn
 
 def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunSummary:
     records = [{"round": 1, "accuracy": 0.99}, {"round": 2, "accuracy": accuracy}]
-    told = {"algorithm": algorithm, "seed": seed, "rounds": 2, **settings}
-    return RunSummary(algorithm, seed, records, configuration=told)
+    configuration = {"algorithm": algorithm, "seed": seed, "rounds": 2, **settings}
+    return RunSummary(algorithm, seed, records, configuration=configuration)
 
 
 def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
@@ -118,16 +118,16 @@ def test_the_page_draws_them_and_escapes_their_names() -> None:
 
 def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
     runs = [run("fedavg", value, participation=share) for share, value in ((0.1, 0.2), (0.5, 0.6))]
-    for one in runs:
-        one.records[1:1] = [{"round": 2, "accuracy": 0.4}]
-        one.records[-1] |= {"round": 3, "personal_accuracy": 0.7}
-    wanted = {
+    for summary in runs:
+        summary.records[1:1] = [{"round": 2, "accuracy": 0.4}]
+        summary.records[-1] |= {"round": 3, "personal_accuracy": 0.7}
+    expected = {
         "final": ([0.2, 0.6], "Accuracy after the last<br>round"),
         "best": ([0.99, 0.99], "Best accuracy of any<br>evaluation"),
         "last": ([0.3, 0.5], "Mean accuracy of the<br>last 2 evaluations"),
         "personal": ([0.7, 0.7], "Accuracy of the clients&#x27;<br>own models"),
     }
-    for measure, (values, title) in wanted.items():
+    for measure, (values, title) in expected.items():
         judged = sheet(runs, last=2, measure=measure)
         (figure,) = ablations_drawn(render("Shares", runs, sheet=judged))
         assert figure["data"][0]["y"] == pytest.approx(values)

@@ -70,19 +70,17 @@ def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width:
     write_page(path, render("Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ()))
     browser.open(path, width, phone=phone)
     assert browser.errors == []
-    place = "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
+    box = "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
     figure = "document.getElementById('ablation-participation')"
-    left, top, right, bottom = browser.run(f"{place}({figure})")
-    names = browser.run(f"[...{figure}.querySelectorAll('.legendtext')].map({place})")
+    left, top, right, bottom = browser.run(f"{box}({figure})")
+    names = browser.run(f"[...{figure}.querySelectorAll('.legendtext')].map({box})")
     assert len(names) == LINES
     for name in names:
         assert left <= name[0] < name[2] <= right
         assert top <= name[1] < name[3] <= bottom
-    seen = browser.run(f"[...{figure}.querySelectorAll('.legend .scrollbar')].map({place})")
-    assert all(x == beyond for x, _, beyond, _ in seen)  # nothing to scroll to
-    lowest = max(
-        browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({place})"), key=lambda r: r[3]
-    )
+    scrollbars = browser.run(f"[...{figure}.querySelectorAll('.legend .scrollbar')].map({box})")
+    assert all(x == beyond for x, _, beyond, _ in scrollbars)  # nothing to scroll to
+    lowest = max(browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({box})"), key=lambda r: r[3])
     assert all(name[1] >= lowest[3] for name in names)  # below the axis
     assert browser.run(f"{figure}._fullLayout.yaxis._length") > 200
     cut = "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > e.clientWidth).length"
@@ -91,14 +89,14 @@ def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width:
 
 def told_apart(share: float) -> list[RunSummary]:
     """Runs with as many lines as a figure of parameters draws, with long names."""
-    found = []
+    runs = []
     for number in range(LINES // len(METHODS)):
         for method in (*METHODS[:3], "fedmr(unit=segment, fraction=0.5)"):
             run = made_up_run(method, 0)
-            more = {"algorithm": method, "participation": share, "training": {"learning_rate": 0.125 / 2**number}}
+            changes = {"algorithm": method, "participation": share, "training": {"learning_rate": 0.125 / 2**number}}
             name = f"{method}, participation={share}, training.learning_rate={0.125 / 2**number}"
-            found.append(replace(run, algorithm=name, configuration=run.configuration | more))
-    return found
+            runs.append(replace(run, algorithm=name, configuration=run.configuration | changes))
+    return runs
 
 
 def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:
@@ -155,20 +153,20 @@ def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page:
 def test_curves_can_be_seen_over_bytes_and_seconds(browser: Browser, page: Path) -> None:
     browser.open(page)
     title = "document.getElementById('curve-accuracy').layout.xaxis.title.text"
-    last = "Math.max(...document.getElementById('curve-accuracy')._fullData.at(-1).x)"
-    assert (browser.run(title), browser.run(last)) == ("Round", 30)
+    end = "Math.max(...document.getElementById('curve-accuracy')._fullData.at(-1).x)"
+    assert (browser.run(title), browser.run(end)) == ("Round", 30)
     press(browser, '.choice button[data-value="bytes"]')
-    assert browser.run(last) == 57  # kB
+    assert browser.run(end) == 57  # kB
     press(browser, '.choice button[data-value="seconds"]')
-    assert (browser.run(title), browser.run(last)) == ("Seconds", 15)
+    assert (browser.run(title), browser.run(end)) == ("Seconds", 15)
 
 
 def test_the_label_distribution_of_another_seed_can_be_chosen(browser: Browser, page: Path) -> None:
     browser.open(page)
     drawn = "document.getElementById('labels')._fullData[0].marker.size.join()"
-    before = browser.run(drawn)
+    original = browser.run(drawn)
     press(browser, '.choice button[data-choice="labels"]:nth-of-type(2)')
-    assert browser.run(drawn) != before
+    assert browser.run(drawn) != original
 
 
 def test_it_prints_in_light_colours_with_all_figures(browser: Browser, page: Path) -> None:

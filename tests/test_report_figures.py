@@ -66,8 +66,8 @@ def test_rounds_that_were_not_evaluated_still_cost_bytes() -> None:
 
 
 def test_a_run_that_stopped_early_ends_the_mean_instead_of_bending_it() -> None:
-    whole, short = made_up_run("fedavg", 0, rounds=10), made_up_run("fedavg", 1, rounds=4)
-    line = curve([whole, short])
+    complete, short = made_up_run("fedavg", 0, rounds=10), made_up_run("fedavg", 1, rounds=4)
+    line = curve([complete, short])
     assert line is not None
     assert line.rounds.tolist() == [1, 2, 3, 4]
 
@@ -86,11 +86,11 @@ def test_values_that_are_not_finite_and_measures_not_recorded_are_not_drawn() ->
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=600), st.integers(2, 60))
 def test_thinning_keeps_measured_points_extremes_and_ends(means: list[float], points: int) -> None:
-    whole = curve_of(means)
-    thin = whole.thinned(points)
+    complete = curve_of(means)
+    thin = complete.thinned(points)
     assert len(thin.x) <= points + 2
-    kept = set(zip(thin.rounds.tolist(), thin.mean.tolist(), strict=True))
-    assert kept <= set(zip(whole.rounds.tolist(), whole.mean.tolist(), strict=True))
+    points_left = set(zip(thin.rounds.tolist(), thin.mean.tolist(), strict=True))
+    assert points_left <= set(zip(complete.rounds.tolist(), complete.mean.tolist(), strict=True))
     assert thin.mean.max() == max(means)
     assert thin.mean.min() == min(means)
     assert (thin.rounds[0], thin.rounds[-1]) == (1, len(means))
@@ -103,19 +103,21 @@ def test_learning_curves_draw_a_line_and_a_band_a_method_in_its_colour() -> None
     assert [trace.legendgroup for trace in figure.data] == ["a", "a", "b", "b"]
     band, line = figure.data[:2]
     assert line.line.color == styles(runs)["a"].colour == COLOURS[0]
-    found = curve(runs[:2])
-    assert found is not None
-    np.testing.assert_allclose(line.y, found.mean, rtol=1e-6)
-    np.testing.assert_allclose(band.y, [*(found.mean + found.std), *(found.mean - found.std)[::-1]], rtol=1e-6)
+    mean_curve = curve(runs[:2])
+    assert mean_curve is not None
+    np.testing.assert_allclose(line.y, mean_curve.mean, rtol=1e-6)
+    np.testing.assert_allclose(
+        band.y, [*(mean_curve.mean + mean_curve.std), *(mean_curve.mean - mean_curve.std)[::-1]], rtol=1e-6
+    )
     assert len(learning_curves(runs[:1]).data) == 1  # one seed has no band
 
 
 def test_bytes_along_an_axis_are_in_the_unit_that_its_title_names() -> None:
     runs = [made_up_run("a", 0, rounds=10)]
-    figure, found = learning_curves(runs, x="bytes"), curve(runs, x="bytes")
-    assert found is not None
+    figure, bytes_curve = learning_curves(runs, x="bytes"), curve(runs, x="bytes")
+    assert bytes_curve is not None
     assert figure.layout.xaxis.title.text == "Sent, down and up, kB"
-    np.testing.assert_allclose(figure.data[0].x, found.x / 1000, rtol=1e-6)
+    np.testing.assert_allclose(figure.data[0].x, bytes_curve.x / 1000, rtol=1e-6)
 
 
 def test_a_method_that_did_not_record_a_measure_is_left_out_and_others_keep_their_colour() -> None:

@@ -33,11 +33,11 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
 
 def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
     (slot,) = [slot for slot in image_figures(RUNS) if slot.name == "curve-accuracy"]
-    plain, whole = standalone(slot, captions=False), standalone(slot)
-    assert not plain.layout.title.text
-    assert plain.layout.showlegend
-    assert plain.layout.height - plain.layout.margin.t == whole.layout.height - whole.layout.margin.t
-    assert plain.layout.margin.t < whole.layout.margin.t
+    bare, captioned = standalone(slot, captions=False), standalone(slot)
+    assert not bare.layout.title.text
+    assert bare.layout.showlegend
+    assert bare.layout.height - bare.layout.margin.t == captioned.layout.height - captioned.layout.margin.t
+    assert bare.layout.margin.t < captioned.layout.margin.t
 
 
 def test_a_legend_names_the_lines_where_there_are_several() -> None:
@@ -50,9 +50,9 @@ def test_a_legend_names_the_lines_where_there_are_several() -> None:
         f"{name}, {when}" for name in methods for when in ("before", "after")
     }
     assert figure.layout.showlegend
-    alone = {slot.name: slot for slot in image_figures(recorded[:1])}
-    assert standalone(alone["objective"]).layout.showlegend
-    assert not standalone(alone["curve-accuracy"]).layout.showlegend
+    slots_of_one_run = {slot.name: slot for slot in image_figures(recorded[:1])}
+    assert standalone(slots_of_one_run["objective"]).layout.showlegend
+    assert not standalone(slots_of_one_run["curve-accuracy"]).layout.showlegend
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -160,11 +160,11 @@ def labels_of(*runs: RunSummary) -> dict[str, Any]:
 
 
 def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed() -> None:
-    one, other = made_up_run("fedavg, Dir(0.1)", 0), made_up_run("fedavg, Dir(0.5)", 0, clients=7)
-    assert list(labels_of(one, other)["variants"]) == ["fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.5), seed 0"]
+    run, other_clients = made_up_run("fedavg, Dir(0.1)", 0), made_up_run("fedavg, Dir(0.5)", 0, clients=7)
+    assert list(labels_of(run, other_clients)["variants"]) == ["fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.5), seed 0"]
     repeated = made_up_run("fedavg, Dir(0.1)", 1)
-    assert list(labels_of(one, repeated)["variants"]) == ["seed 0", "seed 1"]
-    assert list(labels_of(one, repeated, other)["variants"]) == [
+    assert list(labels_of(run, repeated)["variants"]) == ["seed 0", "seed 1"]
+    assert list(labels_of(run, repeated, other_clients)["variants"]) == [
         "fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.1), seed 1", "fedavg, Dir(0.5), seed 0",
     ]  # fmt: skip
 
@@ -187,8 +187,8 @@ def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     text = Elements(page).text
     for cell in (cell for line in table.table.lines for cell in line if "±" in cell.text):
         assert cell.text in text
-    for one in table.tests["final"]:
-        assert all(cell in text for cell in difference_cells(one, ACCURACY))
+    for difference in table.tests["final"]:
+        assert all(cell in text for cell in difference_cells(difference, ACCURACY))
     for sentence in reading([table]):
         assert sentence in text
     assert "mean of the last 4 evaluations" in text
@@ -205,5 +205,5 @@ def test_publishing_the_participants_of_private_rounds_is_warned_of() -> None:
     warned = render("t", [replace(run, configuration={**run.configuration, "algorithm": "private(fedavg, clip=1.0)"})])
     text = "mine: its epsilon counts on amplification by sampling, which publishing who took part in which round voids"
     assert text in warned
-    for other in ("local_private(fedavg)", "fedavg"):
-        assert text not in render("t", [replace(run, configuration={**run.configuration, "algorithm": other})])
+    for method in ("local_private(fedavg)", "fedavg"):
+        assert text not in render("t", [replace(run, configuration={**run.configuration, "algorithm": method})])

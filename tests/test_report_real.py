@@ -31,7 +31,7 @@ RECORD = ["objective(every=2)", "ala(client=3)", "trajectory(client=4)", "simila
 ROUNDS = 5
 
 
-def made(folder: Path) -> Configuration:
+def comparison(folder: Path) -> Configuration:
     return configuration(
         {
             "name": "small", "directory": str(folder), "algorithms": list(METHODS), "seeds": [0, 1], "rounds": ROUNDS,
@@ -46,7 +46,7 @@ def made(folder: Path) -> Configuration:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real") / "small"
-    assert Comparison.of(made(folder), "fedloom compare small.toml").run(lambda event: None) == {}
+    assert Comparison.of(comparison(folder), "fedloom compare small.toml").run(lambda event: None) == {}
     return folder
 
 
@@ -60,7 +60,7 @@ def figures(runs: list[StoredRun]) -> dict[str, Any]:
     return {slot.name: next(iter(slot.variants.values())) for slot in image_figures([run.summary for run in runs])}
 
 
-def place(folder: Path, method: str, seed: int = 0) -> Path:
+def run_folder(folder: Path, method: str, seed: int = 0) -> Path:
     return folder / folder_name(method) / f"seed-{seed}"
 
 
@@ -68,9 +68,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def kept(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, Any]:
-    found = json.loads((place(folder, method, seed) / "recording.json").read_text())
-    return next(one for one in found if one["kind"] == kind)
+def recording(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, Any]:
+    entries = json.loads((run_folder(folder, method, seed) / "recording.json").read_text())
+    return next(entry for entry in entries if entry["kind"] == kind)
 
 
 def test_every_figure_is_there(figures: dict[str, Any]) -> None:
@@ -90,8 +90,8 @@ def test_curves_are_the_means_over_seeds_of_what_was_measured(folder: Path, figu
         drawn = [trace for trace in figures[f"curve-{measure}"].data if trace.hoverinfo != "skip"]
         assert [trace.legendgroup for trace in drawn] == list(METHODS)
         for trace in drawn:
-            both = [lines(place(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
-            pairs = [[line[measure] for line in same] for same in zip(*both, strict=True)]
+            both = [lines(run_folder(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
+            pairs = [[line[measure] for line in records] for records in zip(*both, strict=True)]
             assert list(trace.y) == pytest.approx([statistics.mean(pair) for pair in pairs], rel=1e-6)
             assert list(trace.customdata) == pytest.approx(
                 [statistics.stdev(pair) for pair in pairs], rel=1e-5, abs=1e-9
@@ -100,7 +100,7 @@ def test_curves_are_the_means_over_seeds_of_what_was_measured(folder: Path, figu
 
 def test_bubbles_are_the_labels_that_the_clients_hold(folder: Path, figures: dict[str, Any]) -> None:
     labels = fl.make_task("digits", clients=6).dataset.train.labels.numpy()
-    split = Partition.load(place(folder, "fedavg") / "split.npz")
+    split = Partition.load(run_folder(folder, "fedavg") / "split.npz")
     expected = {
         (str(client), str(label)): int(count)
         for client in range(6)
@@ -116,8 +116,8 @@ def test_similarity_is_the_mean_over_seeds_of_what_was_noted(folder: Path, figur
     assert list(drawn) == [*METHODS, "fedmr, pool"]
     for name, trace in drawn.items():
         method, key = (name.removesuffix(", pool"), "pool" if name.endswith(", pool") else "uploaded")
-        both = [kept(folder, method, "similarity", seed) for seed in (0, 1)]
-        series = [dict(zip(one["rounds"], one[key], strict=True)) for one in both]
+        both = [recording(folder, method, "similarity", seed) for seed in (0, 1)]
+        series = [dict(zip(entry["rounds"], entry[key], strict=True)) for entry in both]
         common = sorted(series[0].keys() & series[1].keys())
         assert list(trace.x) == common
         assert list(trace.y) == pytest.approx([(series[0][n] + series[1][n]) / 2 for n in common], rel=1e-6)
@@ -127,12 +127,12 @@ def test_similarity_is_the_mean_over_seeds_of_what_was_noted(folder: Path, figur
 
 def test_local_models_stand_beside_the_global_one_that_the_run_measured(folder: Path, figures: dict[str, Any]) -> None:
     for method in METHODS:
-        measured = {line["round"]: line for line in lines(place(folder, method) / "metrics.jsonl")}
+        measured = {line["round"]: line for line in lines(run_folder(folder, method) / "metrics.jsonl")}
         for measure in ("accuracy", "loss"):
             *thin, thick = figures[f"local-{measure}-{folder_name(method)}"].data
             assert list(thick.x) == [2, 4]
             assert list(thick.y) == [measured[number][measure] for number in (2, 4)]
-            assert len(thin) == len(kept(folder, method, "aggregate")["slots"]) > 1
+            assert len(thin) == len(recording(folder, method, "aggregate")["slots"]) > 1
     ends = {figures[f"local-loss-{folder_name(method)}"].layout.yaxis.range for method in METHODS}
     assert len(ends) == 1  # one scale for all
 
@@ -142,13 +142,13 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
     assert len({(c.contours.start, c.contours.end, c.contours.size, c.x, c.y) for c in surfaces}) == 1
     data = fl.make_task("digits", clients=6).dataset
     for trace in surfaces:
-        partition = Partition.load(place(folder, trace.legendgroup) / "split.npz")
+        partition = Partition.load(run_folder(folder, trace.legendgroup) / "split.npz")
         pool = sorted(partition.indices.tolist())
         index = torch.tensor([pool[round(k * (len(pool) - 1) / 49)] for k in range(50)])
         with torch.no_grad():
-            logits = fl.load_model(place(folder, trace.legendgroup))(data.prepare(data.train.inputs[index]))
-        own = float(F.cross_entropy(logits, data.train.labels[index]))
-        assert 10 ** trace.z[2][2] == pytest.approx(own, rel=1e-5)
+            logits = fl.load_model(run_folder(folder, trace.legendgroup))(data.prepare(data.train.inputs[index]))
+        loss = float(F.cross_entropy(logits, data.train.labels[index]))
+        assert 10 ** trace.z[2][2] == pytest.approx(loss, rel=1e-5)
     cuts = figures["landscape-cuts"].data
     assert [(trace.legendgroup, trace.line.dash) for trace in cuts] == [
         (m, d) for m in METHODS for d in ("solid", "dot")
@@ -159,10 +159,12 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
 def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun]) -> None:
     row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"])[0]
     for spread, key in ((row.bytes_down, "bytes_down"), (row.bytes_up, "bytes_up")):
-        totals = [sum(x[key] for x in lines(place(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
+        totals = [sum(x[key] for x in lines(run_folder(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
         assert spread is not None
         assert spread.mean == pytest.approx(statistics.mean(totals))
-    seconds = [math.fsum(x["seconds"] for x in lines(place(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)]
+    seconds = [
+        math.fsum(x["seconds"] for x in lines(run_folder(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)
+    ]
     assert row.seconds is not None
     assert row.seconds.mean == pytest.approx(statistics.mean(seconds))
 
@@ -176,22 +178,24 @@ def test_the_objective_is_drawn_as_the_mean_of_what_the_seeds_noted(
     assert len(seeds) == 2
     for trace, key in zip(drawn, ("before", "after"), strict=True):
         assert list(trace.y) == pytest.approx(
-            [sum(pair) / 2 for pair in zip(*(one[key] for one in seeds), strict=True)]
+            [sum(pair) / 2 for pair in zip(*(entry[key] for entry in seeds), strict=True)]
         )
 
 
 def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> None:
-    last = [lines(place(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
+    records = [lines(run_folder(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
     means = {
-        client: statistics.mean(dict(zip(one["clients"], one["accuracy"], strict=True))[client] for one in last)
-        for client in last[0]["clients"]
+        client: statistics.mean(
+            dict(zip(record["clients"], record["accuracy"], strict=True))[client] for record in records
+        )
+        for client in records[0]["clients"]
     }
     ordered = worst_first([run.summary for run in runs])
-    assert [one.score for one in ordered] == pytest.approx(sorted(means.values()))
-    assert {one.number for one in ordered} == set(means)
-    alone = worst_first([run.summary for run in runs if run.summary.algorithm == "fedmr"])
-    assert [one.score for one in alone] == sorted(last[1]["accuracy"])
-    assert set(alone[0].accuracies) == {"Global model", "Own model"}
+    assert [client.score for client in ordered] == pytest.approx(sorted(means.values()))
+    assert {client.number for client in ordered} == set(means)
+    ordered_by_fedmr = worst_first([run.summary for run in runs if run.summary.algorithm == "fedmr"])
+    assert [client.score for client in ordered_by_fedmr] == sorted(records[1]["accuracy"])
+    assert set(ordered_by_fedmr[0].accuracies) == {"Global model", "Own model"}
 
 
 def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,29 +205,29 @@ def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytes
     text = (folder / "report.html").read_text()
     assert main(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text() == text
-    assert main(["report", str(place(folder, "fedmr"))]) == 0
-    alone = options_of(place(folder, "fedmr") / "report.html")
-    assert alone is not None
-    assert alone.title == "fedmr, seed 0"
+    assert main(["report", str(run_folder(folder, "fedmr"))]) == 0
+    options = options_of(run_folder(folder, "fedmr") / "report.html")
+    assert options is not None
+    assert options.title == "fedmr, seed 0"
     assert capsys.readouterr().out.count("report: ") == 2
 
 
 def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def recorded(method: str) -> dict[str, Any]:
-        summary = next(run.summary for run in read_runs(folder) if run.path == place(folder, method))
+        summary = next(run.summary for run in read_runs(folder) if run.path == run_folder(folder, method))
         (entry,) = [entry for entry in summary.recorded if entry["kind"] == "landscape"]
         return entry
 
     assert main(["report", str(folder), "--record", "landscape(grid=3, data=test, samples=20)"]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"loss landscape of {method}, seed 0" for method in METHODS]
+    lines_written = capsys.readouterr().err.splitlines()
+    assert lines_written == [f"loss landscape of {method}, seed 0" for method in METHODS]
     assert [recorded(method)["data"] for method in METHODS] == ["test"] * 3
     page = (folder / "report.html").read_text()
     assert {f'<div id="landscape-{folder_name(method)}"' in page for method in METHODS} == {True}
-    assert main(["report", str(place(folder, METHODS[2])), "--record", "landscape(grid=3)", "--quiet"]) == 0
+    assert main(["report", str(run_folder(folder, METHODS[2])), "--record", "landscape(grid=3)", "--quiet"]) == 0
     assert (recorded(METHODS[2])["data"], capsys.readouterr().err) == ("train", "")
     for method in METHODS:
-        (place(folder, method) / "landscape.json").unlink()
+        (run_folder(folder, method) / "landscape.json").unlink()
         assert len(recorded(method)["x"]) == 5  # what the run itself recorded
     assert main(["report", str(folder)]) == 0
 
@@ -241,17 +245,17 @@ def test_what_is_wrong_is_said_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["report", str(folder), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path)]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.endswith("nowhere is not there: give a folder of runs")
-    assert "holds no run: give the folder of a run or of a comparison" in second
+    missing, empty = capsys.readouterr().err.splitlines()
+    assert missing.endswith("nowhere is not there: give a folder of runs")
+    assert "holds no run: give the folder of a run or of a comparison" in empty
 
 
 def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,13 +267,13 @@ def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytes
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
 def test_the_page_draws_all_of_it_in_a_browser(folder: Path, runs: list[StoredRun], tmp_path: Path) -> None:
-    together = [run.summary for run in with_trajectories(folder, runs)]
+    summaries = [run.summary for run in with_trajectories(folder, runs)]
     with Browser(tmp_path / "profile") as browser:
         browser.open(folder / "report.html")
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
         drawn = set(browser.run("[...document.querySelectorAll('.js-plotly-plot')].map(e => e.id)"))
-        assert drawn == {figure.name for figure in image_figures(together)}
+        assert drawn == {figure.name for figure in image_figures(summaries)}
         numbers = "[...document.querySelectorAll('.clients tbody tr')].map(r => Number(r.cells[1].dataset.value))"
         scores = browser.run(numbers)
         assert scores == sorted(scores)

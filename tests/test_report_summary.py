@@ -199,8 +199,8 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     slow, fast = ([timed(name, seed, pace) for seed in (0, 1)] for name, pace in (("slow", 20.0), ("fast", 10.0)))
     late = [timed("never", seed, 15.0) for seed in (0, 1)]
     sheets = [
-        sheet([*slow, *fast, *more], [0.8], measure="seconds", setting=name, changes={"rounds": name})
-        for name, more in (("one", never), ("two", late), ("three", never))
+        sheet([*slow, *fast, *runs], [0.8], measure="seconds", setting=name, changes={"rounds": name})
+        for name, runs in (("one", never), ("two", late), ("three", never))
     ]
     table = overall(sheets)
     assert [[cell.value for cell in line] for line in table.lines] == [
@@ -210,8 +210,8 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     ]
     assert table.best_lines == [set(), {1}, {1}, {1}, {1}]
     assert sheets[0].criterion.name == "seconds to 80 %"
-    (found,) = sheets[0].tests["seconds"]  # of those that got there with every seed
-    assert (found.method, found.other, found.mean) == ("slow", "fast", pytest.approx(30.0))
+    (difference,) = sheets[0].tests["seconds"]  # of those that got there with every seed
+    assert (difference.method, difference.other, difference.mean) == ("slow", "fast", pytest.approx(30.0))
     by_bytes = sheet([*slow, *fast, *never], [0.8], measure="bytes")
     assert difference_cells(by_bytes.tests["bytes"][0], by_bytes.criterion.metric)[0] == "+0 B"
     assert score_cell(spread_of(by_bytes.rows[0], "bytes"), by_bytes.criterion.metric).text == "30 B ± 0 B"
@@ -225,8 +225,8 @@ def test_nothing_is_best_where_all_are_equal() -> None:
 
 
 def test_csv_holds_plain_numbers_that_read_back() -> None:
-    one = sheet([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
-    read = list(csv.DictReader(io.StringIO(to_csv([one]))))
+    results = sheet([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
+    read = list(csv.DictReader(io.StringIO(to_csv([results]))))
     assert len(read) == 1
     assert read[0]["algorithm"] == "ala(fedavg, s=80)"
     assert float(read[0]["final"]) == pytest.approx(0.8)

@@ -111,9 +111,9 @@ def test_killed_while_a_finished_run_becomes_a_longer_one(server: Server, undist
         assert code == -signal.SIGKILL, output
     assert server.run("run", "job.toml", "--quiet")[0] == 0
     texts = (server.folder / RUN / "metrics.jsonl").read_bytes(), undisturbed["metrics.jsonl"]
-    found, wanted = ([json.loads(line) for line in text.splitlines()] for text in texts)
-    found[11] = {name: found[11][name] for name in wanted[11]}  # where the shorter run ended, more was evaluated
-    assert found == wanted
+    actual, expected = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    actual[11] = {name: actual[11][name] for name in expected[11]}  # where the shorter run ended, more was evaluated
+    assert actual == expected
     assert_same(server.folder, {name: undisturbed[name] for name in KEPT if not name.endswith(".jsonl")})
 
 
@@ -122,12 +122,12 @@ def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
 ) -> None:
     # The writes before round 1 are fewer than 10, each round appends 3 lines: this dies after some checkpoints.
     assert server.run("run", "job.toml", "--quiet", die_at=50)[0] == -signal.SIGKILL
-    place = server.folder / RUN
-    older, newest = sorted(place.glob("checkpoint-*"))
+    folder = server.folder / RUN
+    older, newest = sorted(folder.glob("checkpoint-*"))
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    with (place / "metrics.jsonl").open("a") as file:
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2')
-    (place / "timings.jsonl").unlink()
+    (folder / "timings.jsonl").unlink()
     code, output = server.run("run", "job.toml")
     assert code == 0, output
     assert f"{RUN / newest.name} cannot be read" in output
@@ -167,9 +167,9 @@ def test_one_process_at_a_time_works_in_a_directory(
 
 def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: Server) -> None:
     tmp_path = server.folder
-    whole = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]", "rounds=16")
+    command = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]", "rounds=16")
     methods = [Path(f"runs/job/{method}/seed-{seed}") for method in ("fedavg", "fedmr") for seed in (0, 1)]
-    workers = subprocess.Popen([sys.executable, "-m", "fedloom", *whole, "workers=2"], cwd=tmp_path)
+    workers = subprocess.Popen([sys.executable, "-m", "fedloom", *command, "workers=2"], cwd=tmp_path)
     deadline = time.monotonic() + 600
     while not all((tmp_path / path / "metrics.jsonl").exists() for path in methods[::2]):
         assert time.monotonic() < deadline
@@ -184,14 +184,14 @@ def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: 
             except Exception:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-    code, output = server.run(*whole)
+    code, output = server.run(*command)
     assert code == 0, output
     assert "fedmr" in output
-    code, output = server.run(*whole, "directory=alone")
+    code, output = server.run(*command, "directory=alone")
     assert code == 0, output
     for path in methods:
         for name in ("metrics.jsonl", "model.safetensors"):
-            alone = tmp_path / "alone" / path.relative_to("runs/job")
-            assert (tmp_path / path / name).read_bytes() == (alone / name).read_bytes()
-    found = json.loads((tmp_path / "runs/job/comparison.json").read_text())
-    assert len(found["runs"]) == 4
+            undisturbed = tmp_path / "alone" / path.relative_to("runs/job")
+            assert (tmp_path / path / name).read_bytes() == (undisturbed / name).read_bytes()
+    summary = json.loads((tmp_path / "runs/job/comparison.json").read_text())
+    assert len(summary["runs"]) == 4

@@ -65,26 +65,29 @@ def federated(engine: type[RowsEngine], task: Task, method: str, rounds: int = 3
     return federation
 
 
-def assert_same(one: Federation, many: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()) -> None:
+def assert_same(expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()) -> None:
     """The same server state, memory, figures and bytes; an engine had to say no more than these notices."""
-    engine = many.engine
+    engine = actual.engine
     assert engine.notices == list(notices)
-    pairs = ((one.algorithm.full_state(), many.algorithm.full_state()), (one.engine.memory(), engine.memory()))
-    for expected, found in pairs:
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype, name
+    pairs = (
+        (expected.algorithm.full_state(), actual.algorithm.full_state()),
+        (expected.engine.memory(), engine.memory()),
+    )
+    for tensors, stacked in pairs:
+        assert stacked.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert stacked[name].dtype == tensor.dtype, name
             torch.testing.assert_close(
-                found[name], tensor, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{name} differs"
+                stacked[name], tensor, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{name} differs"
             )
-    assert torch.equal(one.integers, many.integers)
-    for before, after in zip(one.history, many.history, strict=True):
-        assert before.keys() == after.keys()
+    assert torch.equal(expected.integers, actual.integers)
+    for expected_record, record in zip(expected.history, actual.history, strict=True):
+        assert expected_record.keys() == record.keys()
         for name in ("clients", "faults", "bytes_up", "bytes_down"):
-            assert before[name] == after[name]
-        for name, figure in before.items():
+            assert expected_record[name] == record[name]
+        for name, figure in expected_record.items():
             if isinstance(figure, float):
-                assert after[name] == pytest.approx(figure, rel=1e-5, abs=1e-6), name
+                assert record[name] == pytest.approx(figure, rel=1e-5, abs=1e-6), name
 
 
 def world(norm: bool = True, **changes: Any) -> Task:
@@ -120,13 +123,13 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=3))
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("optimizer", get_args(Optimizer)[1:])
 def test_every_optimiser_gives_the_numbers_of_rows(
-    optimizer: str, together: bool, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One optimizer moves all rows until short batches separate them, or each row has its own from the start."""
-    monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if together else 0)
+    monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if shared else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row
 
@@ -138,7 +141,7 @@ def test_every_optimiser_gives_the_numbers_of_rows(
     monkeypatch.setattr(_Optimizer, "of_row", noted)
     task = world(False, optimizer=optimizer, momentum=0.0, weight_decay=0.0, learning_rate=0.01)
     assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=4))
-    assert bool(split) == together  # clients have short batches
+    assert bool(split) == shared  # clients have short batches
     alike = World(norm=False, sizes=(8,) * 5, training=task.training).task()
     split.clear()
     assert_same(federated(RowsEngine, alike, "fedavg"), federated(StackedEngine, alike, "fedavg"))
@@ -204,10 +207,10 @@ def image_task(module: nn.Module, **changes: Any) -> Task:
 @pytest.mark.parametrize("augmentation", ["none", "flip_crop"])
 def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> None:
     task = image_task(Drawing(), augmentation=augmentation)
-    one, many = federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg")
-    (notice,) = one.notices
+    on_rows, on_stacks = federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg")
+    (notice,) = on_rows.notices
     assert notice.startswith("images keep their layout in memory: with the channels last, layers draw other numbers")
-    assert_same(one, many, tolerance=1e-5, notices=[notice])
+    assert_same(on_rows, on_stacks, tolerance=1e-5, notices=[notice])
 
 
 def test_statistics_of_a_stack_move() -> None:
@@ -221,7 +224,7 @@ def test_statistics_of_a_stack_move() -> None:
     stack.gradient(rows, Batch(inputs, labels), data_loss, {})
     lower = dict(task.model.named_parameters())
     activations = inputs @ lower["lower.weight"].T + lower["lower.bias"]
-    slices = {part.name: part.slice for part in task.layout.slices}
+    slices = {span.name: span.slice for span in task.layout.slices}
     torch.testing.assert_close(rows[:, slices["norm.running_mean"]], 0.1 * activations.mean(1).detach())
     torch.testing.assert_close(rows[:, slices["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach())
     assert stack.integers().tolist() == [[1], [1], [1]]
@@ -311,17 +314,17 @@ def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
 def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     task = world()
     expected = federated(RowsEngine, task, "fedavg")
-    gradient, seen = StackedModule.tensor_gradients, []
+    gradient, sizes = StackedModule.tensor_gradients, []
     lost: list[weakref.ref[Tensor]] = []
 
-    def scarce(self: StackedModule, rows: Tensor, *rest: Any) -> Any:
+    def scarce(self: StackedModule, rows: Tensor, *arguments: Any) -> Any:
         assert all(activations() is None for activations in lost), "while others try again, failed steps hold no memory"
-        seen.append(len(rows))
+        sizes.append(len(rows))
         if self._counts is not None and len(self._counts) > 2:
             computed = torch.zeros(1000)
             lost.append(weakref.ref(computed))
             raise torch.OutOfMemoryError("no memory is left")
-        return gradient(self, rows, *rest)
+        return gradient(self, rows, *arguments)
 
     engine = StackedEngine(task, chunk=6)
     monkeypatch.setattr(StackedModule, "tensor_gradients", scarce)
@@ -331,7 +334,7 @@ def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -
     notice = "a stack of 4 models does not fit in memory: 2 train together from now on"
     assert_same(expected, run, notices=[notice])
     assert engine.chunk == 2
-    assert max(seen) > 2
+    assert max(sizes) > 2
     assert lost
     assert [timing.get("notices") for timing in run.timings] == [[notice], None, None]
 
@@ -344,8 +347,8 @@ def perceptron(*widths: int) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(4)
         layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         return nn.Sequential(*layers[:-1]).double()
 
 
@@ -399,16 +402,16 @@ def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(only: t
     stack.begin(2, [])
     stack.train_only(only)
     loss, gradient = stack.gradient(rows, Batch(inputs, labels, share=share), data_loss, {})
-    kept = torch.ones(layout.size, dtype=torch.bool)
+    trained = torch.ones(layout.size, dtype=torch.bool)
     if only is not None:
-        kept[35:42] = kept[70:] = False
+        trained[35:42] = trained[70:] = False
     for k, count in enumerate((3, 2)):
         copy = layout.copy(module)
         layout.load(copy, rows[k], layout.flatten_integers(module))
         expected = F.cross_entropy(copy(inputs[k, :count]), labels[k, :count])
-        parts = torch.autograd.grad(expected, list(copy.parameters()))
+        gradients = torch.autograd.grad(expected, list(copy.parameters()))
         torch.testing.assert_close(loss[k], expected.detach())
-        torch.testing.assert_close(gradient[k], torch.cat([part.flatten() for part in parts]) * kept)
+        torch.testing.assert_close(gradient[k], torch.cat([tensor.flatten() for tensor in gradients]) * trained)
 
 
 def test_the_projects_own_models_of_linear_layers_are_chains() -> None:

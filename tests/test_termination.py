@@ -32,9 +32,9 @@ from small_task import KeepsClientMemory, small_task
 @pytest.fixture(autouse=True)
 def nobody_waits_for_sigterm() -> Iterator[None]:
     """Ray, where another test has started it in this process, leaves a handler."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, handler)
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -45,7 +45,7 @@ checkpoint_every = 3000
 model = "mlp(hidden=[8])"
 seed = 2
 threads = 1
-{more}
+{settings}
 
 [data]
 name = "digits"
@@ -54,8 +54,8 @@ partition = "iid"
 """
 
 
-def start(folder: Path, more: str, *command: str) -> subprocess.Popen[str]:
-    (folder / "job.toml").write_text(JOB.format(more=more))
+def start(folder: Path, settings: str, *command: str) -> subprocess.Popen[str]:
+    (folder / "job.toml").write_text(JOB.format(settings=settings))
     arguments = [sys.executable, "-c", "import sys; from fedloom.cli import main; sys.exit(main())", *command]
     return subprocess.Popen(
         arguments, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -78,12 +78,12 @@ def children(process: int) -> list[int]:
     completed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True, check=False
     )
-    own = [int(word) for word in completed.stdout.split()]
-    return [*own, *(other for one in own for other in children(one))]
+    processes = [int(word) for word in completed.stdout.split()]
+    return [*processes, *(descendant for child in processes for descendant in children(child))]
 
 
 @pytest.mark.parametrize(
-    ("more", "command", "runs"),
+    ("settings", "command", "runs"),
     [
         ('engine = "rows"', ["run", "job.toml"], 1),
         ('engine = "stacked"', ["run", "job.toml"], 1),
@@ -93,12 +93,12 @@ def children(process: int) -> list[int]:
     ],
     ids=["rows", "stacked", "processes", "compare", "ray"],
 )
-def test_sigterm_saves_the_last_finished_round(more: str, command: list[str], runs: int, tmp_path: Path) -> None:
-    with start(tmp_path, more, *command) as process:
+def test_sigterm_saves_the_last_finished_round(settings: str, command: list[str], runs: int, tmp_path: Path) -> None:
+    with start(tmp_path, settings, *command) as process:
         wait_for_rounds(tmp_path, runs, process)
         workers = children(process.pid)
         began = time.monotonic()
-        for number in [process.pid, *workers] if "ray" not in more else [process.pid]:
+        for number in [process.pid, *workers] if "ray" not in settings else [process.pid]:
             os.kill(number, signal.SIGTERM)  # as schedulers do: to everybody
         assert process.stdout is not None
         output = process.stdout.read()
@@ -142,8 +142,8 @@ def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
-    said = {}
+    Path("job.toml").write_text(JOB.format(settings='engine = "rows"').replace("3000", "2"))
+    messages = {}
     fsync = os.fsync
     for name in ("checkpoint-0000002.safetensors", "model.safetensors", "configuration.json", "result.json"):
 
@@ -154,9 +154,9 @@ def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
 
         monkeypatch.setattr(os, "fsync", full)
         assert main(["run", "job.toml", "--quiet", "--fresh"]) == 1
-        said[name] = capsys.readouterr().err
-        assert len(said[name].splitlines()) == 1
-        assert f"{name} cannot be written: it needs " in said[name]
+        messages[name] = capsys.readouterr().err
+        assert len(messages[name].splitlines()) == 1
+        assert f"{name} cannot be written: it needs " in messages[name]
         assert not list(tmp_path.rglob("*.writing")), "what was half written is gone"
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_a_limit_on_the_size_of_files_is_no_mistake_in_the_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    Path("job.toml").write_text(JOB.format(settings='engine = "rows"').replace("3000", "2"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -212,29 +212,33 @@ def test_a_log_on_a_full_disk_is_named_too(tmp_path: Path) -> None:
         write_text(tmp_path / "missing" / "file", "text")
 
 
-@pytest.mark.parametrize("more", [[], ["--fresh"]])
+@pytest.mark.parametrize("options", [[], ["--fresh"]])
 def test_what_killed_writers_left_is_gone_with_the_next_start_and_nothing_else(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    Path("job.toml").write_text(JOB.format(settings='engine = "rows"').replace("3000", "2"))
     assert main(["run", "job.toml", "--quiet"]) == 0
-    (place,) = tmp_path.glob("runs/job/*/seed-2")
-    left = place / ".report.html.0123456789abcdef.writing"
-    others = [place / ".report.html.writing", place / ".tmpAb3dE6", place / "notes.0123456789abcdef.writing"]
-    for folder in (left, *others):
+    (run_folder,) = tmp_path.glob("runs/job/*/seed-2")
+    leftover = run_folder / ".report.html.0123456789abcdef.writing"
+    kept_folders = [
+        run_folder / ".report.html.writing",
+        run_folder / ".tmpAb3dE6",
+        run_folder / "notes.0123456789abcdef.writing",
+    ]
+    for folder in (leftover, *kept_folders):
         folder.mkdir()
         (folder / "report.html").write_text("half")
-    assert main(["run", "job.toml", "--quiet", *more]) == 0  # finished: nothing is computed without --fresh
-    assert not left.exists()
-    assert all((folder / "report.html").read_text() == "half" for folder in others)
+    assert main(["run", "job.toml", "--quiet", *options]) == 0  # finished: nothing is computed without --fresh
+    assert not leftover.exists()
+    assert all((folder / "report.html").read_text() == "half" for folder in kept_folders)
 
 
 def test_a_changed_figure_of_a_finished_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.toml").write_text(JOB.format(more='engine = "rows"').replace("3000", "2"))
+    Path("job.toml").write_text(JOB.format(settings='engine = "rows"').replace("3000", "2"))
     assert main(["run", "job.toml", "--quiet"]) == 0
     (path,) = tmp_path.glob("runs/job/*/seed-2/metrics.jsonl")
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))

@@ -103,10 +103,10 @@ def job(*trackers: str, **changes: Any) -> Configuration:
 
 def go(settings: Configuration, stop_after: int | None = None, fresh: bool = False) -> list[Event]:
     """Run it, or stop it after a round as Ctrl-C does; what was said."""
-    said: list[Event] = []
+    events: list[Event] = []
 
     def watch(event: Event) -> None:
-        said.append(event)
+        events.append(event)
         if event.kind == "round" and event.finished == stop_after:
             raise KeyboardInterrupt
 
@@ -114,7 +114,7 @@ def go(settings: Configuration, stop_after: int | None = None, fresh: bool = Fal
         run_configured(settings, RunName("fedavg", 0), watch, fresh=fresh)
     except KeyboardInterrupt:
         assert stop_after is not None
-    return said
+    return events
 
 
 def forget(rounds: int, folder: Path) -> None:
@@ -134,40 +134,40 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
     go(job("test_trackers_here:RecordingTracker(word='hello')"))
-    told = RecordingTracker.all[-1]
-    assert told.word == "hello"
-    assert (told.run.experiment, told.run.label, told.run.algorithm, told.run.seed) == (
+    tracker = RecordingTracker.all[-1]
+    assert tracker.word == "hello"
+    assert (tracker.run.experiment, tracker.run.label, tracker.run.algorithm, tracker.run.seed) == (
         "job",
         "fedavg/seed-0",
         "fedavg",
         0,
     )
-    assert told.run.directory == Path("runs/job/fedavg/seed-0")
-    assert told.run.configuration["model"] == "logistic"
-    records = RoundLog(told.run.directory / "metrics.jsonl").read()
-    assert [record["round"] for record in records] == list(told.rounds)
+    assert tracker.run.directory == Path("runs/job/fedavg/seed-0")
+    assert tracker.run.configuration["model"] == "logistic"
+    records = RoundLog(tracker.run.directory / "metrics.jsonl").read()
+    assert [record["round"] for record in records] == list(tracker.rounds)
     for record in records:
-        figures = told.rounds[record["round"]]
+        figures = tracker.rounds[record["round"]]
         assert figures["bytes_up"] == record["bytes_up"]
         assert figures["faults"] == 0
         assert figures["seconds"] > 0
         assert figures.get("accuracy") == record.get("accuracy")
         assert "clients" not in figures
-    assert told.result is not None
-    assert told.result["accuracy"] == records[-1]["accuracy"]
+    assert tracker.result is not None
+    assert tracker.result["accuracy"] == records[-1]["accuracy"]
 
 
 def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
-    first, second = RecordingTracker(), RecordingTracker()
-    result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[first, second])
-    assert list(first.rounds) == list(second.rounds) == [1, 2, 3]
-    assert first.run.directory is None
-    assert first.result is not None
-    assert first.result["accuracy"] == result.accuracy
-    kept = RecordingTracker()
+    tracker, another = RecordingTracker(), RecordingTracker()
+    result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[tracker, another])
+    assert list(tracker.rounds) == list(another.rounds) == [1, 2, 3]
+    assert tracker.run.directory is None
+    assert tracker.result is not None
+    assert tracker.result["accuracy"] == result.accuracy
+    recorder = RecordingTracker()
     for _ in range(2):  # the second time the run is only read
-        fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[kept])
-    assert list(kept.rounds) == [1, 2, 3]
+        fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[recorder])
+    assert list(recorder.rounds) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kill", [False, True])
@@ -196,15 +196,15 @@ def test_tensorboard_shows_the_figures_and_starting_afresh_replaces_them() -> No
     folder = Path("runs/job/fedavg/seed-0")
     settings = job("tensorboard", "tensorboard(directory='elsewhere')")
     go(settings)
-    first = scalars(folder)
+    figures = scalars(folder)
     records = RoundLog(folder / "metrics.jsonl").read()
     expected = {r["round"]: r["accuracy"] for r in records if r.get("accuracy") is not None}
     assert len(expected) == 3
-    assert dict(first["accuracy"]) == pytest.approx(expected)
+    assert dict(figures["accuracy"]) == pytest.approx(expected)
     assert dict(scalars(Path("elsewhere/job/fedavg/seed-0"))["accuracy"]) == pytest.approx(expected)
     go(settings, fresh=True)
-    for place in (folder, Path("elsewhere/job/fedavg/seed-0")):
-        assert [step for step, _ in scalars(place)["bytes_down"]] == [1, 2, 3, 4, 5, 6]
+    for log_folder in (folder, Path("elsewhere/job/fedavg/seed-0")):
+        assert [step for step, _ in scalars(log_folder)["bytes_down"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_tensorboard_goes_on_after_an_event_file_that_was_cut_short() -> None:
@@ -225,13 +225,13 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     settings = job(f"mlflow(uri='{uri}', every=0)")
     go(settings, stop_after=5)
     client = MlflowClient(uri)
-    place = client.get_experiment_by_name("job")
-    assert place is not None
-    (stopped,) = client.search_runs([place.experiment_id])
+    experiment = client.get_experiment_by_name("job")
+    assert experiment is not None
+    (stopped,) = client.search_runs([experiment.experiment_id])
     assert stopped.info.status == "KILLED"
     forget(4, Path("runs/job/fedavg/seed-0"))
     go(settings)
-    (run,) = client.search_runs([place.experiment_id])
+    (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "fedavg/seed-0")
     assert run.data.params["data.partition"] == "iid"
     records = RoundLog(Path("runs/job/fedavg/seed-0/metrics.jsonl")).read()
@@ -243,7 +243,7 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
         "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
     }  # fmt: skip
     go(settings, fresh=True)
-    assert len(client.search_runs([place.experiment_id])) == 2
+    assert len(client.search_runs([experiment.experiment_id])) == 2
 
 
 class FakeWandb(types.ModuleType):
@@ -255,10 +255,10 @@ class FakeWandb(types.ModuleType):
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.summary: dict[str, float] = {}
         self.exit_code: int | None = None
-        self.told: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
 
-    def init(self, **told: Any) -> FakeWandb:
-        self.told = told
+    def init(self, **options: Any) -> FakeWandb:
+        self.options = options
         self.resumed = self.step > 0
         return self
 
@@ -270,17 +270,17 @@ class FakeWandb(types.ModuleType):
 
 
 def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = "fedloom.experiment.trackers.wandb.require_installed"
+    requirement = "fedloom.experiment.trackers.wandb.require_installed"
     with pytest.raises(FedloomError, match=r"tracker wandb needs 'wandb': pip install wandb"):
         build_tracker("wandb")
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(there, lambda *_: None)
+    monkeypatch.setattr(requirement, lambda *_: None)
     go(job("wandb(project='mine')"))
     assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]
     assert fake.logged[-1][1]["accuracy"] == fake.summary["final_accuracy"]
     assert fake.exit_code == 0
-    assert (fake.told["project"], fake.told["mode"], fake.told["name"]) == ("mine", "offline", "fedavg/seed-0")
+    assert (fake.options["project"], fake.options["mode"], fake.options["name"]) == ("mine", "offline", "fedavg/seed-0")
     online = FakeWandb(step=4)  # three rounds are there: the next step is the fourth
     monkeypatch.setitem(sys.modules, "wandb", online)
     fl.run("fedavg", small_task(), rounds=5, participation=0.5, trackers=["wandb(mode=online)"])
@@ -289,16 +289,16 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytes
 
 @pytest.mark.parametrize("round", [0, 3, 99])
 def test_a_tracker_that_fails_costs_one_line_and_nothing_else(round: int) -> None:
-    said = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:RecordingTracker"))
-    notices = [event.text for event in said if event.kind == "notice"]
+    events = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:RecordingTracker"))
+    notices = [event.text for event in events if event.kind == "notice"]
     assert notices == [
         f"tracker test_trackers_here:Broken(round={round}) failed and hears no more of this run: "
         "ConnectionError: the server is gone"
     ]
-    assert said[-1].kind == "ended"
+    assert events[-1].kind == "ended"
     assert list(RecordingTracker.all[-1].rounds) == [1, 2, 3, 4, 5, 6]
     plain = go(job(directory="plain"))
-    assert plain[-1].record == said[-1].record
+    assert plain[-1].record == events[-1].record
 
 
 def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,9 +367,9 @@ def test_plugins_are_known_to_the_command_line_and_to_worker_processes(tmp_path:
     command = [sys.executable, "-m", "fedloom"]
     done = subprocess.run([*command, "compare", "job.toml"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "runs/job/comparison.json").read_text())
-    assert [row["algorithm"] for row in found["methods"]] == ["plugged", "fedavg"]
-    assert found["failed"] == []
+    summary = json.loads((tmp_path / "runs/job/comparison.json").read_text())
+    assert [row["algorithm"] for row in summary["methods"]] == ["plugged", "fedavg"]
+    assert summary["failed"] == []
     listed = subprocess.run(
         [*command, "algorithms", "plugged"],
         env={**os.environ, "FEDLOOM_PLUGINS": "my_methods"},

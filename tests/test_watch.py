@@ -89,14 +89,14 @@ def runs_of(state: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_state_tells_where_each_run_stands(folder: Path) -> None:
     state = Watched(folder).state()
     assert [group["name"] for group in state["groups"]] == ["job", "other"]
-    finished, stopped, other = runs_of(state)
+    finished, stopped, regression = runs_of(state)
     accuracies = [record["accuracy"] for record in RunDirectory(folder / "job/fedavg/seed-0").summary().records]
     assert (finished["state"], finished["rounds"], finished["total"], finished["left"]) == ("finished", 6, 6, None)
     shown = [f"{100 * value:.2f}" for value in (accuracies[-1], max(accuracies))]
     assert [finished["score"], finished["best"]] == shown
     assert (stopped["seed"], stopped["rounds"], stopped["total"]) == (1, 2, 6)
     assert stopped["left"] == pytest.approx(4 * stopped["pace"])
-    assert other["total"] == 6
+    assert regression["total"] == 6
     assert [group["heads"] for group in state["groups"]] == [["Accuracy, %", "Best, %"], ["RMSE", "Best"]]
 
 
@@ -104,11 +104,11 @@ def test_a_run_that_writes_nothing_any_more_is_not_said_to_go_on(folder: Path) -
     directory = folder / "job/fedavg/seed-1"
     assert runs_of(Watched(folder).state())[1]["state"] == "running"
     hour_ago = time.time() - 3600
-    kept = {path: path.stat() for path in directory.iterdir() if path.is_file()}
-    for path in kept:
+    stats = {path: path.stat() for path in directory.iterdir() if path.is_file()}
+    for path in stats:
         os.utime(path, (hour_ago, hour_ago))
     listed = runs_of(Watched(folder).state())[1]
-    for path, status in kept.items():
+    for path, status in stats.items():
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert listed["state"] == "quiet"
     assert listed["quiet"] == pytest.approx(3600, abs=60)
@@ -130,21 +130,21 @@ def test_the_version_changes_with_the_figures_and_the_report_with_it(tmp_path: P
     watched = Watched(tmp_path)
     assert "No run has started" in (watched.page(None) or "")
     small_run(tmp_path, stop_after=2)
-    first, page = watched.state()["groups"][0], watched.page(None)
-    assert watched.state()["groups"][0]["version"] == first["version"]
+    group, page = watched.state()["groups"][0], watched.page(None)
+    assert watched.state()["groups"][0]["version"] == group["version"]
     small_run(tmp_path)
-    last = watched.state()["groups"][0]
-    assert last["version"] != first["version"]
-    assert last["runs"][0]["rounds"] == 6
+    extended = watched.state()["groups"][0]
+    assert extended["version"] != group["version"]
+    assert extended["runs"][0]["rounds"] == 6
     assert watched.page(None) != page
 
 
 def test_damaged_and_half_made_runs_are_passed_over(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "job", tmp_path / "job")
     (tmp_path / "job/fedavg/seed-0/task.json").write_text("{")
-    made = tmp_path / "job/fedmr/seed-0"
-    made.mkdir(parents=True)
-    (made / "configuration.json").write_text("{}")
+    unfinished = tmp_path / "job/fedmr/seed-0"
+    unfinished.mkdir(parents=True)
+    (unfinished / "configuration.json").write_text("{}")
     (tmp_path / "loop").symlink_to(tmp_path)
     with (tmp_path / "job/fedavg/seed-1/metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "accu')
@@ -205,8 +205,8 @@ def test_a_port_that_is_taken_is_told_in_one_line(folder: Path) -> None:
 def test_names_of_methods_cannot_smuggle_code_into_the_page(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "job", tmp_path / "job")
     path = tmp_path / "job/fedavg/seed-0/configuration.json"
-    told = read_json(path, dict)
-    path.write_text(json.dumps({**told, "algorithm": "</script><script>alert(1)</script>"}))
+    configuration = read_json(path, dict)
+    path.write_text(json.dumps({**configuration, "algorithm": "</script><script>alert(1)</script>"}))
     page = Watched(tmp_path).page(None)
     assert page is not None
     assert "<script>alert(1)" not in page
