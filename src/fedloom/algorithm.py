@@ -42,6 +42,11 @@ def server_model(inbox: Message) -> Tensor:
     return inbox.get(SERVER_MODEL, inbox["model"])
 
 
+def started_from(start: Tensor, inbox: Message) -> Message:
+    """Return the inbox for local work from `start [k, ...]` on, where the model that the server sent stays what it is."""
+    return {**inbox, "model": start, SERVER_MODEL: server_model(inbox)}
+
+
 @dataclass(frozen=True)
 class Plan:
     """The run as a method knows it before the first round.
@@ -503,6 +508,10 @@ class Algorithm:
         """The slices of a row that travel as "model"; by default all of it. A wrapper's are those of its inner method."""
         inner = self.inner()
         return inner[0].travels(cohort) if len(inner) == 1 else (slice(0, cohort.layout.size),)
+
+    def travelling(self, round: Round) -> Unit:
+        """The slices of a row that travel as "model" to and from any client in `round`."""
+        return self.travels(AnyClient(self.layout, self.plan.module, round))
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
         """Whole models `[k, P]`, made of the slices that travel and of what each client has in its memory of the others."""

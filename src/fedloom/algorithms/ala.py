@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Algorithm, Cohort, Message, Wrapper, algorithms, server_model, source_of
+from fedloom.algorithm import Algorithm, Cohort, Message, Wrapper, algorithms, source_of, started_from
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.kept_layers import FedRep, SiloBN
 from fedloom.algorithms.sharing import put, put_, take
@@ -85,7 +85,7 @@ class Ala(Wrapper):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         top = self.top(cohort)
         blend = self.blend(cohort, inbox["model"], top)
-        reply = self.method.train(cohort, {**inbox, "model": blend.start, SERVER_MODEL: server_model(inbox)})
+        reply = self.method.train(cohort, started_from(blend.start, inbox))
         memory, uploads = cohort.memory, cohort.uploads
         trained_before = memory.knows(_name("model", top))  # other clients had nothing to blend or to learn
         memory.write(_name("model", top), take(self.method.complete(cohort, reply["model"]), top), uploads)
@@ -97,8 +97,7 @@ class Ala(Wrapper):
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         if self.method.scores_start:
-            start = self.blend(cohort, inbox["model"], self.top(cohort)).start
-            inbox = {**inbox, "model": start, SERVER_MODEL: server_model(inbox)}
+            inbox = started_from(self.blend(cohort, inbox["model"], self.top(cohort)).start, inbox)
         return self.method.personalise(cohort, inbox)
 
     def top(self, cohort: Cohort) -> Unit:

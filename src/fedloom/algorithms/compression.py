@@ -11,17 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import (
-    Algorithm,
-    AnyClient,
-    Message,
-    Plan,
-    Replies,
-    Wrapper,
-    algorithms,
-    name_of,
-    require_one_model,
-)
+from fedloom.algorithm import Algorithm, Message, Plan, Replies, Wrapper, algorithms, name_of, require_one_model
 from fedloom.algorithms.secure_recombination import Secure
 from fedloom.algorithms.stages import Stages
 from fedloom.config.fields import Count, Share
@@ -84,8 +74,8 @@ class Compressed(Wrapper):
         trainable = self.layout.trainable
         if name != "model":
             return trainable
-        unit = self.travels(AnyClient(self.layout, self.plan.module, round))
-        return sum(min(columns.stop, trainable) - min(columns.start, trainable) for columns in unit)
+        ends = ((min(columns.start, trainable), min(columns.stop, trainable)) for columns in self.travelling(round))
+        return sum(stop - start for start, stop in ends)
 
     def updates(self, shapes: Mapping[str, Shape], round: Round) -> dict[str, int]:
         """Return the tensors that are an update of the model or as long as one, and how many of their numbers are coded."""

@@ -5,16 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import (
-    SERVER_MODEL,
-    Message,
-    Plan,
-    Selection,
-    Wrapper,
-    algorithms,
-    exchanges_models,
-    server_model,
-)
+from fedloom.algorithm import Message, Plan, Selection, Wrapper, algorithms, exchanges_models, started_from
 from fedloom.config.fields import Probability
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
@@ -100,7 +91,7 @@ class Umf(Wrapper):
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         shielded = copy.copy(cohort)
         shielded.memory = UploadersMemory(cohort.memory, cohort.uploads)
-        reply = self.method.train(shielded, {**inbox, "model": start, SERVER_MODEL: server_model(inbox)})
+        reply = self.method.train(shielded, started_from(start, inbox))
         update = reply["model"][:, :trainable] - start[:, :trainable]
         usable = idle & torch.isfinite(update.sum(1)).cpu()
         cohort.memory["umf_update"] = update.mul_(usable.to(update).unsqueeze(1)).nan_to_num_(0, 0, 0)

@@ -58,12 +58,9 @@ class LocalEngine(Engine):
 
     Args:
         memory_budget: Bytes of client memory kept in this process; beyond it, the least recently used clients go to files.
-
-    Attributes:
-        chosen: The choice of this engine, if `make_engine` made it.
     """
 
-    chosen: Choice | None = None
+    chosen: Choice | None = None  # of this engine, if `make_engine` made it
     task: Task
 
     def __init__(self, memory_budget: int) -> None:

@@ -61,10 +61,6 @@ class _Masks(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        return None, None, None, None
-
-    @staticmethod
     def vmap(
         info: Any, axes: Any, input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]
     ) -> tuple[Tensor, int]:

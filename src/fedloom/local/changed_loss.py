@@ -36,13 +36,7 @@ LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
 
 
 class ChangedLoss:
-    """A `FlatModule` that trains on `change(loss, ...)` instead of each loss that it is given.
-
-    Args:
-        flat_module: The module that trains.
-        change: The change.
-        context: Named tensors `[k, ...]` that `change` is given, one row a client.
-    """
+    """A `FlatModule` that trains on `change(loss, ...)`, with rows `[k, ...]` of `context`, instead of each loss it is given."""
 
     def __init__(self, flat_module: FlatModule, change: LossChange, context: Mapping[str, Tensor]) -> None:
         self.flat_module, self.change = flat_module, change

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, AnyClient, Message
+from fedloom.algorithm import Algorithm, Message
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
@@ -187,8 +187,7 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
 
 def untrained(algorithm: Algorithm) -> list[str]:
     """Return a notice that names the layers of the global model that no client sends, where there are any."""
-    layout, plan = algorithm.layout, algorithm.plan
-    unit = algorithm.travels(AnyClient(layout, plan.module, plan.opening()))
+    layout, unit = algorithm.layout, algorithm.travelling(algorithm.plan.opening())
     trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
     fixed = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
     reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"

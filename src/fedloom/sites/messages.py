@@ -187,8 +187,6 @@ class Mailbox:
             for message_id in [name for name in waiting if name in self._arrived]:
                 del waiting[message_id]
                 yield message_id, self._arrived.pop(message_id)
-            remaining = end - time.monotonic()
-            if waiting and remaining <= 0:
+            if not waiting or (remaining := end - time.monotonic()) <= 0:
                 return
-            if waiting:
-                time.sleep(min(self.pause, remaining))
+            time.sleep(min(self.pause, remaining))

@@ -43,11 +43,7 @@ def anonymous_file() -> int:
 
 
 class SharedMemory:
-    """A file that only this process writes new regions to, reused when their tensors are freed: new pages cost more than a copy.
-
-    Args:
-        descriptor: The file, which other processes inherit.
-    """
+    """A file that this process alone extends, by regions that are reused when freed: new pages cost more than a copy."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.size = descriptor, 0
@@ -115,13 +111,7 @@ def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = 
 
 
 class Channel:
-    """One end of the pipe. Tensors that are received lie in the other side's memory, which may reuse it later.
-
-    Args:
-        connection: The end of the pipe.
-        memory: The memory of this process.
-        peer_memory: Descriptor of the other side's memory.
-    """
+    """One end of the pipe. Received tensors lie in the other side's memory, of descriptor `peer_memory`, which may reuse it."""
 
     def __init__(self, connection: Connection, memory: SharedMemory, peer_memory: int) -> None:
         self.connection, self.memory, self.peer_memory = connection, memory, peer_memory
