@@ -17,8 +17,6 @@ import typer
 from fedloom.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedloom.experiment.events import RunName
     from fedloom.experiment.progress import Display, Rounds
 
@@ -59,11 +57,8 @@ def this_command() -> str:
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Callable[[], bool]]]:
     """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the round."""
-    from rich.console import Console
+    from fedloom.experiment.progress import progress
 
-    from fedloom.experiment.progress import display
-
-    console: Console = Console(stderr=True, quiet=quiet, highlight=False)
     stopping = False
 
     def stop(number: int, frame: object) -> None:
@@ -73,7 +68,7 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         stopping = True
         watch.line("finishing the round; Ctrl-C again stops at once")
 
-    with display(console, runs, rounds) as watch, ExitStack() as stack:
+    with progress(runs, rounds, quiet) as watch, ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, stop))
         yield watch, lambda: stopping

@@ -14,9 +14,9 @@ from fedloom.errors import InvalidValue
 
 @dataclass(frozen=True)
 class LazyInputs:
-    """Stand-in for a tensor like `empty [0, ...]`, whose row k is `item(rows[k])`; `read` gives the tensor."""
+    """Stand-in for a tensor like `empty [0, ...]`, whose row k begins `item(rows[k])`; `read` gives the tensor."""
 
-    item: Callable[[int], Any]
+    item: Callable[[int], tuple[Any, ...]]
     rows: Tensor
     empty: Tensor
 
@@ -51,7 +51,7 @@ class LazyInputs:
         """Return the inputs as a tensor; raises `InvalidValue` for a sample of another shape or type."""
         if not len(self.rows):
             return self.empty
-        items = [np.asarray(self.item(row)) for row in self.rows.tolist()]
+        items = [np.asarray(self.item(row)[0]) for row in self.rows.tolist()]
         shapes = {item.shape for item in items}
         inputs = as_inputs(np.stack(items)) if len(shapes) == 1 else None
         if inputs is None or inputs.shape[1:] != self.empty.shape[1:] or inputs.dtype != self.dtype:

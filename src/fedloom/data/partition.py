@@ -124,15 +124,7 @@ def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) ->
     """Split each client's samples at random into (train, test), so that a client is tested on its own distribution.
 
     Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where n >= 2. Drawn as
-    `draw_from_each` draws, so a site can repeat its own split.
-
-    Args:
-        partition: The clients' samples.
-        seed: The seed of the draw.
-        fraction: The share that tests, in (0, 1).
-
-    Raises:
-        InvalidValue: For a fraction outside (0, 1).
+    `draw_from_each` draws, so a site can repeat its own split. Raises `InvalidValue` for a fraction outside (0, 1).
 
     Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
     """

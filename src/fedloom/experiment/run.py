@@ -139,9 +139,7 @@ class Result:
     def best_score(self) -> float:
         """The best value of the metric in any round; chosen on the test set, so it flatters. Raises as `accuracy`."""
         metric = self.task.objective.metric
-        best = metric.best(self._scores(metric.name))
-        assert best is not None  # else `_scores` raises
-        return best
+        return (max if metric.higher_is_better else min)(self._scores(metric.name))
 
     def _scores(self, name: str) -> list[float]:
         scores = [float(record[name]) for record in self.history if record.get(name) is not None]

@@ -91,7 +91,10 @@ def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
 
 def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dict[str, Any] | None:
     """Return the trajectories of a client's models with all these methods; None where the models span no plane."""
-    entries = [_entry(run, client) for _, run in group]
+    entries = [
+        next(entry for entry in run.recorded if entry["kind"] == "trajectory" and entry["client"] == client)
+        for _, run in group
+    ]
     name = Trajectory(client).name
     models = [
         [recorded_tensors(path, name, number) for number in entry["rounds"]]
@@ -110,7 +113,3 @@ def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dic
     mean, integers = rows.double().mean(0).to(rows), models[0][-1].get("integers")
     around = surroundings(plane, grid, mean, integers, client, context)
     return {"kind": "trajectories", "client": client, "seed": group[0][1].seed, "methods": methods, **around}
-
-
-def _entry(run: RunSummary, client: int) -> Mapping[str, Any]:
-    return next(entry for entry in run.recorded if entry["kind"] == "trajectory" and entry["client"] == client)

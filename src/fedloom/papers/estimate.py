@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedloom.algorithms.building import build
 from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
-from fedloom.engines.rows import RowsEngine
-from fedloom.engines.work import step_threads, using_threads
+from fedloom.engines.work import using_threads
 from fedloom.experiment.configuration import Configuration
+from fedloom.experiment.run import run
 from fedloom.papers.paper_data import DataFacts, data_of, facts
 from fedloom.papers.plan import ReproducePlan
 from fedloom.rounds.evaluation import TRAINING_PASSES
-from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_dataset, make_task
 
@@ -111,10 +109,9 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
         everyone = Partition.of([torch.arange(batch).numpy()])
         training: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
         task = make_task(data, clients=1, partition=everyone, model=model, training=training)
-        run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(TIMED, 1.0, evaluate_every=TIMED))
-        with using_threads(step_threads(task)):
-            run.run()
-        return min(float(line["train_seconds"]) for line in run.timings)
+        schedule = Schedule(TIMED, 1.0, evaluate_every=TIMED)
+        result = run("fedavg", task, schedule=schedule, engine="rows", quiet=True)
+        return min(float(line["train_seconds"]) for line in result.timings)
 
 
 @cache

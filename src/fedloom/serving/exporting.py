@@ -52,11 +52,7 @@ class Deployed(nn.Module):
 def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
     """Write a model for another program and return the file, with its preprocessing as JSON in the file's metadata.
 
-    Args:
-        predictor: The model.
-        to: `onnx` for any runtime of ONNX; `torch` for `torch.export.load`, which needs no class of the model; `safetensors` for
-            its tensors by name.
-        path: The file.
+    It is for any runtime of ONNX, for `torch.export.load`, which needs no class of the model, or has its tensors by name.
 
     Raises:
         InvalidValue: The model cannot be written in this format, or gives other outputs there.

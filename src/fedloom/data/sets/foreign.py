@@ -64,7 +64,7 @@ def materialised(data: Any) -> Samples:
     count = len(data)
     if not count:
         raise InvalidValue(f"{name}: no samples")
-    sample = _item(data, 0, name)
+    sample = _item(data, name, 0)
     size, most = count * sample[0].nbytes, allowed_bytes()
     takes = f"{name}: {count:,} samples, {size / 2**20:,.0f} MiB"
     console = Console(stderr=True)
@@ -72,7 +72,7 @@ def materialised(data: Any) -> Samples:
     if size > most:
         excess = f"{takes}, more than the {most / 2**20:,.0f} MiB that data may take ({VARIABLE})"
         console.print(f"{excess}: inputs are read where clients train", soft_wrap=True)
-        inputs = LazyInputs(partial(_inputs, data, name), torch.arange(count), as_inputs(inputs))
+        inputs = LazyInputs(partial(_item, data, name), torch.arange(count), as_inputs(inputs))
         for field in ("targets", "labels"):
             labels: Any = getattr(data, field, None)
             fits = len(sample) == 2 and labels is not None and len(labels) == count
@@ -80,7 +80,7 @@ def materialised(data: Any) -> Samples:
                 return Samples(inputs, labels)
     targets: list[tuple[Any, ...]] = []
     for row in track(range(count), takes, console=console, disable=not sys.stderr.isatty()):
-        item = sample if row == 0 else _item(data, row, name)
+        item = sample if row == 0 else _item(data, name, row)
         if item[0].shape != sample[0].shape:
             shapes = f"the shape {list(item[0].shape)}, the first {list(sample[0].shape)}"
             raise InvalidValue(f"{name}: sample {row} has {shapes}: resize or pad them")
@@ -91,11 +91,7 @@ def materialised(data: Any) -> Samples:
     return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
 
 
-def _inputs(data: Any, name: str, row: int) -> Any:
-    return _item(data, row, name)[0]
-
-
-def _item(data: Any, row: int, name: str) -> tuple[Any, ...]:
+def _item(data: Any, name: str, row: int) -> tuple[Any, ...]:
     """Read one sample: the inputs as an array, the label, and perhaps the client."""
     try:
         item = data[row]
