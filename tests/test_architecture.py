@@ -28,6 +28,7 @@ LONGER = {
     "fedloom.data.sets.synthetic.synthetic_feddc",
     "fedloom.data.sets.table.table",
     "fedloom.experiment.run.run",
+    "fedloom.experiment.tune_result.tune",
     "fedloom.local.cohort.fit",
     "fedloom.task.make_task",
 }

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
+from fedloom.algorithms.building import build
 from fedloom.cli import main
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
@@ -100,17 +101,18 @@ def test_validation_data_are_training_data_of_the_clients_and_nothing_else(
 
 
 def test_parameters_are_set_wherever_they_stand() -> None:
-    assert with_parameters("ala(fedprox)", {"algorithm.mu": 0.5}) == "ala(fedprox(mu=0.5))"
-    assert with_parameters("fedmr(layer)", {"algorithm.unit": "segment", "algorithm.fraction": 0.5}) == (
+    def changed(expression: str, changes: dict[str, Any]) -> str:
+        return str(with_parameters(build(expression), changes))
+
+    assert changed("ala(fedprox)", {"algorithm.mu": 0.5}) == "ala(fedprox(mu=0.5))"
+    assert changed("fedmr(layer)", {"algorithm.unit": "segment", "algorithm.fraction": 0.5}) == (
         "fedmr(unit='segment', fraction=0.5)"
     )
-    assert (
-        with_parameters("stages(fedprox:3, fedmr)", {"algorithm.fedprox.mu": 0.5}) == "stages(fedprox(mu=0.5):3, fedmr)"
-    )
-    assert with_parameters("fedprox", {}) == "fedprox"
-    keys = parameter_keys("stages(fedmr:3, fedmr)")
+    assert changed("stages(fedprox:3, fedmr)", {"algorithm.fedprox.mu": 0.5}) == "stages(fedprox(mu=0.5):3, fedmr)"
+    assert changed("fedprox", {}) == "fedprox"
+    keys = parameter_keys(build("stages(fedmr:3, fedmr)"))
     assert "algorithm.unit" not in keys  # two methods have it, and their names are one
-    assert {"algorithm.mu", "algorithm.fedprox.mu"} <= set(parameter_keys("ala(fedprox)"))
+    assert {"algorithm.mu", "algorithm.fedprox.mu"} <= set(parameter_keys(build("ala(fedprox)")))
 
 
 @pytest.mark.parametrize(
@@ -307,3 +309,157 @@ def test_each_setting_is_searched_by_itself(
         assert best["data"]["partition"].replace("(0.1)", "-0.1") in line
     for folder in ("data.partition=iid", "data.partition=dirichlet-0.1"):
         assert len(Path(f"runs/job/{folder}/tune/trials.csv").read_text().splitlines()) == 3
+
+
+AXES = {"mu": (0, 10), "training.learning_rate": np.array([0.001, 0.5])}
+
+
+def python_search(folder: Path | None, method: Any = "fedprox", search: Any = AXES, **options: Any) -> fl.TuneResult:
+    task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic")
+    usual = {"rounds": 2, "participation": 1.0, "evaluate_every": 1, "workers": 1, "quiet": True, "directory": folder}
+    return fl.tune(method, task, search, **{**usual, **options})
+
+
+def test_python_searches_as_the_command_does(tmp_path: Path) -> None:
+    result = python_search(tmp_path / "python", test=True, last=1)
+    search, trials = grid(table(tmp_path / "command", last=1), "algorithm.mu=[0, 10]", RATES)
+    assert [trial.changes for trial in result.trials] == [trial.changes for trial in trials]
+    assert [trial.values for trial in result.trials] == [trial.values for trial in trials]
+    assert result.best.changes == best_of(trials).changes
+    assert str(result.method) == best_of(trials).algorithm
+    for trial, same in zip(result.trials, trials, strict=True):
+        for path, other in zip(run_folders(trial), run_folders(same), strict=True):
+            assert path.relative_to(tmp_path / "python") == other.relative_to(tmp_path / "command")
+            for name in ("metrics.jsonl", "split.npz"):
+                assert (path / name).read_bytes() == (other / name).read_bytes()
+            settings = (json.loads((folder / "configuration.json").read_text())["training"] for folder in (path, other))
+            assert next(settings) == next(settings)
+    tested = final_trial(search, best_of(trials))
+    run_trials([tested], SerialPool(), lambda event: None, lambda: False)
+    assert result.tested is not None
+    assert result.tested.values == tested.values
+    with pytest.raises(InvalidValue, match="used once"):
+        python_search(tmp_path / "python", search={**AXES, "mu": [5]}, test=True, last=1)
+
+
+def test_a_search_in_python_gives_tables_frames_and_figures(tmp_path: Path) -> None:
+    result = python_search(tmp_path, seeds=[0, 1], last=1)
+    shown, frame, curves = result.table(), result.frame(), result.curves()
+    assert list(shown.columns) == ["algorithm.mu", "training.learning_rate", "Validation"]
+    assert shown.index[0] == str(result.best.number)
+    assert len(frame) == 8
+    for trial in result.trials:
+        mu, rate = trial.changes.values()
+        lines = frame[(frame["algorithm.mu"] == mu) & (frame["training.learning_rate"] == rate)]
+        assert dict(zip(lines["seed"], lines["accuracy"], strict=True)) == trial.values
+    assert curves["round"].tolist() == [1, 2] * 8
+    assert {trace.name for trace in result.plot().data if trace.name} == set(frame["algorithm"])
+    assert len(result.differences().query("measure == 'final'")) == 3
+    assert repr(result).splitlines()[1].startswith(str(result.best.number))
+    assert "accuracy of the last evaluation on validation data, %" in repr(result)
+    assert len(repr(result.best)) < 300
+    assert f"<b>{shown['Validation'].iloc[0]}</b>" in result._repr_html_()
+    assert "learning_rate=0.5" in result.report().read_text()
+    with (result.folder / "trials.csv").open() as file:
+        assert [line["algorithm"] for line in csv.DictReader(file)] == [trial.algorithm for trial in result.trials]
+
+
+def test_a_search_in_python_goes_on_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom.rounds.federation import Federation
+
+    step, steps = Federation.step, [0]
+
+    def counted(self: Federation) -> Any:
+        steps[0] += 1
+        if steps[0] == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Federation, "step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        python_search(tmp_path / "parts")
+    parts = python_search(tmp_path / "parts")
+    assert steps[0] == 4 + 8 - 3  # the round that was interrupted, and those after it
+    more = python_search(tmp_path / "parts", search={**AXES, "mu": [0, 10, 20]}, seeds=[0, 1])
+    assert steps[0] == 9 + 24 - 8
+    whole = python_search(None)
+    assert [trial.values for trial in parts.trials] == [trial.values for trial in whole.trials]
+    assert [trial.values[0] for trial in more.trials[:4]] == [trial.values[0] for trial in whole.trials]
+    folder = whole.folder.parent
+    assert folder.exists()
+    del whole
+    assert not folder.exists()
+
+
+class Partly(fl.Algorithm):
+    """Goes part of the way to the mean."""
+
+    step: float = 1.0
+
+    def update(self, round: Any, aggregate: Any) -> None:
+        self.state["model"] = torch.lerp(self.state["model"], aggregate.mean["model"], self.step)
+
+
+@pytest.mark.parametrize("method", [Partly(step=0.3), f"{__name__}:Partly"])
+def test_own_methods_are_searched(method: Any) -> None:
+    search = {"step": [0.0, 1.0], "participation": {"from": 0.5, "to": 1.0, "steps": 2}, "training.clip": [None, 1.0]}
+    result = python_search(None, method, {**search, "training.learning_rate": [0.5]}, trials=5, workers=2)
+    assert len(result.trials) == 5
+    assert result.best.changes["algorithm.step"] == 1.0
+    best = result.method
+    assert isinstance(best, Partly)
+    assert best.step == 1.0
+
+
+def test_suggestions_that_repeat_share_their_runs(tmp_path: Path) -> None:
+    search = {"mu": [0, 10], "training": {"learning_rate": {"from": 0.1, "to": 0.5, "steps": 2}}}
+    result = python_search(tmp_path, search=search, optuna=True, trials=7, seeds=[0, 1])
+    choices = {str(trial.changes) for trial in result.trials}
+    assert len(choices) < 7 == len(result.trials)
+    assert len(result.frame()) == 2 * len(choices)
+    assert set(result.curves()["training.learning_rate"]) <= {0.1, 0.5}
+
+
+def test_a_task_for_each_seed_and_the_clients_own_tests(tmp_path: Path) -> None:
+    def task(seed: int) -> fl.Task:
+        return fl.make_task("digits", clients=3, model="logistic", local_test=0.25, seed=seed)
+
+    options: dict[str, Any] = {"rounds": 2, "participation": 1.0, "workers": 1, "quiet": True, "personal_every": 1}
+    result = fl.tune("fedprox", task, {"mu": [0, 100.0]}, seeds=[3, 4], directory=tmp_path, **options)
+    assert "accuracy of the clients' own models on validation data" in repr(result)
+    for trial in result.trials:
+        for seed, value in trial.values.items():
+            validated = withhold(task(seed), 0.2, seed)
+            run = fl.run(f"fedprox(mu={trial.changes['algorithm.mu']})", validated, seed=seed, rounds=2,
+                         participation=1.0, personal_every=1, quiet=True)  # fmt: skip
+            assert value == run.history[-1]["personal_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"search": {"mo": [1]}}, "unknown key 'mo': there are algorithm.mu, "),
+        ({"search": {"lr": [1]}}, "did you mean 'training.learning_rate'"),
+        ({"search": {"training.bs": [1]}}, "did you mean 'training.batch_size'"),
+        ({"search": {"mu": [-1]}}, "mu must be at least 0"),
+        ({"search": {"mu": []}}, "algorithm.mu lists no value"),
+        ({"search": {"mu": {"from": 0, "to": 1}}}, "lacks steps"),
+        ({"search": {}}, "nothing to search: give keys with values"),
+        ({"search": ["mu"]}, r"search must be a dictionary such as \{'mu': \[0.01, 0.1\]\}, not \['mu'\]"),
+        ({"search": {"data.clients": [2]}}, "unknown key 'data.clients'"),
+        ({"method": "fedproxx"}, "did you mean 'fedprox'"),
+        ({"method": Partly}, r"no method but a class: give an object"),
+        ({"round": 3}, "unknown key 'round': did you mean 'rounds'"),
+        ({"seeds": []}, "at least one seed"),
+        ({"trials": 0}, "trials must be at least 1, not 0"),
+        (
+            {"measure": "seconds", "targets": [0.5]},
+            "measure must be one of final, best, last, personal for fedloom tune, not 'seconds'",
+        ),
+        ({"measure": "personal"}, "measure = 'personal' needs test data of the clients' own"),
+    ],
+)
+def test_mistakes_in_python_are_told_in_one_line(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(FedloomError, match=text) as caught:
+        python_search(None, **change)
+    assert "\n" not in str(caught.value)

@@ -81,6 +81,8 @@ from .experiment.comparison_result import read_comparison as read_comparison
 from .experiment.federated_statistics import statistics as statistics
 from .experiment.run import Result as Result
 from .experiment.run import run as run
+from .experiment.tune_result import TuneResult as TuneResult
+from .experiment.tune_result import tune as tune
 from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule

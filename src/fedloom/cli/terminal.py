@@ -39,7 +39,7 @@ def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:
         if len(blocks[-1]) > 1 and sum(sizes[j] for j in blocks[-1][1:]) + size > room:
             blocks.append([0])
         blocks[-1].append(k)
-    return [_shown(table.select(block), caption if block is blocks[-1] else "") for block in blocks]
+    return [shown_table(table.select(block), caption if block is blocks[-1] else "") for block in blocks]
 
 
 def _sizes(table: Plain) -> list[int]:
@@ -52,16 +52,6 @@ def difference_tables(sheet: Sheet, width: int) -> list[Table]:
     """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
     title, table = sheet.differences
     return _fitting(table, width - _SHORTEST - 2, title)
-
-
-def text_table(heads: Sequence[str], lines: Sequence[Sequence[str]], caption: str, best: int | None = None) -> Table:
-    """Return a table of texts, the line `best` in bold."""
-    table = _frame(heads[0], caption)
-    for title in heads[1:]:
-        table.add_column(title, justify="right", overflow="fold")
-    for number, line in enumerate(lines):
-        table.add_row(*(Text(text, "bold" if number == best else "") for text in line))
-    return table
 
 
 def statistics_tables(statistics: Statistics, width: int) -> list[Table]:
@@ -79,7 +69,7 @@ def _frame(title: str, caption: str) -> Table:
     return table
 
 
-def _shown(table: Plain, caption: str) -> Table:
+def shown_table(table: Plain, caption: str = "") -> Table:
     """Return a table of the report for the terminal; its titles may wrap, its cells may not."""
     shown = _frame(table.columns[0].title, caption)
     for column, size in zip(table.columns[1:], _sizes(table)[1:], strict=True):

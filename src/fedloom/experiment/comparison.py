@@ -124,7 +124,9 @@ def compare(
         InvalidValue: An argument is out of range, or a method does not fit the task.
         CheckpointError: The folder holds another comparison, or a damaged run.
     """
-    comparison = Comparison.of(python_configuration(_labelled(methods), task, seeds, directory, options)).side_by_side
+    objects = PythonObjects(labelled(methods), task)
+    plan = replace(configuration(python_table(objects, seeds, directory, options)), objects=objects)
+    comparison = Comparison.of(plan).side_by_side
     with progress(len(comparison.names), comparison.rounds, quiet) as watch:
         failed = comparison.run(watch, fresh=fresh)
     result = comparison.result(failed)
@@ -140,26 +142,27 @@ _OPTIONS = (
 """Keys of a configuration that are no part of the task."""
 
 
-def python_configuration(
-    methods: Mapping[str, Algorithm],
-    task: TaskOf,
-    seeds: Iterable[int],
-    directory: str | Path | None,
-    options: Mapping[str, Any],
-) -> Configuration:
-    """Return the configuration of a comparison in Python. Raises `InvalidValue` for a wrong option."""
+def python_table(
+    objects: PythonObjects, seeds: Iterable[int], directory: str | Path | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the table of the configuration of runs in Python. Raises `InvalidValue` for a wrong option."""
     for key in options:
         require_key(key, _OPTIONS)
-    seeds, objects = list(seeds), PythonObjects(methods, task)
+    seeds = list(seeds)
     if not seeds:
-        raise InvalidValue("nothing to compare: give at least one seed")
+        raise InvalidValue("nothing to run: give at least one seed")
+    task = objects.task(seeds[0])
+    personal = {"measure": "personal"} if options.get("personal_every") and task.local_test is not None else {}
+    if options.get("measure") == "personal" and task.local_test is None:
+        raise InvalidValue("measure = 'personal' needs test data of the clients' own: give the task local_test=0.25")
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
     table = {key: asdict(value) if isinstance(value, Clock | Stop) else value for key, value in options.items()}
-    table |= {"name": options.get("name", Path(folder).name), "seeds": seeds, "directory": folder}
-    return replace(configuration(table), objects=objects, device=str(objects.task(seeds[0]).initial.device))
+    table |= {"seeds": seeds, "directory": folder, "device": str(task.initial.device)}
+    return {"name": Path(folder).name, **personal, **table}
 
 
-def _labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:
+def labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:
+    """Return methods by label, by default their expression. Raises as `build`."""
     if isinstance(methods, Mapping):
         return {name: build(method) for name, method in methods.items()}
     built = [build(method) for method in ([methods] if isinstance(methods, str | Algorithm) else methods)]

@@ -62,7 +62,7 @@ class ComparisonResult:
 
         `frame` has numbers. With several settings, the columns are the settings.
         """
-        table = self._table
+        table = self.shown
         titles = [" ".join(column.title.splitlines()) for column in table.columns]
         lines = [dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines]
         return data_frame(lines).set_index(titles[0])
@@ -116,19 +116,21 @@ class ComparisonResult:
             write_reports(folder, self.runs, self.options)
 
     def __repr__(self) -> str:
-        return "\n".join([text_table(self._table), *self._notes])
+        return "\n".join([text_table(self.shown), *self.notes])
 
     def _repr_html_(self) -> str:
-        return html_table(self._table, self._notes)
+        return html_table(self.shown, self.notes)
 
     @property
-    def _table(self) -> Table:
+    def shown(self) -> Table:
+        """The table as a terminal shows it."""
         if not self.sheets:
             raise InvalidValue(f"no run came to its end: {next(iter(self.failed.values()), 'there is none')}")
         return overall(self.sheets) if len(self.sheets) > 1 else self.sheets[0].table
 
     @property
-    def _notes(self) -> list[str]:
+    def notes(self) -> list[str]:
+        """Sentences below the table."""
         failures = [f"{name} failed: {reason}" for name, reason in self.failed.items()]
         return [*failures, *reading(self.sheets), f"runs: {self.folder}"]
 

@@ -159,7 +159,7 @@ class Configuration(Schedule):
 
     def only_method(self, purpose: str) -> str:
         """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or several are."""
-        if self.algorithm is None and len(self.algorithms) != 1:
+        if self.algorithm is None and len(self.methods) != 1:
             listed = f"the file compares {', '.join(map(repr, self.algorithms))}"
             choice = listed if self.algorithms else "such as algorithm=fedmr"
             raise InvalidValue(f"no method to {purpose}: give algorithm=..., {choice}")
@@ -197,7 +197,7 @@ class Configuration(Schedule):
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
         """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
         if self.objects is None:
-            described = {
+            described: dict[str, Any] = {
                 "algorithm": str(self.method(algorithm)),
                 "model": self.model,
                 "objective": self.objective,
@@ -206,7 +206,9 @@ class Configuration(Schedule):
                 "training": dataclasses.asdict(self.training),
             }
         else:
-            described = self.objects.described(algorithm, seed, self.task)
+            described = self.objects.described(algorithm, seed)
+            if self.data.validation is not None:
+                described["validation"] = self.data.validation
         unused = {"clock": not self.clock.runs, "stop": self.stop.evaluations is None}
         schedule = dataclasses.asdict(self.seeded(seed))
         return {

@@ -82,7 +82,7 @@ def compared(runs: Sequence[StoredRun], options: ReportOptions) -> list[Sheet]:
             against=options.against,
             measure=options.measure,
             setting=setting,
-            changes=group[0].changes,
+            changes=group[0].changes if setting else {},
         )
         for setting, group in by_setting(runs).items()
     ]

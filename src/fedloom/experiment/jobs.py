@@ -93,8 +93,7 @@ class Tasks:
 
     def of(self, configuration: Configuration, seed: int) -> Task:
         """Return the task of a seed. Raises as `make_task`."""
-        source = "" if configuration.objects else f"{configuration.data} {configuration.model}"
-        key = (f"{source} {configuration.training}", seed)
+        key = (f"{configuration.data} {configuration.model} {configuration.training}", seed)
         if key not in self._tasks:
             self._tasks[key] = configuration.task(seed, self._dataset)
         if len(self._tasks) > _CACHED:

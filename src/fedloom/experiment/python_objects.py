@@ -25,14 +25,16 @@ class PythonObjects:
     Attributes:
         methods: The methods by label.
         source: The task, or a function of the seed.
+        training: Settings of local training in place of the task's, as a search tries them.
         texts: By label, the expression of each method and a digest of its code, which only their own process knows.
         tasks: By seed, what is stated of the task, as far as that is known.
     """
 
     methods: Mapping[str, Algorithm]
     source: TaskOf
+    training: Mapping[str, Any] = field(default_factory=dict)
     texts: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
-    tasks: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, method in self.methods.items():
@@ -43,19 +45,21 @@ class PythonObjects:
         task = self.source(seed) if callable(self.source) else self.source
         if not isinstance(task, Task):
             raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
-        return task
+        training = dataclasses.replace(task.training, **self.training)
+        return dataclasses.replace(task, training=training) if self.training else task
 
-    def described(self, name: str, seed: int, make_task: Callable[[int], Task]) -> dict[str, Any]:
+    def described(self, name: str, seed: int) -> dict[str, Any]:
         """Return what a run's figures depend on beside its schedule, as plain values; of each seed the task is made once."""
         if seed not in self.tasks:
-            task = make_task(seed)
+            task = self.task(seed)
             self.tasks[seed] = {
                 "model": type(task.model).__name__,
                 "data": {"name": task.dataset.name, "clients": task.clients},
                 "training": dataclasses.asdict(task.training),
                 "task": task_digests(task),
             }
-        return {**self.texts[name], **self.tasks[seed]}
+        described = {**self.texts[name], **self.tasks[seed]}
+        return {**described, "training": {**described["training"], **self.training}}
 
 
 def code_digest(method: Algorithm) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy as np
 from pydantic import Field
 
 from fedloom.config.expression import show
@@ -151,14 +152,16 @@ def _leaves(table: Mapping[str, Any], outer: str, keys: Sequence[str], prefix: s
 def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
     if isinstance(value, Mapping):
         return _range(value, key, steps_needed)
-    if not isinstance(value, list):
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple | range):
         raise InvalidValue(f"{key} must be {_EXAMPLE}, not {quoted(value, show)}")
     if not value:
         raise InvalidValue(f"{key} lists no value: give {_EXAMPLE}")
     ((text, count),) = Counter(map(plain_text, value)).most_common(1)
     if count > 1:
         raise InvalidValue(f"{key} lists {shortened(text)} twice")
-    return value
+    return list(value)
 
 
 def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:

@@ -7,20 +7,22 @@ goes on where it was interrupted. Trials are judged on the validation data that 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import tomli_w
 
+from fedloom.algorithm import Algorithm
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
 from fedloom.experiment.events import RunName, Watch
+from fedloom.experiment.finished import StoredRun
 from fedloom.experiment.jobs import Job, job_of, unfinished
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
+from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import (
     Changes,
     Range,
@@ -35,6 +37,7 @@ from fedloom.experiment.settings import (
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.randomness import numpy_stream
 from fedloom.report.export import csv_text
+from fedloom.report.sheet import measure_name
 from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
 from fedloom.state.files import write_text
 
@@ -48,10 +51,11 @@ class Trial:
 
     number: int
     changes: Changes
-    configuration: Configuration
+    configuration: Configuration = field(repr=False)
     values: dict[int, float] = field(default_factory=dict)
     reason: str = ""
     metric: Metric = ACCURACY
+    runs: list[StoredRun] = field(default_factory=list, repr=False)
 
     @property
     def spread(self) -> Spread | None:
@@ -64,9 +68,13 @@ class Trial:
         return None if self.spread is None else self.spread.mean * (1 if self.metric.higher_is_better else -1)
 
     @property
+    def measure(self) -> str:
+        """The measure in words, such as `accuracy after the last round`."""
+        return measure_name(self.configuration.measure, self.configuration.last, self.metric)
+
+    @property
     def algorithm(self) -> str:
-        assert self.configuration.algorithm is not None
-        return self.configuration.algorithm
+        return self.configuration.only_method("tune")
 
     @property
     def seeds(self) -> list[int]:
@@ -79,22 +87,33 @@ class Trial:
 
 
 class Search:
-    """The space of a search: a configuration's table and the values of some keys, such as `algorithm.mu`."""
+    """The space of a search: a configuration's table and the values of some keys, such as `algorithm.mu`.
 
-    def __init__(self, table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True) -> None:
+    `objects` are the method and the task of a search in Python, whose own keys cannot be searched.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        searched: Mapping[str, Any],
+        *,
+        steps_needed: bool = True,
+        objects: PythonObjects | None = None,
+    ) -> None:
         self.table = {key: value for key, value in table.items() if key != "algorithms"}
-        self.configuration = base = configuration(table)
-        self.algorithm = str(base.method(base.only_method("tune")))
-        keys = [*parameter_keys(self.algorithm), *(key for key in VARYING if key != "data.validation")]
-        self.axes = read_axes(searched, keys, steps_needed=steps_needed)
+        self.objects = objects
+        self.configuration = base = replace(configuration(table), objects=objects)
+        self.method = base.method(base.only_method("tune"))
+        fixed = ("data.validation",) if objects is None else ("data.", "model")
+        keys = [*parameter_keys(self.method), *(key for key in VARYING if not key.startswith(fixed))]
+        named = {PREFIX + key if PREFIX + key in keys else key: values for key, values in searched.items()}
+        self.axes = read_axes(named, keys, steps_needed=steps_needed)
         if not self.axes:
-            raise InvalidValue(
-                "nothing to search: give --search KEY=[...], such as --search training.learning_rate=[0.01,0.1]"
-            )
+            raise InvalidValue("nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]")
         if base.measure in TO_TARGET:
             allowed = ", ".join(MEASURES)
             raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}")
-        if base.measure == "personal" and base.data.local_test is None:
+        if base.measure == "personal" and base.data.local_test is None and objects is None:
             raise InvalidValue(
                 "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
             )
@@ -104,19 +123,29 @@ class Search:
         for k in range(max(map(len, ends))):
             self.trial(0, {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)})
 
-    def trial(self, number: int, changes: Changes) -> Trial:
-        """Return the trial of some values. Raises `InvalidValue` for a value that is not allowed."""
+    def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
+        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for a wrong value."""
         share = self.configuration.data.validation or SHARE
-        table = self.chosen({**changes, "data.validation": share, "directory": str(self.folder)})
-        return Trial(number, changes, configuration(table))
+        table = self.chosen({**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})})
+        checked = configuration({key: value for key, value in table.items() if key != "algorithm"})
+        objects = self.objects
+        if objects is not None:
+            method = self._method(changes)
+            training = {name: getattr(checked.training, name) for name in table.get("training", {})}
+            objects = replace(objects, methods={str(method): method}, training=training)
+        return Trial(number, changes, replace(checked, algorithm=table["algorithm"], objects=objects))
 
-    def chosen(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
+    def chosen(self, changes: Changes) -> dict[str, Any]:
+        """Return the table of the configuration with some keys set. Raises as `trial`."""
         settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
+        return with_changes({**self.table, "algorithm": str(self._method(changes))}, settings)
+
+    def _method(self, changes: Changes) -> Algorithm:
+        values = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
         try:
-            return with_changes({**self.table, "algorithm": with_parameters(self.algorithm, parameters)}, settings)
+            return with_parameters(self.method, values)
         except FedloomError as error:
-            raise InvalidValue(f"{label(parameters)}: {error}") from None
+            raise InvalidValue(f"{label(values)}: {error}") from None
 
     def grid(self, trials: int | None = None) -> list[Trial]:
         """Return a trial for each combination of values, or `trials` of them drawn by the stream (seed, "trials")."""
@@ -167,6 +196,8 @@ def run_trials(trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Ca
                 summary = jobs[name].summary()
                 trial.metric = summary.metric
                 value = measured(summary, trial.configuration.measure, trial.configuration.last)
+                named = replace(summary, algorithm=label(trial.changes))
+                trial.runs.append(StoredRun("", jobs[name].path, named, trial.changes))
             if value is None:
                 trial.reason = failed.get(name, "nothing was measured")
             else:
@@ -181,8 +212,8 @@ def best_of(trials: Sequence[Trial]) -> Trial:
     return max(scored, key=lambda trial: 0.0 if trial.score is None else trial.score)
 
 
-def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
-    """Write every trial to `trials.csv` and the configuration of the best to `best.toml`; return its path."""
+def write_trials(search: Search, trials: Sequence[Trial]) -> None:
+    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml` unless it has Python objects."""
     lines = [
         {
             "trial": trial.number,
@@ -196,10 +227,9 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> Path:
         for trial in trials
     ]
     write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
-    best = search.folder / "best.toml"
-    table = search.chosen(best_of(trials).changes)
-    write_text(best, tomli_w.dumps({**table, "name": f"{search.configuration.name}-best"}))
-    return best
+    if search.objects is None:
+        table = {**search.chosen(best_of(trials).changes), "name": f"{search.configuration.name}-best"}
+        write_text(search.folder / "best.toml", tomli_w.dumps(table))
 
 
 def final_trial(search: Search, best: Trial) -> Trial:
@@ -211,9 +241,9 @@ def final_trial(search: Search, best: Trial) -> Trial:
             f"the test data of this search were used once, for {label(tested)}: a second choice tested on them is no test "
             f"any more (remove {path} to do it all the same)"
         )
-    table = search.chosen({**best.changes, "data.validation": "none", "directory": str(search.folder / "test")})
+    settings = {"data.validation": "none", "directory": str(search.folder / "test")}
     if search.configuration.measure == "best":
-        table["measure"] = "final"  # the best of all evaluations would be chosen on the test data
-    trial = Trial(0, best.changes, configuration(table))
+        settings["measure"] = "final"  # the best of all evaluations would be chosen on the test data
+    trial = search.trial(0, best.changes, settings)
     write_json(path, choice)
     return trial
