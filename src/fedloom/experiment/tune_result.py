@@ -70,23 +70,20 @@ class TuneResult(ComparisonResult):
     @property
     def notes(self) -> list[str]:
         """The measure, the failures, the files, the best choice and its test."""
-        best, tested, more = self.best, self.tested, len(self.trials) - _SHOWN
+        best, tested, count = self.best, self.tested, len(self.trials)
         measure = f"{best.measure} on validation data{', %' if best.metric.share else ''}"
         command = f"fedloom run {shlex.quote(str(self.folder / 'best.toml'))}"
         notes = [
-            f"{_SHOWN} best of {len(self.trials)} trials; {measure}" if more > 0 else measure,
+            f"{_SHOWN} best of {count} trials; {measure}" if count > _SHOWN else measure,
             *(f"trial {trial.number}: {trial.reason}" for trial in self.trials if trial.spread is None),
             f"trials: {self.folder / 'trials.csv'}",
             f"best:   {label(best.changes) if best.configuration.objects else command}",
         ]
         if tested is not None:
-            score = (
-                f"{score_cell(tested.spread, tested.metric).text}{tested.metric.unit}"
-                if tested.spread
-                else tested.reason
-            )
+            score = score_cell(tested.spread, tested.metric).text + tested.metric.unit
             seeds = f" over {len(tested.values)} seeds" if len(tested.values) > 1 else ""
-            notes.append(f"test:   {score}{seeds}, {tested.measure}, trained on all training data")
+            figure = f"{score}{seeds}" if tested.spread else tested.reason
+            notes.append(f"test:   {figure}, {tested.measure}, trained on all training data")
         return notes
 
 
