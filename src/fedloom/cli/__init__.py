@@ -27,7 +27,7 @@ from fedloom.cli import (
     surveying,
     tuning,
 )
-from fedloom.cli.options import RunsFailed, first_line, resuming_command
+from fedloom.cli.options import RunsFailed, resuming_command
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
@@ -63,7 +63,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in commands:
-    app.command(short_help=first_line(command))(command)
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)
 app.add_typer(federation_files.app)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import typer
@@ -83,8 +83,3 @@ def folders_of(texts: Sequence[str] | None) -> dict[str, str]:
             raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
         folders[name] = str(Path(folder).expanduser().resolve())
     return folders
-
-
-def first_line(command: Callable[..., Any]) -> str:
-    """Return the first line of a command's help."""
-    return (command.__doc__ or "").split("\n")[0]

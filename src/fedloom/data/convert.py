@@ -42,9 +42,7 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
     array = _array(values, "labels")
     if array.dtype.kind in "SUO":
         return _ranked(array, "labels")
-    if array.dtype.kind != "f":
-        return _whole(array, "labels"), None
-    return _floats(array, "labels"), None
+    return (_floats if array.dtype.kind == "f" else _whole)(array, "labels"), None
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:

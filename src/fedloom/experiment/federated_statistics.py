@@ -116,23 +116,28 @@ def answer(
         generator = None if seed is None else stream(seed, f"statistics {step} {purpose}", client=client)
         return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
 
-    answers = {}
+    answers: dict[str, Listed] = {}
     for name, about in request["columns"].items():
         values = _complete(columns[name], about)
         if noise and values.ndim > 1:
             raise InvalidValue(f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one")
-        if len(values) >= least:
+        if len(values) < least:
+            continue
+        if step == "sums":
             empty = len(columns[name]) - len(values)
             empty = 0 if noise or empty < least else empty
-            answers[name] = _STEPS[step](values, about, empty, least, partial(random, name))
+            answers[name] = _sums(values, about, empty, least, partial(random, name))
+        elif step == "squares":
+            most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
+            answers[name] = [float(((values - about["mean"]) ** 2).sum() + most * random(name)[0])], {}
+        else:
+            low, high, count = about["bins"]
+            rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
+            answers[name] = (shared_rows(rows, least) + random(name, count)).tolist(), {}
     return {"columns": answers}
 
 
-Random = Callable[..., Values]
-"""Noise of a count of numbers that one row changes by 1 at most."""
-
-
-def _sums(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
+def _sums(values: Values, about: Words, empty: int, least: int, random: Callable[[int], Values]) -> Listed:
     if _kind(values) == "categories":
         texts, counts = np.unique(values.astype(str), return_counts=True)
         counts = counts + random(len(texts))
@@ -141,20 +146,6 @@ def _sums(values: Values, about: Words, empty: int, least: int, random: Random) 
     low, high = about.get("bounds", (0.0, 0.0))
     count, total = random(2) * (1.0, (high - low) / 2) + (values.size, (values - (low + high) / 2).sum())
     return [float(count), empty, float(total + count * (low + high) / 2)], {}
-
-
-def _squares(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
-    most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
-    return [float(((values - about["mean"]) ** 2).sum() + most * random(1)[0])], {}
-
-
-def _bins(values: Values, about: Words, empty: int, least: int, random: Random) -> Listed:
-    low, high, count = about["bins"]
-    rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
-    return (shared_rows(rows, least) + random(count)).tolist(), {}
-
-
-_STEPS = {"sums": _sums, "squares": _squares, "bins": _bins}
 
 
 def shared_rows(rows: Values, smallest: int) -> Values:

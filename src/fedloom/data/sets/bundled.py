@@ -49,9 +49,7 @@ def diabetes(*, test_fraction: float = 0.2) -> Dataset:
 
     Source: Efron, Hastie, Johnstone, Tibshirani, Least Angle Regression, 2004.
     """
-    from sklearn.datasets import load_diabetes
-
-    return _table("diabetes", load_diabetes(), test_fraction, Regression())
+    return _table("diabetes", test_fraction, Regression())
 
 
 @datasets.register("breast_cancer")
@@ -65,9 +63,7 @@ def breast_cancer(*, test_fraction: float = 0.2) -> Dataset:
 
     Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis, 1993.
     """
-    from sklearn.datasets import load_breast_cancer
-
-    return _table("breast_cancer", load_breast_cancer(), test_fraction, CLASSIFICATION)
+    return _table("breast_cancer", test_fraction, CLASSIFICATION)
 
 
 @datasets.register("wine")
@@ -79,9 +75,7 @@ def wine(*, test_fraction: float = 0.2) -> Dataset:
 
     Source: Aeberhard, Forina, Wine, UCI, 1991.
     """
-    from sklearn.datasets import load_wine
-
-    return _table("wine", load_wine(), test_fraction, CLASSIFICATION)
+    return _table("wine", test_fraction, CLASSIFICATION)
 
 
 def _bundled() -> tuple[NDArray[Any], NDArray[Any]]:
@@ -96,7 +90,10 @@ def _bundled() -> tuple[NDArray[Any], NDArray[Any]]:
     return pixels, labels
 
 
-def _table(name: str, source: Any, test_fraction: float, objective: Objective) -> Dataset:
+def _table(name: str, test_fraction: float, objective: Objective) -> Dataset:
+    from sklearn import datasets as sets
+
+    source = getattr(sets, f"load_{name}")()
     inputs = torch.from_numpy(source.data).to(torch.float64)
     targets = torch.from_numpy(source.target)
     targets = targets.long() if objective.classes else targets.to(torch.float64)

@@ -31,9 +31,8 @@ def read_pickle(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, list[int]]
             kinds = " ".join(kind.name for kind in opcode.stack_after)
             if isinstance(argument, str | bytes | bytearray):
                 text = argument if isinstance(argument, str) else argument.decode("latin-1")
-                if len(text) > len(
-                    raw
-                ):  # NumPy's flag of arrays by column precedes their bytes, or its letter F follows
+                # NumPy's flag of arrays by column precedes their bytes, or its letter F follows.
+                if len(text) > len(raw):
                     raw, by_column = text.encode("latin-1", "replace"), flag
                 key, by_column = text[:100], by_column or text == "F"
             elif type(argument) is int and "int" in kinds:

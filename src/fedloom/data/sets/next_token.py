@@ -146,8 +146,7 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
 
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
     sequences = [(user, text) for user, texts in users.items() for text in texts]
-    counts = torch.tensor([len(texts) for texts in users.values()], dtype=torch.int64)
-    owners = torch.arange(len(users)).repeat_interleave(counts)
+    owners = torch.tensor([number for number, texts in enumerate(users.values()) for _ in texts], dtype=torch.int64)
     train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed)
     splits: tuple[_Users, _Users] = {}, {}
     for users, samples in zip(splits, (train, test), strict=True):

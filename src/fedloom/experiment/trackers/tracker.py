@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from fedloom.config.expression import Call, parse, plain
+from fedloom.config.expression import parse, plain
 from fedloom.config.plugins import found_at
 from fedloom.config.registry import Registry
 from fedloom.errors import FedloomError, InvalidValue, error_text, quoted
@@ -77,19 +77,9 @@ def build_tracker(expression: str | Tracker) -> Tracker:
     if not isinstance(expression, str):
         return expression
     head, bracket, arguments = expression.partition("(")
-    if ":" in head:
-        return _own(head.strip(), parse(f"own{bracket}{arguments}"), expression)
-    return cast(Tracker, trackers.build(expression))
-
-
-def require_installed(package: str, install: str) -> None:
-    """Raise `FedloomError`, saying how to `install` it, unless the package is there."""
-    if importlib.util.find_spec(package) is None:
-        raise FedloomError(f"tracker {package} needs {package!r}: {install}")
-
-
-def _own(path: str, call: Call, expression: str) -> Tracker:
-    make = found_at(path, "tracker")
+    if ":" not in head:
+        return cast(Tracker, trackers.build(expression))
+    make, call = found_at(head.strip(), "tracker"), parse(f"own{bracket}{arguments}")
     try:
         tracker = make(*map(plain, call.positional), **{name: plain(value) for name, value in call.named.items()})
     except FedloomError:
@@ -99,3 +89,9 @@ def _own(path: str, call: Call, expression: str) -> Tracker:
     if not isinstance(tracker, Tracker):
         raise InvalidValue(f"tracker {quoted(expression)} is none: a tracker has begin, record and end")
     return tracker
+
+
+def require_installed(package: str, install: str) -> None:
+    """Raise `FedloomError`, saying how to `install` it, unless the package is there."""
+    if importlib.util.find_spec(package) is None:
+        raise FedloomError(f"tracker {package} needs {package!r}: {install}")
