@@ -341,7 +341,7 @@ class Algorithm:
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     needs: ClassVar[
         tuple[Callable[[str, Plan], None], ...]
-    ] = ()  # checks that raise `InvalidValue`, with the method's name
+    ] = ()  # checks, by the method's name, that raise `InvalidValue`
     client_figures: ClassVar[tuple[str, ...]] = ("training_loss",)  # names that `train` writes to `cohort.metrics`
 
     def __init_subclass__(cls) -> None:

@@ -59,25 +59,20 @@ class DPSGD(AccountedByClient):
 
     def cost(self, extra: int = 0) -> float:
         """Return epsilon of the client that has spent most: among equal sizes, the one that trained most often."""
-        sizes, of = self._sizes()
+        sizes, of = self.plan.sizes(torch.arange(self.plan.clients)).unique(return_inverse=True)
         most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax") + extra
         noise = self.noise_multiplier()
         return max(epsilon(noise, share, steps, self.delta, self.earlier) for share, steps in self._kinds(sizes, most))
 
     def solve(self, target: float, rounds: int) -> float:
         """Return the noise for the client with the fewest samples, whose share is largest; more if another one spends more."""
-        sizes, _ = self._sizes()
+        sizes = self.plan.sizes(torch.arange(self.plan.clients)).unique()
         noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
         while noise == 0 or max(spent.values()) > target:
             share, steps = max(spent, key=lambda kind: (spent[kind], kind))
             noise = max(noise * 1.0001, noise_for(target, share, steps, self.delta))
             spent = {kind: epsilon(noise, *kind, self.delta) for kind in spent}
         return noise
-
-    def _sizes(self) -> tuple[Tensor, Tensor]:
-        """Return each number of samples that some client has, `[s]`, and which of these every client has, `[N]`."""
-        sizes, of = self.plan.sizes(torch.arange(self.plan.clients)).unique(return_inverse=True)
-        return sizes, of
 
     def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
         """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]` rounds."""

@@ -72,15 +72,14 @@ class IFCA(Algorithm):
         return (chosen.to(models) / chosen.sum()) @ models
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        choice = _best(cohort, inbox["models"])
-        model = cohort.fit(inbox["models"][torch.arange(len(choice)), choice]).model
-        return {"model": model, "choice": choice}
+        choice, start = _best(cohort, inbox["models"])
+        return {"model": cohort.fit(start).model, "choice": choice}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        choice = _best(cohort, inbox["models"])
-        return inbox["models"][torch.arange(len(choice)), choice]
+        return _best(cohort, inbox["models"])[1]
 
 
-def _best(cohort: Cohort, models: Tensor) -> Tensor:
-    """Return the index of the model of least training loss among `[c, k, P]`, for each client, `[c]`."""
-    return torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
+def _best(cohort: Cohort, models: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index, `[c]`, and the model, `[c, P]`, of least training loss among `[c, k, P]` for each client."""
+    choice = torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
+    return choice, models[torch.arange(len(choice)), choice]

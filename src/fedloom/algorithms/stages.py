@@ -56,9 +56,7 @@ class Stages(Wrapper):
     patience: Count = 5
     improvement: Probability = 0.01
 
-    method: Algorithm = field(
-        init=False, repr=False, compare=False
-    )  # of the round in progress, or else of the next one
+    method: Algorithm = field(init=False, repr=False, compare=False)  # of this round or, between two, of the next
 
     wraps: ClassVar[tuple[str, ...]] = ("stages", "method")
     variadic: ClassVar[bool] = True

@@ -62,8 +62,6 @@ def momentum_gain(training: Training) -> float:
     """Return the factor by which momentum lengthens steps in the long run: (1 - dampening) / (1 - momentum)."""
     if not training.momentum:
         return 1.0
-    if training.momentum >= 1:
-        raise InvalidValue(f"momentum must be less than 1 here, not {training.momentum}")
     return (1 - float(training.optimizer_options.get("dampening", 0.0))) / (1 - training.momentum)
 
 

@@ -144,11 +144,8 @@ def sample_of(task: Task) -> Task:
     return replace(
         task,
         test=task.test[:TEST],
-        partition=Partition.from_sizes(np.concatenate(indices), [len(group) for group in indices]),
-        local_test=local and Partition.from_sizes(
-            np.concatenate([local[k][:size] for k in range(task.clients)]),
-            [len(local[k][:size]) for k in range(task.clients)],
-        ),
+        partition=Partition.of(indices),
+        local_test=local and Partition.of([local[k][:size] for k in range(task.clients)]),
         training=replace(task.training, batch_size=size, epochs=1, steps=None),
     )  # fmt: skip
 

@@ -51,17 +51,11 @@ class WorkerDied(Exception):
 
 
 class WorkerHandle(ABC):
-    """The engine's side of one worker.
-
-    Attributes:
-        group: The clients whose answers are awaited, after the number of their block.
-        busy: True while an answer is due.
-        ready: True once it has answered.
-    """
+    """The engine's side of one worker."""
 
     def __init__(self) -> None:
-        self.group: Group | None = None
-        self.busy, self.ready = True, False
+        self.group: Group | None = None  # whose answers are awaited
+        self.busy, self.ready = True, False  # an answer is due; it has answered once
         self._setup: Any = None
         self._assignment: Any = None
 
@@ -323,7 +317,6 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         return answers
 
     def _sizes(self, client_tasks: Sequence[ClientTask]) -> Tensor:
-        """Return the number of samples of each client."""
         return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
 
     def _start_missing(self) -> None:

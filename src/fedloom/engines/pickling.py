@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -57,9 +57,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)).data)
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
         if isinstance(value, Algorithm):
-            make, arguments, attributes, *iterators = cast(
-                tuple[Any, ...], value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            )
+            reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            make, arguments, attributes, *iterators = reduced
             if isinstance(attributes, dict):
                 attributes = {name: attribute for name, attribute in attributes.items() if name != "state"}
             return make, arguments, attributes, *iterators
@@ -85,8 +84,7 @@ class _Unpickler(pickle.Unpickler):
         kind, *values = name
         if kind == "common":
             return self._common[values[0]]
-        if self._task is None:
-            raise pickle.UnpicklingError("a method's plan means nothing without a task")
+        assert self._task is not None, "a method comes after the task that its plan is of"
         task, (clients, participants, rounds, seed, classes) = self._task, values
         sizes = clients, participants, rounds, seed, classes
         return Plan(task.layout, task.initial, *sizes, task.sizes, task.model, training=task.training)

@@ -26,7 +26,7 @@ steps threads wait for each other, and on a busy machine for whatever has their 
 def has_cores(task: Task) -> bool:
     """Return True if worker processes can pay: on a CPU with more than one thread, outside a worker process."""
     is_worker = multiprocessing.parent_process() is not None or VARIABLE in os.environ
-    return os.name == "posix" and not task.initial.is_cuda and torch.get_num_threads() > 1 and not is_worker
+    return not task.initial.is_cuda and torch.get_num_threads() > 1 and not is_worker
 
 
 def most_workers(task: Task, schedule: Schedule | None) -> int:

@@ -14,6 +14,8 @@ from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch
 from fedloom.training import Training
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 @dataclass(frozen=True)
 class LinearLayer:
@@ -26,7 +28,7 @@ class LinearLayer:
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
     """Return the layers of a plain chain of linear layers, each with or without a ReLU; empty for other modules."""
-    if layout.frozen or any(_has_hooks(submodule) for submodule in module.modules()):
+    if layout.frozen or any(getattr(submodule, name) for submodule in module.modules() for name in _HOOKS):
         return []
     try:
         nodes = list(fx.symbolic_trace(module).graph.nodes)
@@ -139,13 +141,6 @@ class FoldedSGD:
         if self.decay:
             momentum.add_(weight, alpha=self.decay)
         weight.add_(momentum, alpha=-self.rate)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
 
 
 def _flattens(module: nn.Module, node: fx.Node) -> bool:

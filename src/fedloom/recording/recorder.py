@@ -90,11 +90,6 @@ class Recorder:
         """The name of its measurements; two recorders of one run have different ones."""
         return self.kind
 
-    @property
-    def hooks_training(self) -> bool:
-        """True if it hooks into the clients' training, which then must take place in this process."""
-        return type(self).hook is not Recorder.hook
-
     def inapplicable(self, method: Algorithm) -> str:
         """Return the reason why this method, not yet set up, has nothing to record; empty where it has."""
         return ""

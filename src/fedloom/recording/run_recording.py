@@ -16,7 +16,7 @@ from fedloom.algorithm import Replies
 from fedloom.errors import InvalidValue
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
-from fedloom.rounds.checkpoint import RoundLog
+from fedloom.rounds.checkpoint import RoundLog, below
 from fedloom.rounds.engine import INTEGERS, ClientTask
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
@@ -150,7 +150,7 @@ class Recording:
 
     def _models(self, name: str, number: int) -> dict[str, Tensor]:
         if self.directory is None:
-            return _of(name, self._tensors[number])
+            return below(f"{name}/", self._tensors[number])
         return recorded_tensors(self.directory, name, number)
 
 
@@ -161,12 +161,7 @@ def models_file(directory: Path, number: int) -> Path:
 
 def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, Tensor]:
     """Return the tensors that a recorder stored in a round. Raises `DamagedCheckpoint` when they cannot be read."""
-    return _of(recorder, read_tensors(models_file(directory, number), round=str(number))[0])
-
-
-def _of(recorder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = f"{recorder}/"
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return below(f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0])
 
 
 def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[ClientExchange]:

@@ -92,8 +92,8 @@ class Checkpoints:
             raise CheckpointError(f"{path} is of another run (method, settings, data or model): use another folder")
         if path.name != _file_name(int(metadata["round"])):
             raise DamagedCheckpoint(f"{path} is of round {metadata['round']}, which is not its name")
-        state = _below("server/", tensors), _below("clients/", tensors)
-        return Checkpoint(int(metadata["round"]), *state, _below("log ", metadata), _below("pool ", metadata))
+        state = below("server/", tensors), below("clients/", tensors)
+        return Checkpoint(int(metadata["round"]), *state, below("log ", metadata), below("pool ", metadata))
 
 
 def _file_name(round: int) -> str:
@@ -104,7 +104,8 @@ def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     return {f"{prefix}{name}": value for name, value in named.items()}
 
 
-def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    """Return what has names that begin with the prefix, by the rest of these names."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 

@@ -90,7 +90,7 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
 def _superexec() -> int | None:
     """Return the process that started this one for a single message, None where there is none or Flower installs for each."""
     program, *arguments = sys.argv
-    if os.name != "posix" or Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
+    if Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
         return None
     if "--allow-runtime-dependency-installation" in arguments:
         return None

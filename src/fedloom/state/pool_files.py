@@ -33,7 +33,7 @@ class PoolFiles:
         self._temporary: Path | None = None
         self._entries: dict[
             str, tuple[object, str]
-        ] = {}  # by file: its tensor's fingerprint, and its entry in a checkpoint
+        ] = {}  # by file: its tensor's fingerprint, its entry in a checkpoint
         # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
         self._newest = set() if directory is None else {path.name for path in directory.glob(_NAMES)}
         self._older = self._newest

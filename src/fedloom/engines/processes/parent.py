@@ -24,7 +24,7 @@ from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.worker_life import exit_text, start_python
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.errors import FedloomError
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -71,8 +71,6 @@ class ProcessesEngine(WorkerEngine):
         chunk: Count | None = None,
     ) -> None:
         checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
-        if os.name != "posix":
-            raise InvalidValue("engine 'processes' needs a POSIX system: use engine 'rows'")
         if VARIABLE in os.environ:
             raise FedloomError(
                 "a worker process began the run anew: put what starts it below if __name__ == '__main__':"

@@ -120,7 +120,10 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
             options["_temp_dir"] = str(session.folder / "r")
     else:
         _probe(address)
-    children = _children()
+    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+
+    this = psutil.Process()
+    children = this.children()
     try:
         with _environment(environment), _our_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -128,7 +131,9 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         leave(session)
         action = "start a cluster here" if address == LOCAL else f"connect to {quoted(address)}"
         raise FedloomError(f"engine 'ray' cannot {action}: {first_line(error)}") from error
-    session.raylet = next((child for child in _children() if child not in children and "raylet" in child.name()), None)
+    session.raylet = next(
+        (child for child in this.children() if child not in children and "raylet" in child.name()), None
+    )
     _current = session
     return session
 
@@ -153,13 +158,6 @@ def has_room(ray: Any, cpus: float, gpus: float) -> bool:
     """Return True if a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
-
-
-def _children() -> list[Any]:
-    """Return the processes that this one has started."""
-    import psutil  # type: ignore[import-untyped]  # Ray brings it along
-
-    return list(psutil.Process().children())
 
 
 @contextmanager
