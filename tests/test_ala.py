@@ -35,7 +35,10 @@ RATES = "rate=20, threshold=0.003, max_epochs=30"
 """A rate that moves the weights of such small models; the initial stage ends by the threshold or by the maximum."""
 
 
-def compare(world: World, expression: str, method: Method, names: list[str], **options: Any) -> tuple[Run, Blend]:
+def require_definition(
+    world: World, expression: str, method: Method, names: list[str], **options: Any
+) -> tuple[Run, Blend]:
+    """Require that a run of the expression gives the models of the naive `method`, whose blend has learnt some weights."""
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
     blend = Blend(world, names, rate=20, threshold=0.003, most=30)
@@ -64,7 +67,7 @@ def remembered(run: Run, client: int, kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("p", [1, 2])
 def test_fedala(norm: bool, p: int) -> None:
     world = World(norm, rounds=5)
-    run, blend = compare(world, f"fedala(p={p}, {RATES})", methods.fedavg, (HEAD + MIDDLE)[: 2 * p])
+    run, blend = require_definition(world, f"fedala(p={p}, {RATES})", methods.fedavg, (HEAD + MIDDLE)[: 2 * p])
     counts = [record["ala_epochs"] for record in run.federation.history if "ala_epochs" in record]
     assert max(counts) > 10 / 3  # the mean over three clients, one of which is in its initial stage
     for i, weights in blend.weights.items():
@@ -84,47 +87,49 @@ def test_fedala_is_ala_on_fedavg() -> None:
 
 def test_fedprox_keeps_its_centre_at_the_download() -> None:
     world = World(rounds=5)
-    compare(world, f"ala(fedprox(mu=2), {RATES})", methods.fedprox, HEAD, mu=2.0)
+    require_definition(world, f"ala(fedprox(mu=2), {RATES})", methods.fedprox, HEAD, mu=2.0)
 
 
 def test_per_fedavg() -> None:
     world = World(norm=True, sizes=(9, 14, 11, 21, 12))
-    compare(world, f"ala(per_fedavg(alpha=0.2), {RATES})", methods.per_fedavg, HEAD, alpha=0.2)
+    require_definition(world, f"ala(per_fedavg(alpha=0.2), {RATES})", methods.per_fedavg, HEAD, alpha=0.2)
 
 
 def test_fedrep_blends_the_top_of_its_base() -> None:
-    compare(World(norm=True, rounds=5), f"ala(fedrep(head_epochs=2), {RATES})", methods.fedrep, MIDDLE, head_epochs=2)
+    require_definition(
+        World(norm=True, rounds=5), f"ala(fedrep(head_epochs=2), {RATES})", methods.fedrep, MIDDLE, head_epochs=2
+    )
 
 
 def test_pfedme() -> None:
     world = World(norm=True, rounds=5, training=PLAIN)
     inner = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3)"
     options = {"strength": 5.0, "rate": 0.05, "steps": 3, "beta": 1.0}
-    compare(world, f"ala({inner}, {RATES})", methods.pfedme, HEAD, **options)
+    require_definition(world, f"ala({inner}, {RATES})", methods.pfedme, HEAD, **options)
 
 
 def test_ditto_pulls_towards_the_blend() -> None:
     world = World(norm=True, rounds=5)
-    compare(world, f"ala(ditto(regularisation=0.5), {RATES})", methods.ditto, HEAD, strength=0.5, epochs=2)
+    require_definition(world, f"ala(ditto(regularisation=0.5), {RATES})", methods.ditto, HEAD, strength=0.5, epochs=2)
 
 
 def test_fedamp_starts_from_the_blend_and_pulls_towards_the_download() -> None:
     world = World(participation=1.0)
     options = {"alpha": 0.05, "sigma": 0.5, "strength": 0.04}
     inner = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04)"
-    compare(world, f"ala({inner}, {RATES})", methods.fedamp, HEAD, **options)
+    require_definition(world, f"ala({inner}, {RATES})", methods.fedamp, HEAD, **options)
 
 
 def test_fedphp() -> None:
     world = World(training=Training(learning_rate=0.1, batch_size=4))
     inner = "fedphp(mu=0.8, transfer=0.4)"
-    compare(world, f"ala({inner}, {RATES})", methods.fedphp, HEAD, mu=0.8, transfer=0.4)
+    require_definition(world, f"ala({inner}, {RATES})", methods.fedphp, HEAD, mu=0.8, transfer=0.4)
 
 
 def test_partialfed_takes_the_blend_for_the_download() -> None:
     world = World(training=PLAIN, rounds=5)
     inner = "partialfed(model_batches=3, strategy_batches=2)"
-    compare(world, f"ala({inner}, {RATES})", methods.partialfed, HEAD, pattern=(3, 2))
+    require_definition(world, f"ala({inner}, {RATES})", methods.partialfed, HEAD, pattern=(3, 2))
 
 
 def test_the_variants_of_the_authors_code() -> None:

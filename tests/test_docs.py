@@ -50,7 +50,7 @@ def scripts() -> Iterator[Scripts]:
 
 
 def output(scripts: Scripts, code: str, folder: Path) -> str:
-    """Return what a program prints."""
+    """Return what a program prints; fail where it ends with an error."""
     program = folder / "page.py"
     program.write_text(code)
     return scripts.run(program, folder, folder / "output")
@@ -73,10 +73,11 @@ import fedloom as fl
 training = fl.Training(learning_rate=0.1, epochs=2, batch_size=10)
 task = fl.make_task("digits", clients=4, partition="dirichlet(0.3)", model="mlp(hidden=[8])", training=training)
 for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
-    found = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=4, participation=0.5).model
+    model = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=4, participation=0.5).model
     expected = fl.run(wrapper.format("fedprox(mu=0.5)"), task, rounds=4, participation=0.5).model
-    for one, two in zip(found.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(one, two)
+    for tensor, expected_tensor in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(tensor, expected_tensor)
+    print(wrapper, "as FedProx")
 """
 
 
@@ -87,12 +88,15 @@ def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(
     """A full step of the server makes the page's method FedProx, whose term is centred on the server's model."""
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     (block,) = (block for block in code if '("half_step")' in block)
-    output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
+    text = output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
+    assert text.endswith("{} as FedProx\numf({}) as FedProx\nala({}, max_epochs=3) as FedProx\n")
 
 
 @pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"])
 def test_the_code_on_a_page_runs(page: str, scripts: Scripts, tmp_path: Path) -> None:
-    output(scripts, "\n".join(blocks(page, "python")), tmp_path)
+    code = "\n".join(blocks(page, "python"))
+    text = output(scripts, code, tmp_path)
+    assert bool(text) == ("print(" in code)
 
 
 def test_every_test_that_the_page_about_secure_recombination_names_exists() -> None:

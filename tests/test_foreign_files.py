@@ -46,8 +46,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tidy(folder: Path) -> str:
-    """Return the answer of `report` on a folder: nothing, or one short line."""
+def require_report_or_line(folder: Path) -> str:
+    """Require that a report is written of a folder, or that one short line refuses it; return the line."""
     try:
         assert rewrite_reports(folder, read_runs(folder))
     except FedloomError as error:
@@ -86,7 +86,7 @@ def test_a_file_that_no_run_wrote_is_one_line_or_left_out_and_the_other_run_is_w
         folder = tmp_path / kind / "pair"
         shutil.copytree(compared, folder)
         spoil(folder / "fedavg" / "seed-0", name, write)
-        tidy(folder)
+        require_report_or_line(folder)
         watched = Watched(folder.parent)
         runs = [run for group in watched.state()["groups"] for run in group["runs"]]
         assert [run["state"] for run in runs if run["algorithm"] == "fedala"] == ["finished"], (kind, runs)
@@ -105,12 +105,12 @@ def test_a_comparisons_own_files_may_be_foreign_too(name: str, compared: Path, t
         folder = tmp_path / kind / "pair"
         shutil.copytree(compared, folder)
         (folder / name).write_text(page.replace("{}", text) if name == "report.html" else text)
-        tidy(folder)
+        require_report_or_line(folder)
 
 
 def test_a_foreign_engine_is_named(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared, tmp_path / "pair")
     (tmp_path / "pair/fedavg/seed-0/engine.json").write_text('{"engine": "steam"}')
-    text = tidy(tmp_path / "pair")
+    text = require_report_or_line(tmp_path / "pair")
     assert "engine.json" in text
     assert "start again with --fresh" in text

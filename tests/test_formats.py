@@ -36,8 +36,8 @@ from fedloom.data.sets.picture_set import image_samples
 from fedloom.errors import DataError
 
 
-def refused(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
-    """Expect a `DataError` of one line with `path` and `text`."""
+def require_refusal(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
+    """Require a `DataError` of one line with `path` and `text`."""
     return pytest.raises(DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z")
 
 
@@ -107,12 +107,12 @@ def test_idx_gives_back_what_was_written(
 )
 def test_damaged_idx_files_are_named(content: bytes, text: str, tmp_path: Path) -> None:
     (tmp_path / "digits").write_bytes(content)
-    with refused(tmp_path / "digits", text):
+    with require_refusal(tmp_path / "digits", text):
         read_idx(tmp_path / "digits")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with refused(tmp_path / "absent", "cannot be read"):
+    with require_refusal(tmp_path / "absent", "cannot be read"):
         read_idx(tmp_path / "absent")
 
 
@@ -156,7 +156,7 @@ class _Bomb:
 def test_a_malicious_pickle_is_refused_and_nothing_runs(protocol: int, tmp_path: Path) -> None:
     pwned = tmp_path / "pwned"
     (tmp_path / "batch").write_bytes(pickle.dumps({"data": _Bomb(pwned), "labels": [1]}, protocol=protocol))
-    with refused(tmp_path / "batch", "no rows of 3072 bytes"):
+    with require_refusal(tmp_path / "batch", "no rows of 3072 bytes"):
         read_python_batches([tmp_path / "batch"], "labels", 10)
     assert not pwned.exists()
 
@@ -176,14 +176,14 @@ def test_a_malicious_pickle_is_refused_and_nothing_runs(protocol: int, tmp_path:
 )
 def test_wrong_python_batches_are_named(batch: dict[str, object], text: str, tmp_path: Path) -> None:
     (tmp_path / "batch").write_bytes(pickle.dumps(batch))
-    with refused(tmp_path / "batch", text):
+    with require_refusal(tmp_path / "batch", text):
         read_python_batches([tmp_path / "batch"], "labels", 10)
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps({"data": b"x"})[:-4]])
 def test_damaged_pickles_are_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "batch").write_bytes(content)
-    with refused(tmp_path / "batch", "damaged pickle"):
+    with require_refusal(tmp_path / "batch", "damaged pickle"):
         read_python_batches([tmp_path / "batch"], "labels", 10)
 
 
@@ -215,21 +215,21 @@ def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
     bad = tmp_path / "b.jpg"
     for content, text in ((good[: len(good) // 2], "unreadable picture"), (b"text", "not a picture in a known format")):
         bad.write_bytes(content)
-        with refused(bad, text):
+        with require_refusal(bad, text):
             read_files([tmp_path / "a.jpg", bad], 3)
     bad.write_bytes(picture(random_pixels(8, 9, 3), "JPEG"))
-    with refused(bad, "8 x 9 pixels, but"):
+    with require_refusal(bad, "8 x 9 pixels, but"):
         read_files([tmp_path / "a.jpg", bad], 3)
-    with refused(tmp_path / "c.jpg", "cannot be read"):
+    with require_refusal(tmp_path / "c.jpg", "cannot be read"):
         read_files([tmp_path / "a.jpg", tmp_path / "c.jpg"], 3)
 
 
 def test_image_folder_names_strange_and_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
-    with refused(tmp_path, "no pictures"):
+    with require_refusal(tmp_path, "no pictures"):
         read_image_folder(tmp_path, ["cat"], 3)
     (tmp_path / "dog").mkdir()
-    with refused(tmp_path / "dog", "no such class"):
+    with require_refusal(tmp_path / "dog", "no such class"):
         read_image_folder(tmp_path, ["cat"], 3)
 
 
@@ -247,7 +247,7 @@ def test_parquet_of_pictures(tmp_path: Path) -> None:
 def test_damaged_tables_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 nothing PAR1")
-    with refused(path, "damaged parquet"):
+    with require_refusal(path, "damaged parquet"):
         read_parquet([path])
     good = {"bytes": picture(random_pixels(5, 5, 3)), "path": ""}
     cases: list[tuple[dict[str, object], str]] = [
@@ -260,7 +260,7 @@ def test_damaged_tables_are_named(tmp_path: Path) -> None:
         ({"image": ["text"], "label": [0]}, "pictures must be stored as bytes"),
     ]
     for columns, text in cases:
-        with refused("source", text):
+        with require_refusal("source", text):
             image_samples(pa.table(columns), "label", 3, 3, "source")
 
 
@@ -305,7 +305,7 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
 )
 def test_damaged_leaf_files_are_named(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(text)
-    with refused(tmp_path / "data.json", reason):
+    with require_refusal(tmp_path / "data.json", reason):
         read_leaf_images(tmp_path / "data.json")
 
 
@@ -350,10 +350,10 @@ def test_csv_reads_quoted_commas_and_names_bad_rows(tmp_path: Path) -> None:
         ("", "wanted rows of 3 cells each"),
     ):
         path.write_text(text)
-        with refused(path, reason):
+        with require_refusal(path, reason):
             read_csv(path, 3)
     path.write_bytes(b'"1","\xff\xfe","b"\n')
-    with refused(path, "damaged csv"):
+    with require_refusal(path, "damaged csv"):
         read_csv(path, 3)
 
 
@@ -366,7 +366,7 @@ def test_labels_must_be_integers_of_the_classes() -> None:
         ([10**30], "list of integers"),
         ([[1], [1, 2]], "list of integers"),
     ):
-        with refused("here", reason):
+        with require_refusal("here", reason):
             class_labels(values, 3, "here")
 
 

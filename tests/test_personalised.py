@@ -37,7 +37,8 @@ def everybody(norm: bool = False, training: Training | None = None) -> World:
     return world if training is None else replace(world, training=training)
 
 
-def compare(world: World, expression: str, method: Method, **options: Any) -> Run:
+def require_definition(world: World, expression: str, method: Method, **options: Any) -> Run:
+    """Require that a run of the expression gives the models of the naive `method`; return the run."""
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
     assert_same(run.moments, method(Setting(world, run.selected), **options))
@@ -56,51 +57,59 @@ def assert_personal(run: Run) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 class TestPartialParticipation:
     def test_fedavg_c(self, norm: bool) -> None:
-        assert_personal(compare(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
+        assert_personal(require_definition(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
 
     def test_fedavg_c_for_scoring_only(self, norm: bool) -> None:
         world = World(norm)
         expression = "fedavg_c(finetune_epochs=3, finetune_scope=eval_only)"
-        assert_personal(compare(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
+        assert_personal(require_definition(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
 
     def test_fedprox_c(self, norm: bool) -> None:
         assert_personal(
-            compare(World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3)
+            require_definition(
+                World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3
+            )
         )
 
     def test_per_fedavg(self, norm: bool) -> None:
         world = World(norm, sizes=(9, 14, 11, 21, 12))
-        assert_personal(compare(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2))
+        assert_personal(
+            require_definition(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2)
+        )
 
     def test_fedrep(self, norm: bool) -> None:
-        assert_personal(compare(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
+        assert_personal(require_definition(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
 
     def test_pfedme(self, norm: bool) -> None:
         world = World(norm, training=PLAIN)
         expression = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3, beta=0.7)"
-        assert_personal(compare(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7))
+        assert_personal(
+            require_definition(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7)
+        )
 
     def test_ditto(self, norm: bool) -> None:
         expression = "ditto(regularisation=0.5, personal_epochs=3)"
-        assert_personal(compare(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
+        assert_personal(require_definition(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
 
     def test_fedfomo(self, norm: bool) -> None:
-        assert_personal(compare(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
+        assert_personal(require_definition(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
 
     def test_fedfomo_with_two_downloads(self, norm: bool) -> None:
-        assert_personal(compare(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
+        assert_personal(require_definition(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
 
     @pytest.mark.parametrize("exploration", [0.5, 1.0])
     def test_fedfomo_explores(self, norm: bool, exploration: float) -> None:
         expression = f"fedfomo(models=2, exploration={exploration})"
-        assert_personal(compare(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration))
+        assert_personal(
+            require_definition(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration)
+        )
 
     def test_fedper_lg_fedavg_and_silobn(self, norm: bool) -> None:
         world = World(norm)
         layers = {"fedper": ("head",), "lg_fedavg": ("lower", "norm", "middle"), "silobn": ()}
         for expression, private in layers.items():
             names = [n for n in world.names if n.split(".")[0] not in private]
-            run = compare(world, expression, methods.fedavg, names=names)
+            run = require_definition(world, expression, methods.fedavg, names=names)
             if private:
                 assert_personal(run)
 
@@ -109,12 +118,14 @@ class TestPartialParticipation:
 def test_fedphp(deployed: str) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
     expression = f"fedphp(mu=0.8, transfer=0.4, deployed={deployed})"
-    assert_personal(compare(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
+    assert_personal(require_definition(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
 
 
 def test_partialfed() -> None:
     world = World(training=PLAIN)
-    run = compare(world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2))
+    run = require_definition(
+        world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2)
+    )
     assert_personal(run)
     strategies = torch.stack([run.engine.store.read(i)["partialfed_strategy"] for i in run.selected[0]])
     assert bool((strategies[:, :, 0] > 0).any())
@@ -124,34 +135,38 @@ def test_partialfed() -> None:
 def test_fedbn_keeps_its_batch_norm_layer() -> None:
     world = World(norm=True)
     names = [n for n in world.names if not n.startswith("norm.")]
-    assert_personal(compare(world, "fedbn", methods.fedavg, names=names))
+    assert_personal(require_definition(world, "fedbn", methods.fedavg, names=names))
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("alpha", "sigma"), [(0.05, 0.5), (1000.0, 0.1)])
 def test_fedamp(norm: bool, alpha: float, sigma: float) -> None:
     expression = f"fedamp(alpha={alpha}, sigma={sigma}, regularisation=0.04)"
-    assert_personal(compare(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04))
+    assert_personal(
+        require_definition(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04)
+    )
 
 
 def test_fedamp_with_the_plain_norm() -> None:
     world = everybody()
     expression = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04, norm=plain)"
-    assert_personal(compare(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True))
+    assert_personal(
+        require_definition(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True)
+    )
 
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_apple(norm: bool) -> None:
     world = everybody(norm, PLAIN)
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8)"
-    run = compare(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
+    run = require_definition(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
     assert_personal(run)
 
 
 def test_apple_as_pfllib_has_it() -> None:
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8, initial=uniform, variant=pfllib)"
     options: dict[str, Any] = {"relation_rate": 0.2, "mu": 0.3, "decline": 0.8, "start": "uniform", "pfllib": True}
-    assert_personal(compare(everybody(training=PLAIN), expression, methods.apple, **options))
+    assert_personal(require_definition(everybody(training=PLAIN), expression, methods.apple, **options))
 
 
 def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:

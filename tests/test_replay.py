@@ -484,7 +484,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 }
 
 
-def refused(path: Path, folder: Path) -> None:
+def require_refusal(path: Path, folder: Path) -> None:
     """Require one line, and that nothing is written."""
     with pytest.raises(DataError) as caught:
         unpack(path, folder / "bundle")
@@ -497,7 +497,7 @@ def refused(path: Path, folder: Path) -> None:
 def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(name: str, tmp_path: Path) -> None:
     path = tmp_path / "evil.zip"
     path.write_bytes(HOSTILE[name]())
-    refused(path, tmp_path / "folder")
+    require_refusal(path, tmp_path / "folder")
     assert sorted(tmp_path.iterdir()) == [path]
 
 

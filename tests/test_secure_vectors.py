@@ -66,8 +66,8 @@ def recorded(when: str) -> dict[str, Any]:
     }
 
 
-def follow(case: dict[str, Any]) -> None:
-    """Read a recorded exchange by the page alone, and check that it moves every layer as the page says."""
+def require_exchange_as_documented(case: dict[str, Any]) -> None:
+    """Read a recorded exchange by the page alone, and require that it moves every layer as the page says."""
     server = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"]))
     identities = {
         int(k): Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["identities"].items()
@@ -123,12 +123,12 @@ def follow(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_reader_of_the_page_follows_the_recorded_exchange(index: int) -> None:
-    follow(json.loads(PATH.read_text())[index])
+    require_exchange_as_documented(json.loads(PATH.read_text())[index])
 
 
 @pytest.mark.parametrize("when", ["before_upload", "before_train"])
 def test_a_reader_of_the_page_follows_a_new_exchange(when: str) -> None:
-    follow(recorded(when))
+    require_exchange_as_documented(recorded(when))
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -15,10 +15,11 @@ from seams.page import COLUMNS, PAGE, reason_of, row_of
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.filterwarnings("ignore:pfedme")
 def test_rounds_are_what_the_definitions_say(method: str, tmp_path: Path) -> None:
-    run_cases(covering_cases(method), tmp_path)
+    require_definitions(covering_cases(method), tmp_path)
 
 
-def run_cases(cases: Sequence[Case], directory: Path) -> None:
+def require_definitions(cases: Sequence[Case], directory: Path) -> None:
+    """Require that every round of the cases is what the definitions of their methods and wrappers say."""
     for number, case in enumerate(cases):
         folder = directory / str(number)
         folder.mkdir()
@@ -41,5 +42,5 @@ def test_the_page_of_combinations_is_up_to_date(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:pfedme")
-def test_pairs_that_going_round_does_not_meet(tmp_path: Path) -> None:
-    run_cases(rare_cases(), tmp_path)
+def test_rounds_of_the_pairs_that_going_round_does_not_meet_are_as_defined(tmp_path: Path) -> None:
+    require_definitions(rare_cases(), tmp_path)

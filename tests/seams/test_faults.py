@@ -27,8 +27,8 @@ def steps(run: Federation, count: int) -> None:
         run.step()
 
 
-def refused_or_made(expression: str, **options: object) -> tuple[Federation, Recording] | None:
-    """A federation, or None where the combination is refused at set-up, in one line."""
+def federation_unless_refused(expression: str, **options: object) -> tuple[Federation, Recording] | None:
+    """Return a federation, or None where the combination is refused at set-up, in one line."""
     try:
         return federation(expression, **options)  # type: ignore[arg-type]
     except InvalidValue as error:
@@ -90,7 +90,7 @@ def test_each_update_is_measured_from_the_model_that_its_client_was_sent(
     options = {"participation_mode": "poisson"} if mode == "poisson" else {}
     awaited = 8 if mode == "everybody" else 4
     task = small_task(sizes=SIZES[:8])
-    built = refused_or_made(expression, task=task, awaited=awaited, rounds=5, **options)
+    built = federation_unless_refused(expression, task=task, awaited=awaited, rounds=5, **options)
     if built is None:
         return
     run, recording = built
@@ -114,7 +114,7 @@ def test_each_update_is_measured_from_the_model_that_its_client_was_sent(
 @pytest.mark.parametrize("wrapped", ["private({}, clip=0.1, noise=0)", "robust({}, rule=clipping, radius=0.1)"])
 def test_clients_that_return_what_they_were_sent_move_nothing(wrapped: str) -> None:
     task = small_task(sizes=SIZES[:8])
-    built = refused_or_made(wrapped.format("fedmut(beta=0.0)"), task=task, awaited=8, rounds=4)
+    built = federation_unless_refused(wrapped.format("fedmut(beta=0.0)"), task=task, awaited=8, rounds=4)
     if built is None:
         return
     run, recording = built
@@ -131,9 +131,13 @@ def test_clients_that_return_what_they_were_sent_move_nothing(wrapped: str) -> N
 @pytest.mark.parametrize("inner", ["fedmut", "indep", "fedmr", "scaffold", "fedavg"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_asynchronous_methods_refuse_or_carry_models_of_each_client(method: str, inner: str, dropout: float) -> None:
-    built = refused_or_made(method.format(inner), rounds=8, dropout=dropout)
-    if built is not None:
-        steps(built[0], 8)
+    built = federation_unless_refused(method.format(inner), rounds=8, dropout=dropout)
+    if built is None:
+        return
+    run, _ = built
+    steps(run, 8)
+    assert run.finished == 8
+    assert bool(torch.isfinite(run.algorithm.model()).all())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_asynchronous_methods_refuse_or_carry_models_of_each_client(method: str,
     ],
 )
 def test_stages_inside_stages_are_refused_or_run(expression: str) -> None:
-    built = refused_or_made(expression, awaited=9, rounds=6)
+    built = federation_unless_refused(expression, awaited=9, rounds=6)
     if built is not None:
         steps(built[0], 6)
         assert all(record["faults"] == [] for record in built[0].history)
@@ -178,7 +182,7 @@ def test_stages_inside_stages_are_refused_or_run(expression: str) -> None:
 @pytest.mark.parametrize("method", ["fedavg(weighted=false)", "umf(fedavg)", "umf(fedavg, simulate_all=true)"])
 def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, inside: str, method: str) -> None:
     wrapped = inside.format(method)
-    built = refused_or_made(expression.format(wrapped), rounds=6)
+    built = federation_unless_refused(expression.format(wrapped), rounds=6)
     if built is None:
         return
     run, recording = built
@@ -198,7 +202,7 @@ def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, ins
 def test_over_selection_does_not_let_another_client_in() -> None:
     """A client let in for an absent one would make the sums differ by two clips."""
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.8)
-    built = refused_or_made("private(fedavg, noise=1.0)", awaited=5, clock=clock)
+    built = federation_unless_refused("private(fedavg, noise=1.0)", awaited=5, clock=clock)
     if built is None:
         return
     built[0].step()
@@ -230,7 +234,7 @@ WITH_FEW = [
 
 @pytest.mark.parametrize("expression", WITH_FEW)
 def test_rounds_of_no_client_and_of_one_are_rounds(expression: str) -> None:
-    built = refused_or_made(expression, awaited=1, rounds=8, participation_mode="poisson")
+    built = federation_unless_refused(expression, awaited=1, rounds=8, participation_mode="poisson")
     if built is None:
         return
     run, _ = built
