@@ -19,6 +19,7 @@ import torch
 if TYPE_CHECKING:
     from fedloom.engines.processes.parent import ProcessesEngine
     from fedloom.engines.ray.driver import RayEngine
+    from forking_scripts import Scripts
 
 # Runs flush what they write: on a disk tests wait for that nearly half of their time, in memory not at all.
 MEMORY = Path("/dev/shm")
@@ -106,6 +107,15 @@ def ray_actors() -> Iterator[RayEngine]:
         engine = RayEngine(small_task(), workers=2)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    """A process that has loaded the package, and forks one for each script that a test runs."""
+    from forking_scripts import serving
+
+    with serving() as server:
+        yield server
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import pickle
 import random
@@ -15,27 +14,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 from pyarrow import csv
 
 from damage import damages, mutated
+from data_support import idx_bytes, picture
 from fedloom.data.dataset import datasets
 
 MNIST = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 BATCHES = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
 
 
-def idx_bytes(array: np.ndarray[Any, Any]) -> bytes:
-    """Return an idx file of an array of bytes."""
-    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
-    return bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
-
-
-def picture(side: int, kind: str = "PNG", value: int = 100) -> bytes:
-    """Return a grey picture."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((side, side), value, np.uint8)).save(buffer, kind)
-    return buffer.getvalue()
+def grey(side: int, form: str = "PNG", value: int = 100) -> bytes:
+    """Return the file of a grey picture."""
+    return picture(np.full((side, side), value, np.uint8), form)
 
 
 def saved(folder: Path, table: pa.Table) -> None:
@@ -79,7 +70,7 @@ def _saved(folder: Path) -> str:
 
 def _saved_pictures(folder: Path) -> str:
     for split in ("train", "test"):
-        cells = [{"bytes": picture(4, value=row), "path": "a.png"} for row in range(6)]
+        cells = [{"bytes": grey(4, value=row), "path": "a.png"} for row in range(6)]
         saved(folder / "pictures" / split, pa.table({"image": cells, "label": [0, 1, 2] * 2}))
     (folder / "pictures" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     return f"table(path='{folder}/pictures')"
@@ -95,7 +86,7 @@ def _mnist(folder: Path) -> str:
 
 def _mnist_parquet(folder: Path) -> str:
     for split in ("train", "test"):
-        cells = [{"bytes": picture(4), "path": None} for _ in range(4)]
+        cells = [{"bytes": grey(4), "path": None} for _ in range(4)]
         pq.write_table(pa.table({"image": cells, "label": range(4)}), folder / f"{split}-00000.parquet")
     return f"mnist(folder='{folder}')"
 
@@ -155,9 +146,9 @@ def _tiny(folder: Path) -> str:
         images = folder / "train" / wnid / "images"
         images.mkdir(parents=True)
         for k in range(2):
-            (images / f"{k}.JPEG").write_bytes(picture(8, "JPEG"))
+            (images / f"{k}.JPEG").write_bytes(grey(8, "JPEG"))
     (folder / "val" / "images").mkdir(parents=True)
-    (folder / "val" / "images" / "v.JPEG").write_bytes(picture(8, "JPEG"))
+    (folder / "val" / "images" / "v.JPEG").write_bytes(grey(8, "JPEG"))
     (folder / "val" / "val_annotations.txt").write_text("v.JPEG\tn02\t0\t0\t1\t1\n")
     return f"tiny_imagenet(folder='{folder}')"
 
@@ -166,7 +157,7 @@ def _images(folder: Path) -> str:
     for name, kinds in (("ant", ("PNG", "GIF", "TIFF")), ("bee", ("BMP", "WEBP", "PPM"))):
         (folder / "all" / name).mkdir(parents=True)
         for kind in kinds:
-            (folder / "all" / name / f"{kind}.{kind.lower()}").write_bytes(picture(5, kind))
+            (folder / "all" / name / f"{kind}.{kind.lower()}").write_bytes(grey(5, kind))
     return f"images(folder='{folder}/all', channels=1)"
 
 

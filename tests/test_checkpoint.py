@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from fedloom.errors import CheckpointError
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from json_lines import json_lines
 from small_task import KeepsClientMemory, small_task
 
 SCHEDULE = Schedule(
@@ -264,4 +264,4 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     log = RoundLog(tmp_path / "lines.jsonl")
     log.path.write_bytes(b'{"round": 1}\n\x00\x00\xff\n[2]\n{"round": "3"}\n{"round": 4}\n{"round": 2}\n{"rou')
     assert log.resume(9) == [{"round": 1}, {"round": 4}]
-    assert [json.loads(line) for line in log.path.read_text().splitlines()] == [{"round": 1}, {"round": 4}]
+    assert json_lines(log.path) == [{"round": 1}, {"round": 4}]

@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedloom.config.expression import Call
-from fedloom.data.dataset import Dataset, datasets
+from data_support import make, random_pixels
 from fedloom.data.sets.picture_set import channel_scale
 from fedloom.errors import DataError, FedloomError, InvalidValue
 
@@ -24,21 +23,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
 
 
-def make(name: str, **options: Any) -> Dataset:
-    dataset: Dataset = datasets.build(Call(name, named=options))
-    return dataset
-
-
-def pixels(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
 # --- arrays ---
 
 
 def test_arrays_of_an_npz_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.npz"
-    inputs, labels = pixels(20, 3, 4, 5), np.arange(20) % 4
+    inputs, labels = random_pixels(20, 3, 4, 5), np.arange(20) % 4
     names = np.array(["b", "a"] * 10)
     np.savez(path, inputs=inputs, labels=labels, groups=names, test_inputs=inputs[:3], test_labels=labels[:3])
     data = make("arrays", path=str(path))
@@ -67,9 +57,9 @@ def test_arrays_of_a_folder_are_held_out_by_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "layout", "shape"),
     [
-        (pixels(6, 7, 8), "channels_first", (1, 7, 8)),
-        (pixels(6, 7, 8, 3), "channels_last", (3, 7, 8)),
-        (pixels(6, 3, 7, 8), "channels_first", (3, 7, 8)),
+        (random_pixels(6, 7, 8), "channels_first", (1, 7, 8)),
+        (random_pixels(6, 7, 8, 3), "channels_last", (3, 7, 8)),
+        (random_pixels(6, 3, 7, 8), "channels_first", (3, 7, 8)),
     ],
 )
 def test_pictures_get_a_channel_axis(inputs: np.ndarray, layout: str, shape: tuple[int, ...], tmp_path: Path) -> None:
@@ -104,7 +94,7 @@ _GOOD: dict[str, Any] = {"inputs": np.zeros((4, 2)), "labels": np.array([0, 1, 0
         ({"inputs": np.array([[0, 1], [0, np.nan], [0, 1], [0, 1]])}, {}, "NaN or infinity in row 1"),
         ({"inputs": np.full((4, 2), -3)}, {}, "tokens"),
         ({"inputs": np.zeros((4, 2), complex)}, {}, "inputs are complex128: give whole numbers"),
-        ({"inputs": pixels(4, 2)}, {}, "pictures of 3 or 4 dimensions"),
+        ({"inputs": random_pixels(4, 2)}, {}, "pictures of 3 or 4 dimensions"),
         ({"groups": np.zeros(3, int)}, {}, "3 client ids but 4 labels"),
         ({"labels": np.array([[0], [1], [0], [{}]], dtype=object)}, {}, "damaged, or neither an npz"),
         ({}, {"layout": "channels_lst"}, "did you mean 'channels_last'?"),
@@ -145,7 +135,7 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
 
 
 def test_channel_scale_of_a_constant_channel_is_one() -> None:
-    images = torch.from_numpy(pixels(9, 2, 4, 4))
+    images = torch.from_numpy(random_pixels(9, 2, 4, 4))
     images[:, 1] = 51
     mean, std = channel_scale(images)
     assert mean[1] == pytest.approx(0.2)
@@ -179,7 +169,7 @@ def _write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (
     for at, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for number in range(count):
-            Image.fromarray(pixels(*size, 3, seed=50 * at + number)).save(root / name / f"{number}.png")
+            Image.fromarray(random_pixels(*size, 3, seed=50 * at + number)).save(root / name / f"{number}.png")
 
 
 def test_images_with_a_test_part(tmp_path: Path) -> None:
@@ -189,7 +179,7 @@ def test_images_with_a_test_part(tmp_path: Path) -> None:
     assert (data.class_names, data.spec.shape) == (("cat", "dog"), (3, 6, 5))
     assert data.train.labels.tolist() == [0, 0, 1, 1, 1]
     assert data.test.labels.tolist() == [1]
-    assert np.array_equal(data.train.inputs[2].numpy(), pixels(6, 5, 3, seed=0).transpose(2, 0, 1))
+    assert np.array_equal(data.train.inputs[2].numpy(), random_pixels(6, 5, 3, seed=0).transpose(2, 0, 1))
     assert make("images", folder=str(tmp_path / "set"), channels=1, size=9).spec.shape == (1, 9, 9)
 
 

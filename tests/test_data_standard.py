@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedloom.config.expression import Call
+from data_support import idx_bytes, make, picture, random_pixels
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.sets.femnist import take_writers
 from fedloom.errors import DataError, FedloomError, InvalidValue, MissingExtra
@@ -38,24 +38,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
 
 
-def make(name: str, **options: Any) -> Dataset:
-    dataset: Dataset = datasets.build(Call(name, named=options))
-    return dataset
-
-
-def pixels(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-
-
-def png(image: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def write_idx(path: Path, array: np.ndarray) -> None:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    content = header + array.tobytes()
+    content = idx_bytes(array)
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
@@ -107,7 +91,7 @@ def test_real_cifar10_from_parquet_is_decoded_once(monkeypatch: pytest.MonkeyPat
 
 def _write_mnist(folder: Path, suffix: str = "", classes: int = 10) -> np.ndarray:
     folder.mkdir(parents=True, exist_ok=True)
-    images = pixels(30, 28, 28)
+    images = random_pixels(30, 28, 28)
     for split, some in (("train", images[:20]), ("t10k", images[20:])):
         write_idx(folder / f"{split}-images-idx3-ubyte{suffix}", some)
         write_idx(folder / f"{split}-labels-idx1-ubyte{suffix}", (np.arange(len(some)) % classes).astype(np.uint8))
@@ -170,7 +154,7 @@ def test_bad_idx_sets_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def _write_emnist(folder: Path, kind: str, labels: np.ndarray) -> np.ndarray:
     folder.mkdir(parents=True)
-    images = pixels(len(labels), 28, 28)
+    images = random_pixels(len(labels), 28, 28)
     for split in ("train", "test"):
         write_idx(folder / f"emnist-{kind}-{split}-images-idx3-ubyte.gz", images)
         write_idx(folder / f"emnist-{kind}-{split}-labels-idx1-ubyte.gz", labels.astype(np.uint8))
@@ -207,12 +191,12 @@ def test_cifar10_in_python_batches(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     for at, name in enumerate(names):
-        data, labels = pixels(4, 3072, seed=at), np.arange(4) + at
+        data, labels = random_pixels(4, 3072, seed=at), np.arange(4) + at
         (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2))
     dataset = make("cifar10", folder=str(tmp_path))
     assert (len(dataset.train), len(dataset.test)) == (20, 4)
     assert dataset.train.labels[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
-    assert np.array_equal(dataset.test.inputs.numpy().reshape(4, 3072), pixels(4, 3072, seed=5))
+    assert np.array_equal(dataset.test.inputs.numpy().reshape(4, 3072), random_pixels(4, 3072, seed=5))
     (folder / "data_batch_3").unlink()
     with pytest.raises(DataError, match="data_batch_3: missing"):
         make("cifar10", folder=str(tmp_path))
@@ -220,11 +204,11 @@ def test_cifar10_in_python_batches(tmp_path: Path) -> None:
 
 def test_cifar100_fine_and_coarse_agree_over_formats(tmp_path: Path) -> None:
     fine, coarse = np.array([99, 3, 50]), np.array([19, 0, 7])
-    images = pixels(3, 3072)
+    images = random_pixels(3, 3072)
     folders = {form: tmp_path / form for form in ("cifar-100-python", "parquet")}
     for folder in folders.values():
         folder.mkdir()
-    rows = [{"bytes": png(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None} for image in images]
+    rows = [{"bytes": picture(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None} for image in images]
     for split in ("train", "test"):
         batch = {"data": images, "fine_labels": fine.tolist(), "coarse_labels": coarse.tolist()}
         (folders["cifar-100-python"] / split).write_bytes(pickle.dumps(batch, protocol=2))
@@ -251,13 +235,13 @@ def _write_tiny(root: Path) -> dict[str, np.ndarray]:
         folder = root / "train" / wnid / "images"
         folder.mkdir(parents=True)
         for number in range(10):
-            image = pixels(64, 64, 3, seed=100 * at + number)
-            (folder / f"{wnid}_{number}.JPEG").write_bytes(png(image))
+            image = random_pixels(64, 64, 3, seed=100 * at + number)
+            (folder / f"{wnid}_{number}.JPEG").write_bytes(picture(image))
             first_images.setdefault(wnid, image)
     (root / "val" / "images").mkdir(parents=True)
     lines = []
     for number, wnid in enumerate(wnids):
-        (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(png(pixels(64, 64, seed=number)))
+        (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(picture(random_pixels(64, 64, seed=number)))
         lines.append(f"val_{number}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
     return first_images
@@ -416,7 +400,7 @@ def _fake_hub(monkeypatch: pytest.MonkeyPatch, tables: dict[tuple[str, str], pa.
 
 
 def _pictures(count: int, *shape: int) -> list[dict[str, object]]:
-    return [{"bytes": png(pixels(*shape, seed=at)), "path": f"{at}.png"} for at in range(count)]
+    return [{"bytes": picture(random_pixels(*shape, seed=at)), "path": f"{at}.png"} for at in range(count)]
 
 
 def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +408,7 @@ def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _fake_hub(monkeypatch, {("ylecun/mnist", "train"): table, ("ylecun/mnist", "test"): table.slice(3)})
     data = make("mnist", hub=True)
     assert calls == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
-    assert np.array_equal(data.train.inputs[2, 0].numpy(), pixels(28, 28, seed=2))
+    assert np.array_equal(data.train.inputs[2, 0].numpy(), random_pixels(28, 28, seed=2))
     assert data.test.labels.tolist() == [1, 0]
     repeated = make("mnist", hub=True)
     assert len(calls) == 2
@@ -463,7 +447,7 @@ def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> No
     assert both.groups is not None
     for image, label, group in zip(both.inputs, both.labels, both.groups, strict=True):
         row = int(label) - 50
-        assert np.array_equal(image[0].numpy(), pixels(28, 28, seed=row))
+        assert np.array_equal(image[0].numpy(), random_pixels(28, 28, seed=row))
         assert int((both.groups == group).sum()) == writers.count(writers[row])
 
 

@@ -12,15 +12,10 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, loa
 from sklearn.linear_model import LinearRegression
 
 import fedloom as fl
-from fedloom.config.expression import Call
-from fedloom.data.dataset import Dataset, Samples, datasets
+from data_support import make
+from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.sets.holdout import hold_out
 from fedloom.errors import InvalidValue
-
-
-def make(name: str, **options: object) -> Dataset:
-    dataset: Dataset = datasets.build(Call(name, named=options))
-    return dataset
 
 
 def test_digits_keeps_every_pixel_and_every_image() -> None:

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 from xml.etree import ElementTree
@@ -23,7 +22,7 @@ from fedloom.config.registry import Entry
 from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
-from forking_scripts import Scripts, serving
+from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -41,12 +40,6 @@ def shipped() -> list[Entry]:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[Scripts]:
-    with serving() as server:
-        yield server
 
 
 def output(scripts: Scripts, code: str, folder: Path) -> str:

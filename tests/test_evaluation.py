@@ -39,6 +39,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 from fedloom.training import Training
+from json_lines import json_lines
 from small_task import CLASSES, TEST_SIZES, KeepsClientMemory, SmallNet, small_task
 
 
@@ -324,7 +325,7 @@ def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: 
     assert trained == set(range(6)) - set(newcomers)
     assert all(len(record["clients"]) == 2 for record in run.history)
     tested = [client for client in newcomers if TEST_SIZES[client]]
-    lines = [json.loads(line) for line in (tmp_path / "clients.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "clients.jsonl")
     assert lines == run.client_history
     assert lines[-1]["new_client"]["clients"] == tested
     assert lines[-1]["new_client"]["samples"] == [TEST_SIZES[client] for client in tested]

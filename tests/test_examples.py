@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import load
-from forking_scripts import Scripts, serving
+from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -18,12 +18,6 @@ SHOWN = dict(
     re.findall(r"`examples/(\w+)\.py`.*?^```text\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.M | re.S)
 )
 NUMBER = re.compile(r"\d+\.?\d*")
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[Scripts]:
-    with serving() as server:
-        yield server
 
 
 @pytest.fixture

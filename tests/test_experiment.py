@@ -33,6 +33,7 @@ from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
 from fedloom.task import make_dataset
+from json_lines import json_lines
 from small_task import small_task
 
 
@@ -154,7 +155,7 @@ def test_a_run_directory_holds_settings_split_and_results(tmp_path: Path) -> Non
     assert (split.indices == task.partition.indices).all()
     assert task.local_test is not None
     assert (Partition.load(directory / "test-split.npz").indices == task.local_test.indices).all()
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(directory / "metrics.jsonl")
     assert lines == summary.records
     assert json.loads((directory / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
     assert json.loads((directory / "environment.json").read_text())["torch"] == torch.__version__

@@ -26,6 +26,7 @@ from fedloom.rounds.engine import ClientTask, Fault, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
+from json_lines import json_lines
 from test_fedavg import federation, small_task
 
 
@@ -235,12 +236,12 @@ def test_figures_and_times_are_written_a_line_a_round(tmp_path: Path) -> None:
     schedule = Schedule(rounds=3, participation=0.5, evaluate_every=2)
     run = Federation(build("fedavg"), task, RowsEngine(task), schedule, tmp_path)
     run.run()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "metrics.jsonl")
     assert lines == json.loads(json.dumps(run.history))
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert ["accuracy" in line for line in lines] == [False, True, True]
     assert all("second" not in name for line in lines for name in line)
-    times = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    times = json_lines(tmp_path / "timings.jsonl")
     assert all(0 < t["train_seconds"] <= t["seconds"] for t in times)
 
 

@@ -26,6 +26,7 @@ from fedloom.sites import server_app
 from fedloom.sites.template import write_app
 from flower_support import LocalGrid, Node, nodes
 from forking_cli import main
+from json_lines import json_lines
 from site_trial import PATIENCE
 from superlink_support import Deployment, deployed, needs_flower, needs_processes
 
@@ -114,7 +115,7 @@ def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
 
 
 def records(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return json_lines(output / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     absent = {record["round"]: record["faults"] for record in records(output) if record["faults"]}
     assert all(fault["client"] == 1 for faults in absent.values() for fault in faults)  # type: ignore[attr-defined]
     assert absent
-    clients = [json.loads(line) for line in (output / "clients.jsonl").read_text().splitlines()]
+    clients = json_lines(output / "clients.jsonl")
     assert 0 in clients[-1]["client"]["clients"]
     rows = patients(np.random.default_rng(5), 60)
     rows.drop(columns="outcome").to_csv(tmp_path / "new.csv", index=False)

@@ -38,12 +38,9 @@ from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
+from json_lines import json_lines
 
 PAUSE = 0.01
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def surest(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -70,7 +67,7 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():
         torch.testing.assert_close(read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor)
     load_model(tmp_path / "sites", NormNet())
-    at_sites, on_one_machine = (lines(tmp_path / folder / "metrics.jsonl") for folder in ("sites", "here"))
+    at_sites, on_one_machine = (json_lines(tmp_path / folder / "metrics.jsonl") for folder in ("sites", "here"))
     assert [record["bytes_up"] for record in at_sites] == [record["bytes_up"] for record in on_one_machine]
     judged = [
         {name: value for name, value in records[-1].items() if "f1_macro" in name or "surest" in name}
@@ -115,13 +112,13 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
         server_app.serve(grid, config, PAUSE)
     shutil.rmtree(tmp_path / "run")  # what the dying server still wrote, which a killed one does not
     (tmp_path / "grave").rename(tmp_path / "run")
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert len(json_lines(tmp_path / "run" / "metrics.jsonl")) == 3
     renamed = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
     server_app.serve(renamed, config, PAUSE)
     untouched = {**config, "output": str(tmp_path / "whole")}
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
-    assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
-    assert not any(record["faults"] for record in lines(tmp_path / "run" / "metrics.jsonl"))
+    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(tmp_path / "whole" / "metrics.jsonl")
+    assert not any(record["faults"] for record in json_lines(tmp_path / "run" / "metrics.jsonl"))
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
@@ -176,7 +173,7 @@ def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Pat
     server_app.serve(LocalGrid(sites, longer), longer, PAUSE)
     uninterrupted = {**longer, "output": str(tmp_path / "whole")}
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), uninterrupted), uninterrupted, PAUSE)
-    assert lines(tmp_path / "run" / "metrics.jsonl") == lines(tmp_path / "whole" / "metrics.jsonl")
+    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(tmp_path / "whole" / "metrics.jsonl")
     model, expected = (tmp_path / folder / "model.safetensors" for folder in ("run", "whole"))
     assert model.read_bytes() == expected.read_bytes()
 
@@ -261,7 +258,7 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
-    for record, expected_record in zip(lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
+    for record, expected_record in zip(json_lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
         floats = {name: value for name, value in expected_record.items() if isinstance(value, float)}
         assert {name: record[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
         assert record["clients"] == list(expected_record["clients"])

@@ -28,6 +28,7 @@ from fedloom.sites.site_data import own_data
 from fedloom.state.tensors import read_tensors
 from flower_support import LocalGrid, nodes, site
 from forking_cli import main
+from json_lines import json_lines
 
 PAUSE = 0.01
 SITES = 3
@@ -114,7 +115,7 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target
     expected = simulated(rows, test, target)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(tensors(tmp_path / "run")[name], tensor, rtol=1e-5, atol=1e-5)
-    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    record = json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     figures = {name: value for name, value in expected.history[-1].items() if isinstance(value, float)}
     assert {name: record[name] for name in figures} == pytest.approx(figures, rel=1e-4)
     written = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]
@@ -135,9 +136,9 @@ def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_o
     config = configured("outcome", tmp_path / "run")
     config["configuration"] = config["configuration"].replace("[data]", "personal_every = 1\n[data]\nlocal_test = 0.25")
     federated(config, patients("outcome"), tmp_path)
-    record = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    record = json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 0 <= record["client_accuracy"] <= 1
-    clients = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    clients = json_lines(tmp_path / "run" / "clients.jsonl")
     assert clients[-1]["client"]["clients"] == [0, 1, 2]
 
 
@@ -328,7 +329,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     server_app.serve(grid, statistics_alone, PAUSE)
     published = read(tmp_path)
     assert published.releases == 2 * 4 + 2
-    (line,) = [json.loads(line) for line in (tmp_path / "run" / "released.jsonl").read_text().splitlines()]
+    (line,) = json_lines(tmp_path / "run" / "released.jsonl")
     assert (line["round"], line["method"], line["clients"]) == (0, "statistics", None)
     assert line["noise"] == pytest.approx(published.noise / published.releases**0.5)
     assert epsilon(line["noise"], 1.0, 1, published.survey.delta / 2) == pytest.approx(2.0, rel=1e-2)
@@ -341,7 +342,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     agreed = json.loads((tmp_path / "run" / "preprocessing.json").read_text())["inputs"]["columns"]
     assert agreed[0]["mean"] == [published.columns["age"].mean]
     # The run's epsilon is that of its steps and of the statistics together.
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = json_lines(tmp_path / "run" / "metrics.jsonl")
     smallest = min(int((rows["hospital"] == number).sum()) for number in range(SITES))
     for record in records:
         steps = 4 * record["round"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import pickle
@@ -19,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
+from data_support import idx_bytes, picture, random_pixels
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.arrow import read_parquet
 from fedloom.data.formats.labels import class_labels
@@ -39,11 +38,6 @@ from fedloom.errors import DataError
 def require_refusal(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
     """Require a `DataError` of one line with `path` and `text`."""
     return pytest.raises(DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z")
-
-
-def idx_bytes(array: np.ndarray) -> bytes:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    return header + array.tobytes()
 
 
 def python2_pickle(entries: dict[str, object]) -> bytes:
@@ -66,16 +60,6 @@ def python2_pickle(entries: dict[str, object]) -> bytes:
         return make + b"(K\x01" + shape + kind + b"\x89" + string(value.tobytes()) + b"tb"
 
     return b"\x80\x02}(" + b"".join(write(key) + write(value) for key, value in entries.items()) + b"u."
-
-
-def picture(pixels: np.ndarray, form: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, form)
-    return buffer.getvalue()
-
-
-def random_pixels(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 # --- idx ---

@@ -24,7 +24,7 @@ from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.sets.mnist import read_idx
 from fedloom.errors import DataError, FedloomError, InvalidValue
-from hostile_files import WRITERS, Sets, changed, patients, picture, saved
+from hostile_files import WRITERS, Sets, changed, grey, patients, saved
 
 
 def require_one_line(error: FedloomError) -> None:
@@ -41,7 +41,7 @@ ODD: dict[str, bytes | Callable[[Path], object]] = {
     "a folder": Path.mkdir, "a pipe": os.mkfifo, "no end": lambda path: path.symlink_to("/dev/zero"),
     "empty": b"", "a zero": b"\0", "a line": b"\n", "zeros": bytes(4096), "ones": b"\xff" * 4096,
     "no UTF-8": b"a,b\n\xff\xfe,\xc3\n", "a list": b"[]", "a number": b"7", "commas": b"," * 4096, "a pickle": pickle.dumps({}),
-    "a picture": picture(3), "deep": b"[" * 100_000, "an archive": b"PK\x05\x06" + bytes(18),
+    "a picture": grey(3), "deep": b"[" * 100_000, "an archive": b"PK\x05\x06" + bytes(18),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.state.tensors import read_tensors
+from json_lines import json_lines
 from small_task import small_task
 
 SHORT, LONG = 5, 9
@@ -43,7 +44,7 @@ def run(folder: Path, rounds: int, method: str = "scaffold", stop: int | None = 
 
 
 def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return json_lines(folder / name)
 
 
 def assert_same(lengthened: Path, uninterrupted: Path) -> None:

@@ -16,17 +16,11 @@ from fedloom.errors import FedloomError, InvalidValue, UnknownName
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import FlatModule
 from fedloom.models.structure import block_parameters, head_name
-from model_support import make_model
+from model_support import make_model, one_line
 
 MNIST = DataSpec((1, 28, 28), 10)
 CIFAR = DataSpec((3, 32, 32), 10)
 NEWS = DataSpec((200,), 4, 1000)
-
-
-def one_line(error: BaseException) -> str:
-    text = str(error)
-    assert "\n" not in text
-    return text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fedloom.errors import InvalidValue
 from fedloom.models import models
 from fedloom.models.resnet import BasicBlock
 from fedloom.models.structure import block_parameters, head_name
-from model_support import make_model
+from model_support import make_model, one_line
 
 DIGITS = DataSpec((1, 8, 8), 10)
 MNIST = DataSpec((1, 28, 28), 10)
@@ -97,12 +97,6 @@ def batch(spec: DataSpec, size: int = 2) -> Tensor:
     if spec.vocabulary is not None:
         return torch.randint(spec.vocabulary, (size, *spec.shape), generator=generator)
     return torch.randn((size, *spec.shape), generator=generator)
-
-
-def one_line(error: BaseException) -> str:
-    text = str(error)
-    assert "\n" not in text
-    return text
 
 
 def test_every_registered_model_has_a_case_and_a_summary() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from fedloom.rounds.pool_watch import CAME_APART, PoolWatch
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from fedloom.training import Training
+from json_lines import json_lines
 from small_task import small_task
 
 LABELS = torch.arange(10).repeat(3)
@@ -160,7 +160,7 @@ def test_the_terminal_the_record_and_the_report_say_it_once(
     monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
     for number in (4, 6):  # the second time it goes on after round 4
         result = fl.run(method, small_task(), rounds=number, participation=0.5, evaluate_every=1, directory=tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "timings.jsonl")
     rounds = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
     assert rounds == [2]
     assert [record.message for record in caplog.records].count(CAME_APART) == 2  # and where the run goes on

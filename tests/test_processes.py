@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine_support import CLIENTS, TASK, assert_same, client_tasks, run, set_up
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Message
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
@@ -37,49 +38,18 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply
+from fedloom.rounds.engine import Fault, FoldedBlock, Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.task import Task
-from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
+from process_support import Deadly, Failing, Misconfigured, Peeking
 from ray_support import gone_soon
 from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
-
-CLIENTS = len(TRAIN_SIZES)
-TASK = wide_task()
 
 
 @pytest.fixture
 def engine(worker_processes: ProcessesEngine) -> ProcessesEngine:
     worker_processes.begin(TASK, None)
     return worker_processes
-
-
-def run(
-    algorithm: Algorithm,
-    engine: ProcessesEngine | RowsEngine,
-    *,
-    task: Task = TASK,
-    rounds: int = 3,
-    participation: float = 1.0,
-    **settings: float,
-) -> Federation:
-    schedule = Schedule(rounds, participation, **{"seed": 3, "evaluate_every": 1, **settings})  # type: ignore[arg-type]
-    federation = Federation(algorithm, task, engine, schedule)
-    federation.run()
-    return federation
-
-
-def assert_same(federation: Federation, expected: Federation) -> None:
-    """Every figure, the whole state and all that clients remember, bit for bit."""
-    assert federation.history == expected.history
-    assert federation.client_history == expected.client_history
-    states = federation.algorithm.full_state(), expected.algorithm.full_state()
-    memories = federation.engine.memory(), expected.engine.memory()
-    for actual, expected_tensors in (states, memories):
-        assert actual.keys() == expected_tensors.keys()
-        for name, tensor in expected_tensors.items():
-            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 # --- the same numbers ---
@@ -245,16 +215,6 @@ def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: Pro
 def test_the_servers_state_does_not_reach_clients(engine: ProcessesEngine) -> None:
     with pytest.raises(AttributeError, match="state"):
         run(Peeking(), engine, rounds=1)
-
-
-def client_tasks(engine: ProcessesEngine) -> tuple[Round, list[ClientTask]]:
-    inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
-    selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
-
-
-def set_up(engine: ProcessesEngine, algorithm: Algorithm) -> Algorithm:
-    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).algorithm
 
 
 def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:

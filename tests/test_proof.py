@@ -4,7 +4,6 @@ notice."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from fedloom.training import Training
+from json_lines import json_lines
 from odd_modules import CLASSES, FEATURES, PARTS, build_module
 
 SIZES = (9, 7, 4)
@@ -293,6 +293,6 @@ def test_a_notice_reaches_the_terminal_and_the_runs_record_once(
     assert messages[0].startswith(
         "clients train one by one, since models of this kind cannot be stacked: RuntimeError: "
     )
-    lines = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "timings.jsonl")
     assert [line.get("notices") for line in lines] == [messages, None, None]
     assert result.timings[0]["notices"] == messages

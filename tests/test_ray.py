@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithm import Algorithm
+from engine_support import CLIENTS, TASK, assert_same, client_tasks, run, set_up
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
@@ -37,20 +37,16 @@ from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.experiment.run_process import EventBoard
-from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Reply
+from fedloom.rounds.engine import Reply
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from objective_support import KINDS, make
-from process_support import Deadly, Failing, Misconfigured, Peeking, wide_task
-from ray_support import SCRIPT, Echoing, counted, gone, gone_soon, stopped
-from small_task import TRAIN_SIZES, KeepsClientMemory, small_task
+from process_support import Deadly, Failing, Misconfigured, Peeking
+from ray_support import SCRIPT, Echoing, gone, gone_soon, stopped
+from small_task import KeepsClientMemory, small_task
 
 pytest.importorskip("ray", reason="Ray is not installed")
-
-CLIENTS = len(TRAIN_SIZES)
-TASK = wide_task()
 
 
 @pytest.fixture
@@ -69,35 +65,6 @@ def digits() -> Task:
         training={"learning_rate": 0.05},
         local_test=0.25,
     )
-
-
-def run(
-    algorithm: Algorithm,
-    engine: RayEngine | RowsEngine,
-    *,
-    task: Task = TASK,
-    rounds: int = 3,
-    participation: float = 1.0,
-    **options: Any,
-) -> Federation:
-    schedule = Schedule(rounds, participation, **{"seed": 3, "evaluate_every": 1, **options})
-    federation = Federation(algorithm, task, engine, schedule)
-    federation.run()
-    return federation
-
-
-def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0) -> None:
-    """Every figure counted, the whole state and all that clients remember; without a tolerance every figure measured too."""
-    assert counted(actual.history) == counted(expected.history)
-    if not tolerance:
-        assert actual.history == expected.history
-        assert actual.client_history == expected.client_history
-    states = actual.algorithm.full_state(), expected.algorithm.full_state()
-    memories = actual.engine.memory(), expected.engine.memory()
-    for actual_tensors, expected_tensors in (states, memories):
-        assert actual_tensors.keys() == expected_tensors.keys()
-        for name, tensor in expected_tensors.items():
-            torch.testing.assert_close(actual_tensors[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
 
 
 # --- the same numbers ---
@@ -327,16 +294,6 @@ def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
     results.close()  # type: ignore[attr-defined]
     assert not any(handle.group for handle in engine._handles)
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
-
-
-def client_tasks(engine: RayEngine) -> tuple[Round, list[ClientTask]]:
-    inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
-    selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
-
-
-def set_up(engine: RayEngine, algorithm: Algorithm) -> Algorithm:
-    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).algorithm
 
 
 # --- what a user may say ---

@@ -40,6 +40,8 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.task import Task
+from json_lines import json_lines
+from recording_support import run_recorded
 from small_task import small_task
 
 ALL = ("objective(every=2)", "ala(client=3)", "trajectory(client=2, first=2, last=6, grid=3)")
@@ -86,19 +88,10 @@ def recorded(result: Any, kind: str) -> dict[str, Any]:
     return next(entry for entry in result.recorded if entry["kind"] == kind)
 
 
-def recording_of(
-    method: fl.Algorithm, task: Task, expressions: tuple[str, ...], schedule: Schedule
-) -> tuple[Federation, dict[str, Any]]:
-    recording = Recording(build_recorders(expressions))
-    federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
-    federation.run()
-    return federation, {entry["kind"]: entry for entry in recording.results()}
-
-
 def test_the_objective_equals_plain_loops() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=5, participation=0.5, seed=1, dropout=0.3)
-    _, recording = recording_of(method, task, ("objective(every=2)",), schedule)
+    _, recording = run_recorded(method, task, schedule, "objective(every=2)")
     assert recording["objective"]["rounds"] == [2, 4]
     for index, number in enumerate((2, 4)):
         for when, models in (("before", method.received), ("after", method.uploaded)):
@@ -113,13 +106,13 @@ def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
     federation = Federation(Witness(), task, RowsEngine(task), schedule)
     trained = [int(number) for number in federation.numbers][:4]
     moved = next(number for index, number in enumerate(trained) if index != number)
-    _, recording = recording_of(method, task, (f"trajectory(client={moved})",), schedule)
+    _, recording = run_recorded(method, task, schedule, f"trajectory(client={moved})")
     mine = trained.index(moved)
     naive = [naive_loss(task, models[mine], moved) for models in method.uploaded]
     assert recording["trajectory"]["losses"] == pytest.approx(naive, rel=1e-5)
     newcomer = int(federation.numbers[-1])
     with pytest.raises(InvalidValue, match=f"record: .*client {newcomer} never trains"):
-        recording_of(Witness(), task, (f"trajectory(client={newcomer})",), schedule)
+        run_recorded(Witness(), task, schedule, f"trajectory(client={newcomer})")
 
 
 def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +126,7 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(method, Ala)
     monkeypatch.setattr(method, "report", listen)
     schedule = Schedule(rounds=6, participation=1.0, seed=1)
-    _, recording = recording_of(method, small_task(), ("ala(client=3)",), schedule)
+    _, recording = run_recorded(method, small_task(), schedule, "ala(client=3)")
     assert list(zip(recording["ala"]["rounds"], recording["ala"]["losses"], strict=True)) == reported
     assert recording["ala"]["rounds"] == [2, 3, 4, 5, 6]
     assert [len(losses) for losses in recording["ala"]["losses"][1:]] == [3] * 4
@@ -143,7 +136,7 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_trajectory_lies_over_the_clients_loss() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=7, participation=1.0, seed=1)
-    _, recording = recording_of(method, task, ("trajectory(client=2, first=3, last=6, grid=4)",), schedule)
+    _, recording = run_recorded(method, task, schedule, "trajectory(client=2, first=3, last=6, grid=4)")
     trajectory, models = recording["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
     assert trajectory["rounds"] == [3, 4, 5, 6]
     assert trajectory["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
@@ -187,9 +180,8 @@ def test_models_in_line_or_too_few_span_no_plane() -> None:
     assert principal_plane(torch.ones(4, 8)) is None
     assert principal_plane(torch.eye(2)) is None
     task = small_task()
-    _, recording = recording_of(
-        FedAvg(), task, ("trajectory(client=1, last=2)",), Schedule(rounds=2, participation=1.0)
-    )
+    schedule = Schedule(rounds=2, participation=1.0)
+    _, recording = run_recorded(FedAvg(), task, schedule, "trajectory(client=1, last=2)")
     assert len(recording["trajectory"]["losses"]) == 2
     assert "points" not in recording["trajectory"]
 
@@ -223,7 +215,7 @@ def test_the_run_is_the_same_without_recording(folder: Path) -> None:
         assert (folder / "whole" / name).read_bytes() == (folder / "bare" / name).read_bytes(), name
     assert not list((folder / "bare").glob("record*"))
     assert json.loads((folder / "bare" / "configuration.json").read_text())["record"] == []
-    timings = [json.loads(line) for line in (folder / "whole" / "timings.jsonl").read_text().splitlines()]
+    timings = json_lines(folder / "whole" / "timings.jsonl")
     assert all(timing["record_seconds"] > 0 for timing in timings)
 
 

@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.algorithm import Algorithm, Replies
+from fedloom.algorithm import Replies
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
 from fedloom.recording.recorder import build_recorders
-from fedloom.recording.run_recording import Recording
 from fedloom.round import Round
-from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
+from recording_support import run_recorded
 from small_task import small_task
 
 
@@ -52,13 +50,6 @@ class WatchedAvg(Watched, FedAvg):
 
 class WatchedMR(Watched, FedMR):
     pass
-
-
-def recorded(method: Algorithm, task: Task, schedule: Schedule, *expressions: str) -> tuple[Federation, dict[str, Any]]:
-    recording = Recording(build_recorders(expressions))
-    federation = Federation(method, task, RowsEngine(task), schedule, observers=[recording])
-    federation.run()
-    return federation, {entry["kind"]: entry for entry in recording.results()}
 
 
 def naive_cosine(rows: list[Tensor]) -> float:
@@ -86,7 +77,7 @@ def naive_score(task: Task, row: Tensor, indices: list[int], test: bool = False)
 def test_similarity_is_the_mean_over_pairs(method: Any) -> None:
     task = small_task()
     schedule = Schedule(rounds=6, participation=0.7, seed=1, dropout=0.3)
-    _, recording = recorded(method, task, schedule, "similarity(every=2)")
+    _, recording = run_recorded(method, task, schedule, "similarity(every=2)")
     similarity, trained = recording["similarity"], task.layout.trainable
     assert similarity["rounds"] == [number for number in (2, 4, 6) if len(method.uploaded[number - 1]) > 1]
     for index, number in enumerate(similarity["rounds"]):
@@ -100,7 +91,7 @@ def test_similarity_is_the_mean_over_pairs(method: Any) -> None:
 
 
 def test_a_round_with_a_single_reply_has_no_similarity() -> None:
-    _, recording = recorded(FedAvg(), small_task(), Schedule(rounds=2, participation=0.1), "similarity")
+    _, recording = run_recorded(FedAvg(), small_task(), Schedule(rounds=2, participation=0.1), "similarity")
     assert recording == {}
 
 
@@ -113,7 +104,7 @@ def test_two_stages_have_a_pool_only_where_one_is_kept() -> None:
 def test_local_models_and_their_aggregate_are_scored_on_the_test_set(method: Any) -> None:
     task = small_task()
     schedule = Schedule(rounds=4, participation=0.7, seed=1, dropout=0.3, evaluate_every=1)
-    federation, recording = recorded(method, task, schedule, "aggregate(every=2, models=3)")
+    federation, recording = run_recorded(method, task, schedule, "aggregate(every=2, models=3)")
     aggregate, every = recording["aggregate"], list(range(len(task.test)))
     assert aggregate["rounds"] == [2, 4]
     assert set(aggregate["slots"]) <= {0, 1, 2}
@@ -162,7 +153,7 @@ def test_directions_are_normalised_filter_by_filter(into: int, out: int, kernel:
 def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
     task, schedule = small_task(), Schedule(rounds=3, participation=0.7, seed=1)
     text = f"landscape(grid=5, radius=0.5, samples=11, data={data}, directions=4)"
-    federation, recording = recorded(FedMR(), task, schedule, text)
+    federation, recording = run_recorded(FedMR(), task, schedule, text)
     landscape, model, layout = recording["landscape"], federation.algorithm.model(), task.layout
     pool = sorted(task.partition.indices.tolist()) if data == "train" else list(range(len(task.test)))
     chosen = [pool[round(k * (len(pool) - 1) / 10)] for k in range(11)]

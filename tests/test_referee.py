@@ -20,6 +20,7 @@ from fedloom.evidence.referee import compare
 from fedloom.evidence.trace import Trace
 from fedloom.recording.run_recording import models_file
 from forking_cli import main
+from json_lines import json_lines
 from small_task import KeepsClientMemory, small_task
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -199,7 +200,7 @@ def test_differing_steps_and_clients_are_named(written: Path) -> None:
     extra_step = change(written, 2, steps__1__1__loss=np.zeros(()))
     difference = compare(Trace(written), Trace(extra_step))
     assert difference[:2] == ["round 2, client 1", "A takes 1 local steps, B 2"]
-    lines = [json.loads(line) for line in (extra_step / "recorded.jsonl").read_text().splitlines()]
+    lines = json_lines(extra_step / "recorded.jsonl")
     lines[0]["values"]["steps"]["clients"] = [0, 5]
     (extra_step / "recorded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     difference = compare(Trace(written), Trace(extra_step))

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import fedloom
+from data_support import idx_bytes
 from fedloom.config.expression import parse
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
@@ -32,7 +33,6 @@ from fedloom.models import models
 from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors, write_tensors
 from forking_cli import Say, main, saying
-from hostile_files import idx_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 

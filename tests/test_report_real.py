@@ -24,6 +24,7 @@ from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
 from fedloom.report.summary import summarise
+from json_lines import json_lines
 from report_support import CHROMIUM, Browser
 
 METHODS = ("fedavg", "fedmr", "ala(fedavg)")
@@ -64,10 +65,6 @@ def run_folder(folder: Path, method: str, seed: int = 0) -> Path:
     return folder / folder_name(method) / f"seed-{seed}"
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def recording(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, Any]:
     entries = json.loads((run_folder(folder, method, seed) / "recording.json").read_text())
     return next(entry for entry in entries if entry["kind"] == kind)
@@ -90,7 +87,7 @@ def test_curves_are_the_means_over_seeds_of_what_was_measured(folder: Path, figu
         drawn = [trace for trace in figures[f"curve-{measure}"].data if trace.hoverinfo != "skip"]
         assert [trace.legendgroup for trace in drawn] == list(METHODS)
         for trace in drawn:
-            both = [lines(run_folder(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
+            both = [json_lines(run_folder(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
             pairs = [[line[measure] for line in records] for records in zip(*both, strict=True)]
             assert list(trace.y) == pytest.approx([statistics.mean(pair) for pair in pairs], rel=1e-6)
             assert list(trace.customdata) == pytest.approx(
@@ -127,7 +124,7 @@ def test_similarity_is_the_mean_over_seeds_of_what_was_noted(folder: Path, figur
 
 def test_local_models_stand_beside_the_global_one_that_the_run_measured(folder: Path, figures: dict[str, Any]) -> None:
     for method in METHODS:
-        measured = {line["round"]: line for line in lines(run_folder(folder, method) / "metrics.jsonl")}
+        measured = {line["round"]: line for line in json_lines(run_folder(folder, method) / "metrics.jsonl")}
         for measure in ("accuracy", "loss"):
             *thin, thick = figures[f"local-{measure}-{folder_name(method)}"].data
             assert list(thick.x) == [2, 4]
@@ -159,11 +156,11 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
 def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun]) -> None:
     row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"])[0]
     for spread, key in ((row.bytes_down, "bytes_down"), (row.bytes_up, "bytes_up")):
-        totals = [sum(x[key] for x in lines(run_folder(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
+        totals = [sum(x[key] for x in json_lines(run_folder(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
         assert spread is not None
         assert spread.mean == pytest.approx(statistics.mean(totals))
     seconds = [
-        math.fsum(x["seconds"] for x in lines(run_folder(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)
+        math.fsum(x["seconds"] for x in json_lines(run_folder(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)
     ]
     assert row.seconds is not None
     assert row.seconds.mean == pytest.approx(statistics.mean(seconds))
@@ -183,7 +180,7 @@ def test_the_objective_is_drawn_as_the_mean_of_what_the_seeds_noted(
 
 
 def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> None:
-    records = [lines(run_folder(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
+    records = [json_lines(run_folder(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
     means = {
         client: statistics.mean(
             dict(zip(record["clients"], record["accuracy"], strict=True))[client] for record in records
