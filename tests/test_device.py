@@ -284,6 +284,7 @@ SERVER_READS = {
     "clustered(fedmr)": "distances between clients are clustered on the CPU",
     "fedas": "what replies weigh is kept on the CPU",
     "fedfomo": "what clients think of each other's models is kept on the CPU",
+    "fedpac": "shares of heads are solved for on the CPU",
     WRAPPERS["fedgen"]: "labels that some client holds are looked up before the generator trains",
 }
 """Methods whose server half reads what lies on the device."""

@@ -37,7 +37,7 @@ VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn
 
 KEEP_ALL = {
     "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg)", WRAPPERS["cfl"],
-    WRAPPERS["ala"], "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", WRAPPERS["fedgen"], "fedmr", "indep",
+    WRAPPERS["ala"], "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedpac", WRAPPERS["fedgen"], "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "robust(fedavg)", "robust(feddc)", "secure(fedmr)",
 }  # fmt: skip

@@ -1,8 +1,9 @@
-"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedAS and FedAH against plain loops, and their limiting cases."""
+"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS and FedAH against plain loops, and their limiting cases."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedloom.algorithms.building import build
+from fedloom.algorithms.fedpac import head_shares
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
@@ -245,6 +247,73 @@ def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
     return moments
 
 
+def best_shares(quadratic: Tensor) -> Tensor:
+    """The minimum of a' Q a on the simplex, over every set of clients that may have a share."""
+    best, least = torch.zeros(len(quadratic)), float("inf")
+    for size in range(1, len(quadratic) + 1):
+        for chosen in map(list, itertools.combinations(range(len(quadratic)), size)):
+            block = quadratic[chosen][:, chosen]
+            x = torch.linalg.solve(block, torch.ones(size, dtype=torch.float64))
+            if bool((x >= 0).all()):
+                shares = torch.zeros(len(quadratic), dtype=torch.float64)
+                shares[chosen] = x / x.sum()
+                if (value := float(shares @ quadratic @ shares)) < least:
+                    best, least = shares, value
+    return best
+
+
+def fedpac(setting: Setting, *, strength: float, head_rate: float, head_epochs: int = 1) -> list[Moment]:
+    world = setting.world
+    base, head = parts_of(world)
+    own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
+    heads = [world.fresh() for _ in range(world.clients)]
+    prototypes: dict[int, Tensor] = {}
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        h, variance, means = {}, {}, {}
+        for i in selected:
+            copy_parameters(server, own[i], base)
+            copy_parameters(heads[i], own[i], head)
+            x, y = world.data(i)
+            before, shares = means_by_class(own[i], x, y), label_counts(world, i) / len(y)
+            with torch.no_grad():
+                z = copy.deepcopy(own[i]).eval().features(x)
+            h[i] = torch.stack([shares[c] * before.get(c, torch.zeros(4).double()) for c in range(world.classes)])
+            squares = [z[y == c].square().sum(1).mean() * shares[c] - h[i][c].square().sum() for c in before]
+            variance[i] = sum(squares) / len(y)
+            if head_epochs:
+                world.train(own[i], i, number, "head", names=head, epochs=head_epochs, rate=head_rate)
+            towards = {**before, **prototypes} if prototypes else {}
+
+            def loss(x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards) -> Tensor:
+                z = model.features(x)
+                return F.cross_entropy(model.head(z), y) + strength * pulled(z, y, towards)
+
+            world.train(own[i], i, number, names=base, loss=loss)
+            means[i] = means_by_class(own[i], x, y)
+        for c in range(world.classes):
+            having = [i for i in selected if c in means[i]]
+            weights = [float(label_counts(world, i)[c]) for i in having]
+            if having:
+                prototypes[c] = sum(w * means[i][c] for w, i in zip(weights, having, strict=True)) / sum(weights)
+        average(server, [own[i] for i in selected], [world.sizes[i] for i in selected], world.names)
+        for i in selected:
+            gaps = {j: (h[i] - h[j]).flatten() for j in selected}
+            exact = [[(gaps[j] @ gaps[k] + (variance[j] if j == k else 0.0)) for k in selected] for j in selected]
+            quadratic = torch.stack([torch.stack(row) for row in exact])
+            shares = best_shares(quadratic)
+            shares = torch.where(shares > 1e-3, shares, 0)
+            average(heads[i], [own[j] for j in selected], (shares / shares.sum()).tolist(), head)
+        personal = []
+        for i in range(world.clients):
+            whole = copy.deepcopy(own[i])
+            copy_parameters(server, whole, base)
+            copy_parameters(heads[i], whole, head)
+            personal.append(vector(whole))
+        moments.append(Moment(parameters(server), personal))
+    return moments
+
+
 def fedas(setting: Setting, *, rate: float) -> list[Moment]:
     world = setting.world
     base, _ = parts_of(world)
@@ -310,6 +379,10 @@ class TestAgainstLoops:
     def test_feddbe(self, norm: bool) -> None:
         compare(World(norm), "feddbe(pull=2.0)", feddbe, pull=2.0, beta=1.0)
         compare(World(norm), "feddbe(pull=3.0, beta=0.3)", feddbe, pull=3.0, beta=0.3)
+
+    def test_fedpac(self, norm: bool) -> None:
+        compare(World(norm), "fedpac(strength=0.6)", fedpac, strength=0.6, head_rate=0.1)
+        compare(World(norm), "fedpac(head_rate=0.3, head_epochs=2)", fedpac, strength=1.0, head_rate=0.3, head_epochs=2)
 
     def test_fedas(self, norm: bool) -> None:
         compare(World(norm), "fedas(align_rate=0.05)", fedas, rate=0.05)
@@ -399,6 +472,24 @@ def test_feddbe_spends_its_first_round_on_the_consensus() -> None:
     assert min(float(shift.abs().max()) for shift in shifts) > 0
 
 
+def test_head_shares_at_both_ends() -> None:
+    means = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noisy = head_shares(means, torch.full((4,), 1e9))
+    torch.testing.assert_close(noisy, torch.full((4, 4), 0.25, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(head_shares(1e6 * means, torch.ones(4)), torch.eye(4, dtype=torch.float64))
+    torch.testing.assert_close(head_shares(means, torch.zeros(4)), torch.eye(4, dtype=torch.float64))
+
+
+def test_fedpac_of_lone_heads_is_fedrep_with_one_head_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(norm=True, training=Training(learning_rate=0.1, epochs=2, batch_size=4))
+    monkeypatch.setattr("fedloom.algorithms.fedpac.head_shares", lambda means, _: torch.eye(len(means)).double())
+    run, expected = world.run(build("fedpac(strength=0)")), world.run(build("fedrep(head_epochs=1)"))
+    base = expected.federation.task.layout.unit(lambda tensor: tensor.layer != "head")[0]
+    for one, two in zip(run.moments, expected.moments, strict=True):
+        torch.testing.assert_close(one.parameters[base], two.parameters[base], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.stack(one.personal), torch.stack(two.personal), rtol=1e-9, atol=1e-9)
+
+
 def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(sizes=(9, 9, 9, 9, 9))
     monkeypatch.setattr("fedloom.algorithms.fedas.fisher_traces", lambda cohort, rows: rows.new_ones(len(rows)))
@@ -410,7 +501,7 @@ def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: p
 
 # --- engines, resumption, bytes, refusals ---
 
-EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedas", "fedah"]
+EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedpac", "fedas", "fedah"]
 
 
 @pytest.mark.parametrize("expression", EVERY)
@@ -433,7 +524,8 @@ def test_engines_agree(expression: str) -> None:
     ("expression", "down", "up"),
     [
         ("fedbabu", 64, 64), ("fedrod", 79, 79), ("apfl", 79, 79), ("fedproto", 15, 15),
-        ("feddbe", 79 + 4, 79), ("fedas", 64, 65), ("fedah", 79, 79),
+        ("fedpac", 79 + 15, 79 + 28), ("feddbe", 79 + 4, 79), ("fedas", 64, 65),
+        ("fedah", 79, 79),
     ],
 )  # fmt: skip
 def test_traffic(expression: str, down: int, up: int) -> None:
@@ -442,7 +534,7 @@ def test_traffic(expression: str, down: int, up: int) -> None:
     assert (record["bytes_down"], record["bytes_up"]) == (8 * 5 * down, 8 * 5 * up)
 
 
-@pytest.mark.parametrize("expression", ["fedrod", "fedproto", "feddbe"])
+@pytest.mark.parametrize("expression", ["fedrod", "fedproto", "feddbe", "fedpac"])
 def test_a_head_without_a_bias_is_refused(expression: str) -> None:
     world = World()
     world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
@@ -456,3 +548,15 @@ def test_a_model_that_is_all_classifier_is_refused(expression: str) -> None:
     world.module = nn.Sequential(nn.Linear(5, 3, dtype=torch.float64))
     with pytest.raises(InvalidValue, match=r"needs a base under the classifier, and Sequential is a single layer$"):
         world.run(build(expression))
+
+
+def test_idle_clients_are_sent_the_global_model_also_beside_a_single_participant() -> None:
+    world = World(participation=0.2)
+    run = world.run(build("umf(fedpac, simulate_all=true)"))
+    upcoming = world.round(5)
+    method = run.federation.algorithm
+    for selected in ((1,), (1, 3)):
+        round = replace(upcoming, selected=selected)
+        rows = method.exchange(round, method.select(round)).sent["model"]
+        assert len(rows) == len(selected) + 1
+        assert torch.equal(rows[-1], method.model())

@@ -40,6 +40,7 @@ from .algorithms.fedmr import Indep as Indep
 from .algorithms.fedmut import FedMut as FedMut
 from .algorithms.fednova import FedNova as FedNova
 from .algorithms.fedntd import FedNTD as FedNTD
+from .algorithms.fedpac import FedPAC as FedPAC
 from .algorithms.fedphp import FedPHP as FedPHP
 from .algorithms.fedproto import FedProto as FedProto
 from .algorithms.fedprox import FedProx as FedProx

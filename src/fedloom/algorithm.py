@@ -337,6 +337,7 @@ class Algorithm:
 
     state: dict[str, Tensor]
     plan: Plan
+    sends: ClassVar[tuple[str, ...]] = ("model",)  # names in the state of what clients are sent, one row for all
     wraps: ClassVar[tuple[str, ...]] = ()  # names of the fields that hold inner methods
     variadic: ClassVar[bool] = False  # positional arguments are (method, last round) pairs of the first field
     needs: ClassVar[
@@ -396,7 +397,7 @@ class Algorithm:
 
     def send(self, round: Round) -> Message:
         """Return what the selected clients are sent. A function of the round and the state, called once a round."""
-        return {"model": self.state["model"].unsqueeze(0)}
+        return {name: self.state[name].unsqueeze(0) for name in self.sends}
 
     def exchange(self, round: Round, selection: Selection) -> Exchange:
         """Return the record of a round's exchange, with what is sent. Raises `InvalidValue` where a name begins with @."""

@@ -42,8 +42,10 @@ class FedAMP(EveryModel):
         self.state["distances"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
 
     def send(self, round: Round) -> Message:
-        clients = torch.tensor(round.selected)
-        return {"model": self._attention()[clients].to(self.state["models"]) @ self.state["models"]}
+        pulls = self._pulls()
+        pulls = pulls / pulls.sum(1, keepdim=True).clamp_min(1)
+        attention = pulls + torch.diag(1 - pulls.sum(1))  # xi, rows of sum 1
+        return {"model": attention[list(round.selected)].to(self.state["models"]) @ self.state["models"]}
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
@@ -55,12 +57,6 @@ class FedAMP(EveryModel):
     def _pulls(self) -> Tensor:
         """xi_ij for j != i before scaling, zero on the diagonal, `[N, N]` float64."""
         return ((self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)).fill_diagonal_(0)
-
-    def _attention(self) -> Tensor:
-        """xi, `[N, N]` float64 with rows that sum to 1."""
-        pulls = self._pulls()
-        pulls = pulls / pulls.sum(1, keepdim=True).clamp_min(1)
-        return pulls + torch.diag(1 - pulls.sum(1))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         # The start that a wrapper has made counts; otherwise a client goes on from its own model.

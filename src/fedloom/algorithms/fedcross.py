@@ -88,7 +88,6 @@ def by_cosine(rows: Tensor, blocks: Sequence[Unit], largest: bool) -> Tensor:
     """Return the index of the other row of largest or smallest cosine, summed over `blocks`, for each of `rows [K, P]`; the
     first of equal ones."""
     directions = [torch.nn.functional.normalize(take(rows, block), dim=1) for block in blocks]
-    cosine = (
-        torch.stack([unit @ unit.T for unit in directions]).sum(0).fill_diagonal_(-torch.inf if largest else torch.inf)
-    )
+    cosine = torch.stack([unit @ unit.T for unit in directions]).sum(0)
+    cosine.fill_diagonal_(-torch.inf if largest else torch.inf)
     return cosine.argmax(1) if largest else cosine.argmin(1)

@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,13 +30,11 @@ class FedDC(Drifting):
     nominal_steps: bool = False
 
     needs = (require_sgd,)
+    sends: ClassVar[tuple[str, ...]] = ("model", "mean_size", "update")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["update"] = torch.zeros_like(self.state["drift"])
-
-    def send(self, round: Round) -> Message:
-        return {**super().send(round), "update": self.state["update"].unsqueeze(0)}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (self.layout.size,), "update": (self.layout.trainable,)}

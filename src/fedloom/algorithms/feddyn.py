@@ -1,3 +1,5 @@
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,12 @@ class Drifting(Algorithm):
 
     alpha: NonNegative = 0.01
 
+    sends: ClassVar[tuple[str, ...]] = ("model", "mean_size")
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["drift"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
         self.state["mean_size"] = mean_size(plan)
-
-    def send(self, round: Round) -> Message:
-        return {name: self.state[name].unsqueeze(0) for name in ("model", "mean_size")}
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
         trainable = slice(self.layout.trainable)

@@ -33,8 +33,7 @@ class FedMut(Algorithm):
 
     def send(self, round: Round) -> Message:
         # The two last means and the round's stream give the mutations, so the K models are not stored.
-        layout = self.layout
-        tensors = [tensor.slice for tensor in layout.slices if tensor.stop <= layout.trainable]
+        tensors = [tensor.slice for tensor in self.layout.slices if tensor.stop <= self.layout.trainable]
         skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
         direction = self.radius * (self.state["model"] - self.state["previous"])
         rows = self.plan.empty_rows(len(round.selected))

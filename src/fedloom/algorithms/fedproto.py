@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -31,6 +32,7 @@ class FedProto(Algorithm):
     weighted: bool = False
     by: Literal["prototype", "head"] = "prototype"
 
+    sends: ClassVar[tuple[str, ...]] = ("prototypes", "present")
     fits_once: ClassVar[bool] = False
     averages: ClassVar[bool] = False
     single_download: ClassVar[bool] = False
@@ -39,11 +41,8 @@ class FedProto(Algorithm):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.head = LinearHead.of(plan, "fedproto")
-        self.state["prototypes"] = plan.initial.new_zeros(plan.classes, self.head.features)
-        self.state["present"] = plan.initial.new_zeros(plan.classes)
-
-    def send(self, round: Round) -> Message:
-        return {name: self.state[name].unsqueeze(0) for name in ("prototypes", "present")}
+        zeros = plan.initial.new_zeros
+        self.state |= {"prototypes": zeros(plan.classes, self.head.features), "present": zeros(plan.classes)}
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self.send(round)
@@ -59,23 +58,14 @@ class FedProto(Algorithm):
         return replies.aggregate(mean={}, total={"sums": weights.unsqueeze(2) * replies["means"], "weights": weights})
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        weights = aggregate.total["weights"].unsqueeze(1)
-        means = aggregate.total["sums"] / weights.clamp_min(1)
-        self.state["prototypes"] = torch.where(weights > 0, means, self.state["prototypes"])
-        self.state["present"] = torch.maximum(self.state["present"], (weights[:, 0] > 0).to(means))
+        self.state |= with_means(self.state, aggregate)
 
     def model(self) -> Tensor:
         return self._classifying(self.head, self.state["model"].unsqueeze(0), self.send(self.plan.opening()))[0]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        def loss_fn(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-            features, logits = net.both(batch.inputs)
-            distance = (features - context["prototypes"][batch.labels]).square()
-            pull = (distance * context["present"][batch.labels].unsqueeze(-1)).mean()
-            return net.objective.loss(logits, batch.labels) + self.strength * pull
-
         start = cohort.memory.get("fedproto_model", cohort.initial)
-        model = cohort.fit(start, loss_fn=loss_fn, context=inbox).model
+        model = cohort.fit(start, loss_fn=partial(pulled_loss, self.strength), context=inbox).model
         cohort.memory["fedproto_model"] = model
         return {"means": cohort.class_means(cohort.features(model)), "counts": cohort.label_counts.to(model)}
 
@@ -90,3 +80,21 @@ class FedProto(Algorithm):
         present = inbox["present"] > 0
         folded = head.put(rows, nearest_prototype(inbox["prototypes"], present))
         return torch.where(present.any(1, keepdim=True), folded, rows)
+
+
+def with_means(state: Message, aggregate: AggregatedReplies) -> Message:
+    """Return the prototypes after a round by its totals, `sums [Y, d]` and `weights [Y]`; at weight 0 they stay."""
+    weights = aggregate.total["weights"].unsqueeze(1)
+    prototypes = torch.where(weights > 0, aggregate.total["sums"] / weights.clamp_min(1), state["prototypes"])
+    return {"prototypes": prototypes, "present": torch.maximum(state["present"], (weights[:, 0] > 0).to(prototypes))}
+
+
+def pulled_loss(strength: float, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    """Return the data loss plus strength times the mean over the batch and over dimensions of (z - p_y)^2, z the features.
+
+    The context has `prototypes [Y, d]` and `present [Y]`, 0 for a class without one, whose samples add 0.
+    """
+    features, logits = net.both(batch.inputs)
+    distance = (features - context["prototypes"][batch.labels]).square()
+    pull = (distance * context["present"][batch.labels].unsqueeze(-1)).mean()
+    return net.objective.loss(logits, batch.labels) + strength * pull

@@ -27,6 +27,7 @@ class IFCA(Algorithm):
 
     k: Count = 2
 
+    sends: ClassVar[tuple[str, ...]] = ("models",)
     single_download: ClassVar[bool] = False
     fits_once: ClassVar[bool] = False
     averages: ClassVar[bool] = False
@@ -41,9 +42,6 @@ class IFCA(Algorithm):
                 module = drawn_again(plan.module)
             models.append(plan.layout.flatten(module).to(plan.initial))
         self.state = {"models": torch.stack(models), "chosen": torch.ones(self.k, dtype=torch.int64)}
-
-    def send(self, round: Round) -> Message:
-        return {"models": self.state["models"].unsqueeze(0)}
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self.send(round)

@@ -65,12 +65,8 @@ class PartialFed(PartlyShared):
             return loss
 
         local = cohort.memory.get("partialfed_model", start).clone()
-        state = {
-            "global": start.clone(),
-            "local": local,
-            "logits": self._logits(cohort).clone(),
-            "noise": gumbel(cohort),
-        }
+        logits, noise = self._logits(cohort).clone(), gumbel(cohort)
+        state = {"global": start.clone(), "local": local, "logits": logits, "noise": noise}
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         model = torch.where(_favours_global(state["logits"])[:, layer], state["global"], state["local"])
         cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = state["logits"], model

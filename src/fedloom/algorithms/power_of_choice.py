@@ -90,11 +90,6 @@ class LossQuestion(Wrapper):
     def returns_whole(self, round: Round) -> bool:
         return False
 
-    def decoded(self, round: Round, tensors: Message) -> Message:
-        return tensors
-
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        asked, count = cohort, self.samples
-        if count is not None:
-            asked, _ = divided(cohort, "asked", lambda _: count, lasting=False)
+        asked, _ = divided(cohort, "asked", lambda count: self.samples or count, lasting=False)
         return {"loss": asked.loss(self.method.personalise(cohort, inbox))}

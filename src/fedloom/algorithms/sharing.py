@@ -104,7 +104,8 @@ class PartlyShared(Algorithm):
         self._unit = self.unit(plan.module, plan.layout)
 
     def send(self, round: Round) -> Message:
-        return {"model": take(self.state["model"].unsqueeze(0), self._unit)}
+        message = super().send(round)
+        return {**message, "model": take(message["model"], self._unit)}
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return {"model": take(self.model().unsqueeze(0), self._unit)}

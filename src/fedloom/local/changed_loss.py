@@ -49,7 +49,8 @@ class ChangedLoss:
             return attribute
 
         def of_changed(rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-            return attribute(rows, batch, self._changed(loss_fn), self._extended(context, batch))
+            own = self.context if batch.clients is None else {n: t[batch.clients] for n, t in self.context.items()}
+            return attribute(rows, batch, self._changed(loss_fn), {**context, **own})
 
         return of_changed
 
@@ -61,10 +62,6 @@ class ChangedLoss:
 
     def features(self, rows: Tensor, inputs: Tensor) -> None:
         """Return None: the change may need the inputs, so that a classifier alone cannot be trained on features."""
-
-    def _extended(self, context: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        rows = slice(None) if batch.clients is None else batch.clients
-        return {**context, **{name: values[rows] for name, values in self.context.items()}}
 
     def _changed(self, loss_fn: LossFn) -> LossFn:
         def changed(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:

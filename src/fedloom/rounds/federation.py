@@ -255,9 +255,8 @@ class Federation:
         faults = [*absent, *answers.faults]
         receivers = selection.receivers or len(selection.clients) + len(selection.idle)
         receivers -= sum(not fault.sent for fault in faults) + len(under_way)
-        same = question.keys() == exchange.sent.keys() and all(
-            torch.equal(question[n], exchange.sent[n]) for n in question
-        )
+        same = question.keys() == exchange.sent.keys()
+        same = same and all(torch.equal(question[name], exchange.sent[name]) for name in question)
         asked_down = sum(map(_row_bytes, question.values())) * (asked - same * len(selection.clients))
         record: Record = {
             "round": round.number,
