@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import re
 import shlex
 import subprocess
@@ -29,6 +30,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "generate"))
 
 pages = __import__("pages")
+lengths = __import__("lengths")
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -238,6 +240,60 @@ def test_the_args_of_a_docstring_describe_the_parameters() -> None:
     assert entry.text == "Train a model.\n\nUse it often."
     assert entry.arguments == {"epochs": "Passes over the data, at least one.", "rate": "Step size."}
     assert "| `rate` | `0.1` | a number | Step size. |" in pages.described(entry)
+
+
+COUNTED = '''"""A file."""
+import math
+
+RATE = 0.1  # counts, since the class names it
+OTHER = 2
+
+
+class Base:
+    """Counts."""
+
+    def start(self):
+        return RATE
+
+
+@methods.register("whole")
+class Whole(Base):
+    """Of two
+    lines."""
+
+    size: int = 1
+
+    def train(self):
+        """Train."""
+        # on what is there
+        text = """not a
+        docstring"""
+        return helper(text)
+
+
+@methods.register("another")
+class Another(Whole):
+    pass
+
+
+def helper(text):
+
+    return math.inf
+'''
+
+
+def test_lines_of_code_are_those_of_a_class_and_of_what_it_uses_in_its_file() -> None:
+    assert lengths.code_lines(COUNTED, "Whole") == 1 + 3 + 7 + 2  # RATE, Base, Whole and helper
+    assert lengths.code_lines(COUNTED, "Another") == 3
+
+
+def test_every_method_has_a_row_with_its_lines_of_code() -> None:
+    rows = re.findall(r"^\| \[`(\w+)`\].* \| (\d+) \| (.+) \|$", pages.on_page_markdown("[[lengths]]"), re.M)
+    assert {entry.name for entry in shipped()} <= {name for name, _, _ in rows}
+    for name, count, source in rows:
+        file = Path(inspect.getfile(algorithms[name].make))
+        assert 0 < int(count) < len(file.read_text().splitlines()), name
+        assert source
 
 
 def test_an_unknown_marker_is_an_error() -> None:

@@ -3,9 +3,9 @@
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
 `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
 `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
-table of every method, `[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file: benchmarks/RESULTS.md]]`
-by a file of the repository, whose links lead to pages. So a new method is in the documentation without another edit. Within a
-line, `[[= a^2 + b]]` is set as a formula.
+table of every method, `[[lengths]]` by the lines of code of each, `[[ledger]]` by what is recorded of the papers' tables and
+figures, and `[[file: benchmarks/RESULTS.md]]` by a file of the repository, whose links lead to pages. So a new method is in
+the documentation without another edit. Within a line, `[[= a^2 + b]]` is set as a formula.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fedloom.recording.recorder import recorders
 sys.path.insert(0, str(Path(__file__).parent))
 
 from formulas import GREEK, with_formulas
+from lengths import lengths, median
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,6 +71,8 @@ def on_post_template(output_content: str, **_: Any) -> str:
 def _filled(what: str, which: str | None) -> str:
     if what == "methods":
         return overview() if which is None else "\n\n".join(map(described, family(which)))
+    if what == "lengths":
+        return table_of_lengths()
     if what == "ledger":
         return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
     if what == "file" and which is not None:
@@ -109,6 +112,20 @@ def overview() -> str:
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def table_of_lengths() -> str:
+    """The lines of code of each method, and where the method comes from."""
+    lines = [
+        f"Half of the methods take at most {median()} lines.",
+        "",
+        "| method | lines of code | source |",
+        "| --- | --- | --- |",
+    ]
+    for name, entry, count in lengths():
+        source = typeset(Doc(entry).source).replace("|", "&#124;") or "fedloom"
+        lines.append(f"| [`{entry.name}`](methods/{name}.md#{entry.name}) | {count} | {source} |")
+    return "\n".join(lines)
 
 
 class Doc:
