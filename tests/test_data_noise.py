@@ -19,9 +19,8 @@ from fedloom.engines.client_work import slim
 from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import RunDirectory
-from fedloom.experiment.validation import withhold
 from fedloom.state.tensors import read_tensors
-from fedloom.task import Task
+from fedloom.task import Task, withhold
 from partition_support import some_labels
 
 PROPERTIES = settings(max_examples=50, deadline=None)

@@ -13,8 +13,7 @@ from sklearn.linear_model import LinearRegression
 
 import fedloom as fl
 from data_support import make
-from fedloom.data.dataset import Dataset, Samples
-from fedloom.data.sets.holdout import hold_out
+from fedloom.data.dataset import Dataset, Samples, hold_out
 from fedloom.errors import InvalidValue
 
 

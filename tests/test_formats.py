@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_support import idx_bytes, picture, random_pixels
+from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.arrow import read_parquet
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.ag_news import read_csv

@@ -28,8 +28,7 @@ from fedloom.experiment.parameters import parameter_keys, with_parameters
 from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.suggest import search_optuna
 from fedloom.experiment.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
-from fedloom.experiment.validation import withhold
-from fedloom.task import make_dataset
+from fedloom.task import make_dataset, withhold
 
 
 @datasets.register("small-digits")

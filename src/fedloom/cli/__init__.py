@@ -24,7 +24,6 @@ from fedloom.cli import (
     reproducing,
     running,
     showing,
-    surveying,
     tuning,
 )
 from fedloom.cli.options import RunsFailed, resuming_command
@@ -36,7 +35,7 @@ commands: tuple[Callable[..., Any], ...] = (
     running.run,
     running.compare,
     tuning.tune,
-    surveying.statistics,
+    showing.statistics,
     checking.check,
     checking.referee,
     reproducing.reproduce,

@@ -1,13 +1,14 @@
 """Conversion of users' data (lists, NumPy, columns of a table, tensors of any type) to the tensors that models learn from."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import InvalidValue, one_line, quoted
+from fedloom.errors import DataError, InvalidValue, one_line, quoted
 
 Names = tuple[str, ...]
 Array = np.ndarray[Any, Any]
@@ -43,6 +44,19 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
     if array.dtype.kind in "SUO":
         return _ranked(array, "labels")
     return (_floats if array.dtype.kind == "f" else _whole)(array, "labels"), None
+
+
+def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
+    """Return `values [n]` as int64 labels; raises `DataError`, with the row, unless all are integers 0..classes-1."""
+    nested = isinstance(values, list) and any(isinstance(value, Sized) for value in values)  # may unfold to any size
+    labels = np.empty(0) if nested else np.asarray(values)
+    if labels.ndim != 1 or labels.dtype.kind not in "biu":
+        raise DataError(f"{source}: labels must be a list of integers")
+    outside = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(outside):
+        row = int(outside[0])
+        raise DataError(f"{source}: label {labels[row]} in row {row} is outside 0..{classes - 1}")
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:

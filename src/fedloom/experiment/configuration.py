@@ -29,14 +29,13 @@ from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line,
 from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
-from fedloom.experiment.validation import withhold
 from fedloom.models import models
 from fedloom.objectives.custom import build_objective
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target, TargetValue
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
-from fedloom.task import Task, make_dataset, make_task
+from fedloom.task import Task, make_dataset, make_task, withhold
 from fedloom.training import Training
 
 _Kind = TypeVar("_Kind", bound=Hashable)

@@ -14,11 +14,8 @@ from rich.text import Text
 from fedloom.experiment.events import Event, RunName
 from fedloom.report.units import time_text
 
-_PAUSE = 10.0
-"""Seconds between two lines where there is no terminal, at least."""
-
-_SHARE = 0.1
-"""Share of the time since the start between two lines, so that a long run does not fill its log."""
+_PAUSE, _SHARE = 10.0, 0.1
+"""Between two lines where there is no terminal: seconds, and a share of the time so far, so that no log is filled."""
 
 _COLUMNS, _REDRAW = 100, 0.2  # of the bars in a notebook: their width, and the seconds between two drawings
 

@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects as go
 
-OnRound = Callable[[Record, Record], None]
-"""Called after each round with its figures and its times."""
-
 _logger = logging.getLogger("fedloom")
 
 
@@ -217,7 +214,7 @@ def run(
     record: Sequence[str] = (),
     engine: str = DEFAULT,
     trackers: Sequence[str | Tracker] = (),
-    on_round: OnRound | None = None,
+    on_round: Callable[[Record, Record], None] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Result:

@@ -9,5 +9,3 @@ from fedloom.config.registry import Registry
 # A model is a function (spec: DataSpec, *, options with defaults) -> nn.Module; it raises `InvalidValue` for data
 # that do not fit it.
 models: Registry[Callable[..., nn.Module]] = Registry("model", "fedloom.models")
-
-__all__ = ["models"]

@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.config.fields import Count
+from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import column, hub_table, read_parquet
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.preprocessing import TextInputs

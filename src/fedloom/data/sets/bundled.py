@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.sets.holdout import hold_out
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.regression import Regression

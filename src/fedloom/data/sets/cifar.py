@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import read_bytes, reading
 from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, files_named

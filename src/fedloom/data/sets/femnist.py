@@ -10,13 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.config.fields import Share
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.convert import class_labels
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.arrow import column, decode_column, hub_table
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import reading
 from fedloom.data.preprocessing import Scale
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split, load
 from fedloom.data.sets.picture_set import Normalise, image_dataset
 from fedloom.errors import DataError

@@ -13,11 +13,10 @@ from torch.utils.data import IterableDataset
 
 from fedloom.data.columns import Columns
 from fedloom.data.convert import as_inputs
-from fedloom.data.dataset import Dataset, Samples, same_names
+from fedloom.data.dataset import Dataset, Samples, hold_out, same_names
 from fedloom.data.formats.limits import VARIABLE, allowed_bytes, reading
 from fedloom.data.lazy import LazyInputs
 from fedloom.data.preprocessing import as_arrow
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import InvalidValue, error_text, one_line
 from fedloom.objectives import Objective

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading, require_room
 from fedloom.data.preprocessing import Scale
 from fedloom.data.sets.origin import Split, files_named

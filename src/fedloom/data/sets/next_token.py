@@ -9,13 +9,12 @@ import torch
 from pydantic import Field
 
 from fedloom.config.fields import Count
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import read_text, reading, require_room
 from fedloom.data.formats.words import PAD, encode, vocabulary
 from fedloom.data.formats.words import tokenizer as _tokenizer
 from fedloom.data.preprocessing import TextInputs
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import files_named, load
 from fedloom.errors import DataError, quoted
 from fedloom.objectives.sequence import NextToken

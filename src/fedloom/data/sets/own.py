@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fedloom.config.fields import Count
 from fedloom.config.plugins import found_at
-from fedloom.data.dataset import Dataset, Samples, datasets, same_names
-from fedloom.data.formats.labels import class_labels
+from fedloom.data.convert import class_labels
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out, same_names
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, image_dataset, labelled_pictures
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.formats.arrow import column, decode_column, hub_table, read_parquet
-from fedloom.data.formats.labels import class_labels
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.preprocessing import Scale

@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 
 from fedloom.config.fields import Count, NonNegative
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.limits import require_room
-from fedloom.data.sets.holdout import hold_out
 from fedloom.errors import InvalidValue
 from fedloom.randomness import numpy_stream
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from fedloom.data.columns import Columns, Missing, TableInputs, categories, is_text
 from fedloom.data.convert import Names, as_groups, as_labels
-from fedloom.data.dataset import Dataset, Samples, datasets
+from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import tokens, vocabulary
 from fedloom.data.preprocessing import Preprocessing, TextInputs
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.picture_set import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective

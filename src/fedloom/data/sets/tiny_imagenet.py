@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
-from fedloom.data.dataset import Dataset, datasets
+from fedloom.data.dataset import Dataset, datasets, hold_out
 from fedloom.data.formats.limits import read_text
 from fedloom.data.formats.pictures import pictures
-from fedloom.data.sets.holdout import hold_out
 from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, PictureSet, image_dataset, labelled_pictures
 from fedloom.errors import DataError, quoted
