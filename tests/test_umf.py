@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedloom.algorithm import Algorithm, Message, algorithms
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.umf import Umf, UploadersMemory
+from fedloom.algorithms.umf import Umf
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
@@ -302,7 +302,7 @@ def test_memory_of_a_cohort_of_uploading_and_idle_clients() -> None:
     store = ClientStore()
     store.write(1, {"old": torch.tensor([10.0]), "other": torch.tensor([5.0])})
     memory = Memory(store, [0, 1, 2])
-    shielded = UploadersMemory(memory, torch.tensor([True, False, False]))
+    shielded = memory.shielded(torch.tensor([True, False, False]))
     assert shielded.knows("old").tolist() == [False, True, False]
     assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [0, 10, 0]
     shielded["old"] = torch.tensor([[1.0], [2.0], [3.0]])

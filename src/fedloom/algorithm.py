@@ -25,8 +25,7 @@ BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 16 << 20, 16, 128
 """Models of a block of slots: about so many bytes of them, and how many at least and at most."""
 
 Message = dict[str, Tensor]
-"""Named tensors; each has one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`. Where k > 1, clients that train
-without uploading are sent a row k + 1."""
+"""Named tensors with one row for all receivers, `[1, ...]`, or one each, `[k, ...]`; where k > 1, idle clients have row k + 1."""
 
 
 SERVER_MODEL = "@server_model"
@@ -79,8 +78,7 @@ class Plan:
         return self.pools.empty((count, *self.initial.shape), self.initial.dtype, self.initial.device)
 
     def opening(self) -> Round:
-        """Round 1 as if clients 0 to K - 1 were selected: for asking a method what it would send or whom it would choose
-        (the learning rate is not known here)."""
+        """Round 1 as if clients 0 to K - 1 were selected, without a learning rate: to ask a method what it would send."""
         facts = (1, self.rounds, self.seed, self.clients, self.participants, math.nan, math.nan)
         return Round(*facts, selected=tuple(range(self.participants)), poisson=self.poisson)
 
@@ -318,8 +316,7 @@ class Capability:
 
 
 def block_slots(row_bytes: int) -> int:
-    """Return how many replies of models of so many bytes are aggregated at a time. Means depend on it in the last digit, so it is
-    a function of the model alone."""
+    """Return how many replies are aggregated at a time: by a model's bytes alone, since means depend on it in the last digit."""
     return min(MOST_SLOTS, max(LEAST_SLOTS, BLOCK_BYTES // row_bytes))
 
 
@@ -384,8 +381,7 @@ class Algorithm:
         self.plan, self.state = plan, {"model": plan.initial.clone()}
 
     def select(self, round: Round) -> Selection:
-        """Return the clients that take part: `participants` of them, drawn uniformly without replacement. A function of the round
-        alone, so that the next selection can be known ahead."""
+        """Return who takes part: by default drawn uniformly. A function of the round alone, so that it can be known ahead."""
         return Selection(uniform(round))
 
     def question(self, round: Round) -> "tuple[Algorithm, tuple[int, ...]] | None":
@@ -429,13 +425,11 @@ class Algorithm:
         return self.expects(round).get("model", shape) == shape
 
     def decoded(self, round: Round, tensors: Message) -> Message:
-        """Return what one client's reply, `[1, ...]`, stands for: itself, unless a wrapper has clients code it. Replies are
-        checked in this form."""
+        """Return what a client's reply, `[1, ...]`, stands for: itself, unless a wrapper codes it. It is checked in this form."""
         return tensors
 
     def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        """Return what `update` needs of some of the round's replies; by default the mean of each tensor, weighted by samples.
-        The state is that before the round."""
+        """Return what `update` needs of some replies, by the state before the round: by default means, weighted by samples."""
         return replies.aggregate()
 
     def update(self, round: Round, aggregate: AggregatedReplies) -> None:
@@ -501,8 +495,7 @@ class Algorithm:
 
     @property
     def personal(self) -> bool:
-        """Return True if a client may deploy another model than the global one. Where none does, all their test samples are
-        scored in one pass."""
+        """Return True if a client may deploy another model than the global one; else all test samples are scored in one pass."""
         return personalises(type(self)) or any(method.personal for method in self.inner())
 
     def travels(self, cohort: Cohort | AnyClient) -> Unit:
@@ -721,8 +714,7 @@ def name_of(algorithm: Algorithm) -> str:
 
 
 def require_one_model(name: str, method: Algorithm, opening: Round) -> None:
-    """Raise `InvalidValue`, which begins with `name`, unless clients of `method` return an update of one model that they are
-    sent."""
+    """Raise `InvalidValue`, beginning with `name`, unless clients of `method` return an update of the one model they are sent."""
     expected, sent = method.expects(opening).get("model"), method.send(opening)
     if "model" not in sent or tuple(sent["model"].shape[1:]) != expected:
         raise InvalidValue(f"{name}: clients of {method} do not return an update of one model that they are sent")

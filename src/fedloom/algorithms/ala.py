@@ -1,5 +1,4 @@
-"""ALA: blend the download with the client's own model, weight by weight, instead of overwriting it; FedALA: ALA on FedAvg;
-FedAH: ALA on FedRep."""
+"""ALA: a learned blend of the download and the own model, weight by weight; FedALA: ALA on FedAvg; FedAH: ALA on FedRep."""
 
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal, NamedTuple

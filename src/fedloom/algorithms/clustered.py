@@ -18,8 +18,7 @@ BLOCK_NUMBERS = 1 << 23
 """Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""Mass of each client of a cluster. Client i has mass n_i m over all clusters, a full cluster sum_j n_j: integers, whose sums
-are exact."""
+"""Mass of each client: client i has n_i m over all clusters, a full cluster sum_j n_j; integers, whose sums are exact."""
 
 
 @algorithms.register("clustered")

@@ -333,8 +333,7 @@ def dequantise(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int
 
 
 def low_rank(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P `[k, m, r]` with orthonormal columns and Q `[k, n, r]` such that P Q^T is near `matrix [k, m, n]`, after two steps
-    of the power iteration from `start [k, n, r]`."""
+    """Return P `[k, m, r]`, orthonormal, and Q `[k, n, r]`, P Q^T near `matrix`, by two steps of power iteration from `start`."""
     basis = torch.linalg.qr(matrix @ start).Q
     basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
     return basis, matrix.mT @ basis

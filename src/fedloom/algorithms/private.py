@@ -316,8 +316,7 @@ def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return standard normal float64 numbers in the shape of `like` and on its device: from `generator` or, without one, from the
-    system's cryptographic generator by the method of Box and Muller."""
+    """Return standard normal float64 like `like`: by `generator`, or else the system's cryptographic one (Box and Muller)."""
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     count = like.numel()

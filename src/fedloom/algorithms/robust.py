@@ -115,8 +115,7 @@ def coordinate_median(rows: Tensor) -> Tensor:
 
 
 def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
-    """Return the mean of every coordinate without its `trimmed` largest and smallest values. Source: Yin et al. 2018,
-    "Byzantine-robust distributed learning", definition 2."""
+    """Return each coordinate's mean without its `trimmed` largest and smallest values (Yin et al. 2018, definition 2)."""
     return rows.sort(0).values[trimmed : len(rows) - trimmed].mean(0)
 
 

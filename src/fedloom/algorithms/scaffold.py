@@ -82,8 +82,7 @@ class Scaffold(Algorithm):
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the gradient `[k, T]` of each client's mean loss over all of its samples at `rows [k, P]`. Batches run in training
-    mode; the statistics that move are discarded."""
+    """Return the gradient `[k, T]` of each client's mean loss on all its samples at `rows [k, P]`, which stay as they are."""
 
     def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:
         samples = batch.labels.shape[1]

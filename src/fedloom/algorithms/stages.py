@@ -219,8 +219,7 @@ class Stages(Wrapper):
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
-    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than that of as many losses
-    before."""
+    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than of those before."""
     if len(losses) < 2 * patience:
         return False
     older, newer = losses[-2 * patience :].chunk(2)

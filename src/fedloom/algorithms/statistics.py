@@ -25,8 +25,7 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
 
 
 def divided(cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True) -> list[Cohort]:
-    """Return the clients with `count(n)` random ones of their n samples, the same in every round if `lasting`, and with the
-    others; with all where no other is left."""
+    """Return the clients with `count(n)` random samples of n, if `lasting` always the same, and with the others, if any."""
 
     def part(samples: Samples, generator: torch.Generator, *, first: bool) -> Samples:
         order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)

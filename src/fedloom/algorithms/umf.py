@@ -3,14 +3,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from fedloom.algorithm import Message, Plan, Selection, Wrapper, algorithms, exchanges_models, started_from
 from fedloom.config.fields import Probability
 from fedloom.errors import InvalidValue
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
-from fedloom.state.store import Memory
 
 NEVER = -1
 
@@ -90,32 +88,10 @@ class Umf(Wrapper):
         start = sent.clone()
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         shielded = copy.copy(cohort)
-        shielded.memory = UploadersMemory(cohort.memory, cohort.uploads)
+        shielded.memory = cohort.memory.shielded(cohort.uploads)  # what idle clients write is dropped
         reply = self.method.train(shielded, started_from(start, inbox))
         update = reply["model"][:, :trainable] - start[:, :trainable]
         usable = idle & torch.isfinite(update.sum(1)).cpu()
         cohort.memory["umf_update"] = update.mul_(usable.to(update).unsqueeze(1)).nan_to_num_(0, 0, 0)
         cohort.memory["umf_round"] = torch.where(usable, number, NEVER)
         return reply
-
-
-class UploadersMemory(Memory):
-    """A cohort's memory that discards at the end of training what idle clients write."""
-
-    def __init__(self, memory: Memory, uploads: Tensor) -> None:
-        self.memory, self.uploads = memory, uploads
-        self.written: dict[str, Tensor] = {}
-
-    def get(self, name: str, default: Tensor) -> Tensor:
-        return self.written[name] if name in self.written else self.memory.get(name, default)
-
-    def knows(self, name: str) -> Tensor:
-        stored = self.memory.knows(name)
-        return torch.ones_like(stored) if name in self.written else stored
-
-    def __setitem__(self, name: str, rows: Tensor) -> None:
-        self.written[name] = rows.detach()
-        self.memory.write(name, rows, self.uploads)
-
-    def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
-        self.memory.write(name, rows, clients & self.uploads)

@@ -27,8 +27,7 @@ SAMPLES, BATCH = (8, 5), 3
 """Samples of the two clients that train here, with batches of 3, 3, 2 and 3, 2: short ones come at different steps."""
 
 RATE, CLIP = 0.05, 0.1
-"""Their learning rate, large enough for weights to move visibly, and the largest norm that clipping settings are lowered to, so
-that clipping has an effect."""
+"""Their learning rate, which moves weights visibly, and the largest norm to clip to, so that clipping has an effect."""
 
 WIDENED = 1 << 24
 """Most frozen numbers of a model that is copied to be tried in float64."""

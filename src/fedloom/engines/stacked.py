@@ -29,8 +29,7 @@ SHARE_OF_MEMORY = 0.6
 """Share of an accelerator's free memory that stacks may take."""
 
 ROWS_HELD = 8
-"""Rows of P numbers that one model in training may need at a time: download, weights, velocity, gradient and those of a
-method."""
+"""Rows of P numbers that a model in training may need: download, weights, velocity, gradient and those of a method."""
 
 
 @engines.register("stacked")

@@ -127,8 +127,7 @@ def clipped(gradient: Tensor, limit: float) -> Tensor:
 
 
 Update = Callable[[Sequence[Tensor], float | list[float], bool], None]
-"""Moves the weights of some clients: (a gradient for each tensor of weights, a learning rate for all or each client, True for the
-first step)."""
+"""Moves weights of some clients: (a gradient for each tensor, a learning rate for all or each, True for the first step)."""
 
 
 class SGD:

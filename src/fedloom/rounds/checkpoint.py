@@ -23,8 +23,7 @@ KEPT = 2  # the newest, and the one before in case the newest turns out to be da
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's tensors, the clients' memory, digests of the logs by file name, and the entries of
-    tensors in files of their own (`PoolFiles`)."""
+    """The state after `round`: the method's, the clients' memory, digests of logs by file name, and entries of `PoolFiles`."""
 
     round: int
     server: dict[str, Tensor]

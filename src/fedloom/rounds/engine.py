@@ -40,8 +40,7 @@ Expected = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True)
 class ClientTask:
-    """One client's work in a round: its number, its slot (None: it trains without uploading), its inbox, one row each, and what
-    its reply weighs where that is not its number of samples."""
+    """A client's work in a round: its number, slot (None: no upload), inbox, and its reply's weight if not its samples."""
 
     client: int
     slot: int | None
@@ -130,8 +129,7 @@ class FoldingEngine(ABC):
 
 
 class RemoteClients:
-    """An engine whose clients are sites of their own, and strangers: what they say of their numbers of samples gives none of them
-    more than `largest_share` of a round's weight."""
+    """An engine whose clients are strangers: by what they claim none gets more than `largest_share` of a round's weight."""
 
     largest_share: float
 
@@ -156,8 +154,7 @@ def inbox_of(message: Message, index: int) -> Message:
 
 
 def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, TensorSpec]:
-    """Return what a client's reply must hold. Integer buffers, such as the counters of batch norm, travel with whole models;
-    where part of the model stays with the client, so do they."""
+    """Return what a reply must hold; integer buffers, such as batch norm's counters, travel with whole models alone."""
     dtypes = algorithm.reply_dtypes
     expected = {
         name: TensorSpec(tuple(shape), dtypes.get(name, layout.dtype))

@@ -397,8 +397,7 @@ class Federation:
             yield from ((self.numbers[task.client], upcoming, task) for task in client_tasks)
 
     def save(self) -> None:
-        """Write a checkpoint now. Figures and client memory that it refers to reach the disk before it, and what only older
-        checkpoints needed is removed after it."""
+        """Write a checkpoint, after the figures and client memory that it refers to; then remove what only older ones needed."""
         if self.checkpoints is not None:
             logs = self._checked_logs()
             for log in logs:

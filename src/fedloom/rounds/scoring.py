@@ -22,8 +22,7 @@ WORST = 0.1
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts on n clients' own test samples: the clients' numbers and how many samples each has, `[n]`, and the sums
-    of what the objective counts, `[n, ...]` float64 by name."""
+    """Sums `[n, ...]` by name of what the objective counts on the test `samples [n]` of n `clients [n]`."""
 
     clients: Tensor
     samples: Tensor

@@ -163,8 +163,7 @@ class FlowerEngine(RemoteClients):
                 _logger.warning("site %d is not evaluated: %s", self.numbers[client_task.client], error)
 
     def _tally(self, client: int, words: Mapping[str, Any]) -> Tally:
-        """Return what one site counted; it weighs no more than the test samples that it had at the start. Raises
-        `RefusedReply` for counts that cannot be."""
+        """Return what a site counted, of no more samples than it had at first. Raises `RefusedReply` for impossible counts."""
         local_test = self.task.local_test
         registered = 0 if local_test is None else int(local_test.sizes[client])
         samples = whole_number(words, "samples", 1, MOST_SAMPLES)

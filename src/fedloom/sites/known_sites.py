@@ -77,8 +77,7 @@ class KnownSites:
         self._online: set[int] = set()
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
-        """Wait until so many sites are there. Raises `InvalidValue` when they are not after `seconds`, or, where `strict`, a node
-        cannot take part."""
+        """Wait for so many sites. Raises `InvalidValue` after `seconds` or, if `strict`, for a node that cannot take part."""
         self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
         if len(present) < count:
@@ -89,8 +88,7 @@ class KnownSites:
             )
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the nodes of those of these sites that are there, by number. Only while one is missing are unknown nodes waited
-        for, at most `seconds`, to say who they are."""
+        """Return the nodes of these sites that are there, by number. If one is missing, new nodes are waited for (`seconds`)."""
         self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
         present = self.present()
         return {number: self.known[number].node for number in numbers if number in present}

@@ -24,8 +24,7 @@ from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
 
 FEWEST = 2
-"""Peers that the server asks of an exchange: a model that was exchanged with nobody is known to be its owner's. Sites ask for
-more (`fewest-peers`)."""
+"""Peers that the server asks of an exchange: with nobody, a model is known to be its owner's. Sites ask for `fewest-peers`."""
 
 _logger = logging.getLogger("flwr.fedloom")
 

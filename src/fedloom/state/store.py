@@ -4,6 +4,7 @@ In a simulation one `ClientStore` holds it for the clients that were seen, in me
 site keeps its own (`ClientFiles`).
 """
 
+import copy
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -187,14 +188,20 @@ def _bytes(tensors: Tensors) -> int:
 
 
 class Memory:
-    """The memory of a cohort's k clients as rows `[k, ...]`. Nothing is written before `commit`, so that a client that fails
-    keeps the memory that it had."""
+    """A cohort's memory as rows `[k, ...]`. Nothing is written before `commit`, so that a client that fails keeps what it had."""
 
     def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
         self._store = store
         self._clients = tuple(clients)
-        self._written: Tensors = {}
-        self._masked: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and a mask of the clients that write theirs
+        self._written: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and a mask of the clients that write theirs
+        self._unread: dict[str, tuple[Tensor, Tensor]] = {}  # the same of rows that are not read back in this round
+        self._mask = torch.ones(len(self._clients), dtype=torch.bool)
+
+    def shielded(self, clients: Tensor) -> "Memory":
+        """Return the same memory for all clients, in which those in the mask `clients [k]` alone write."""
+        memory = copy.copy(self)
+        memory._mask = clients & self._mask
+        return memory
 
     def get(self, name: str, default: Tensor) -> Tensor:
         """Return what the clients remember under a name.
@@ -207,7 +214,7 @@ class Memory:
             Rows `[k, ...]`, those of `write` left out until the next round.
         """
         if name in self._written:
-            return self._written[name]
+            return self._written[name][0]
         fallback = default.expand(len(self._clients), *default.shape[1:])
         rows = [self._store.read(client).get(name) for client in self._clients]
         if all(row is None for row in rows):
@@ -219,17 +226,17 @@ class Memory:
         return torch.tensor([name in self._written or name in self._store.read(client) for client in self._clients])
 
     def __setitem__(self, name: str, rows: Tensor) -> None:
-        self._written[name] = rows.detach()
+        self._written[name] = rows.detach(), self._mask
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
         """Write rows `[k, ...]` for the clients in the mask `clients [k]` alone. They are read back from the next round on."""
-        self._masked[name] = rows.detach(), clients
+        self._unread[name] = rows.detach(), clients & self._mask
 
     def commit(self, positions: Sequence[int] | None = None) -> None:
         """Store what was written, for the clients at these positions (all by default)."""
         for k in range(len(self._clients)) if positions is None else positions:
-            written = {name: rows[k].clone() for name, rows in self._written.items()}
-            written |= {name: rows[k].clone() for name, (rows, mask) in self._masked.items() if mask[k]}
+            entries = (*self._written.items(), *self._unread.items())
+            written = {name: rows[k].clone() for name, (rows, mask) in entries if mask[k]}
             if written:
                 self._store.write(self._clients[k], written)
-        self._written, self._masked = {}, {}
+        self._written, self._unread = {}, {}

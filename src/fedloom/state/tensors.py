@@ -23,8 +23,7 @@ _TYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True) -> None:
-    """Write or replace a safetensors file; `durable` as in `replacing`. The same tensors and metadata give the same bytes.
-    Raises `CheckpointError` when it cannot be written."""
+    """Write a safetensors file, the same bytes for the same tensors; `durable` as in `replacing`. Raises `CheckpointError`."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
