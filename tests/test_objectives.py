@@ -515,7 +515,6 @@ def test_a_metric_may_be_a_users_function() -> None:
         ("classification", "f1(average='macr')", "metrics: \"f1(average='macr')\": "),
         ("classification", "confusion_matrix", "confusion_matrix gives [3, 3], not one number"),
         ("squared", "mean_squared_eror", "did you mean 'mean_squared_error'?"),
-        ("multilabel", "f1", "metrics: 'f1' is recorded already"),
         ("sequence", "f1", "metrics by name are for classification, multilabel and regression"),
     ],
 )

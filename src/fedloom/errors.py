@@ -107,7 +107,7 @@ def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
 
 _ABBREVIATIONS = {
     "lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "local_epochs": "epochs",
-    "local_steps": "steps", "max_norm": "clip", "fraction_fit": "participation",
+    "local_steps": "steps", "max_norm": "clip", "fraction_fit": "participation", "loss": "criterion",
 }  # fmt: skip
 """Other words of the field for keys of a configuration."""
 

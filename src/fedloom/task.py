@@ -198,7 +198,7 @@ def make_task(
     """
     target_device = find_device(device)
     settings = training if isinstance(training, Training) else _training(training or {})
-    dataset = _dataset(data, target, group, None if objective is None else build_objective(objective))
+    dataset = _dataset(data, target, group, None if objective is None else build_objective(objective, metrics))
     if metrics:
         dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
     noise: LabelNoise | None = label_noises.build_unless_none(label_noise)

@@ -148,9 +148,9 @@ class _Parser:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with bare words as text, inside lists too. Raise `InvalidValue` for any other call."""
+    """Return a value with bare words and `module:name` as text, inside lists too. Raise `InvalidValue` for any other call."""
     if isinstance(value, Call):
-        if value.positional or value.named or value.until is not None:
+        if value.positional or value.named or not isinstance(value.until, str | None):
             raise InvalidValue(f"{quoted(value, str)} is not allowed here: a number, text or list is")
-        return value.name
+        return value.name if value.until is None else f"{value.name}:{value.until}"
     return [plain(item) for item in value] if isinstance(value, list) else value

@@ -63,6 +63,7 @@ _OBJECTS = {
     "task.data": "a run on other samples",
     "task.split": "a run with another split",
     "task.start": "a run with another initial model",
+    "task.loss": "a run with another loss",
 }
 
 _REMEDY = "choose another name or directory, or start again with --fresh"

@@ -4,13 +4,14 @@ import dataclasses
 import dis
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.algorithm import Algorithm
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.identity import task_digests
+from fedloom.objectives.custom import expression_of
 from fedloom.state.digest import digest
 from fedloom.task import Task
 
@@ -38,7 +39,7 @@ class PythonObjects:
 
     def __post_init__(self) -> None:
         for name, method in self.methods.items():
-            self.texts[name] = {"algorithm": str(method), "code": code_digest(method)}
+            self.texts[name] = {"algorithm": str(method), "code": code_digest(method.nested())}
 
     def task(self, seed: int) -> Task:
         """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""
@@ -52,25 +53,26 @@ class PythonObjects:
         """Return what a run's figures depend on beside its schedule, as plain values; of each seed the task is made once."""
         if seed not in self.tasks:
             task = self.task(seed)
+            loss = {} if expression_of(task.objective) else {"loss": code_digest([task.objective])}
             self.tasks[seed] = {
                 "model": type(task.model).__name__,
                 "data": {"name": task.dataset.name, "clients": task.clients},
                 "training": dataclasses.asdict(task.training),
-                "task": task_digests(task),
+                "task": {**task_digests(task), **loss},
             }
         described = {**self.texts[name], **self.tasks[seed]}
         return {**described, "training": {**described["training"], **self.training}}
 
 
-def code_digest(method: Algorithm) -> str:
-    """Return a digest of the user's classes in a method, so that no run of other code is taken for one.
+def code_digest(objects: Iterable[object]) -> str:
+    """Return a digest of the user's classes and functions in methods or a loss, so that no run of other code is taken for one.
 
     It is one of the compiled code and of plain attributes, which change with what the code does and not with comments or lines.
     """
-    code = io.StringIO()
-    inner = list(method.nested())
-    for kind in dict.fromkeys(kind for each in inner for kind in type(each).__mro__):
-        if not kind.__module__.startswith(("fedloom.", "builtins")):
-            dis.dis(kind, file=code)
+    code, inner = io.StringIO(), list(objects)
     values = [[k, v] for each in inner for k, v in vars(each).items() if isinstance(v, bool | int | float | str)]
+    parts = (source for each in inner for source in (*type(each).__mro__, *vars(each).values()))
+    for source in dict.fromkeys(source for source in parts if isinstance(source, type) or hasattr(source, "__code__")):
+        if not source.__module__.startswith(("fedloom.", "builtins", "torch.")):
+            dis.dis(source, file=code)
     return digest(re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values))

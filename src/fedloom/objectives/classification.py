@@ -1,7 +1,7 @@
 """Classification: one class for each sample."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch._C._functorch import is_batchedtensor
 from torch.nn import functional as F
 
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
+from fedloom.config.plugins import found_at
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives, on_device, prediction
+from fedloom.objectives.custom import Custom
 
 
 @objectives.register("classification")
@@ -27,11 +29,13 @@ class Classification(Objective):
         class_weights: A weight of at least 0 for each class, as in `cross_entropy`: a batch's weighted sum is divided by its
             weights. By default all are 1.
         top_k: Also record the share of samples whose class is among the k largest logits.
+        criterion: A function (outputs, targets) -> losses `[b]`, or its path `'module:function'`, in place of the cross entropy.
     """
 
     label_smoothing: BelowOne = 0.0
     class_weights: Sequence[NonNegative] = ()
     top_k: Count | None = None
+    criterion: str | Callable[..., Any] | None = None
     metric = ACCURACY
     classes = True
     answer = "class"
@@ -39,12 +43,16 @@ class Classification(Objective):
     def __post_init__(self) -> None:
         require_fields(self)
         object.__setattr__(self, "class_weights", tuple(self.class_weights))
+        if isinstance(self.criterion, str):
+            object.__setattr__(self, "criterion", found_at(self.criterion, "criterion"))
+        if self.criterion and (self.label_smoothing or self.class_weights):
+            raise InvalidValue("with criterion there is no cross entropy: leave out label_smoothing and class_weights")
         if self.class_weights and not sum(self.class_weights):
             raise InvalidValue("class_weights must not all be 0")
 
     @property
     def plain_cross_entropy(self) -> bool:
-        return not self.label_smoothing and not self.class_weights
+        return not (self.label_smoothing or self.class_weights or self.criterion)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
@@ -53,14 +61,18 @@ class Classification(Objective):
             if is_batchedtensor(logits):
                 return -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).mean()
             return F.cross_entropy(logits, targets)
-        loss, weights = self._losses(logits, targets)
+        loss, weights = self._losses(outputs, targets)
         return loss.sum() / weights.sum()
 
-    def _losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and weight of each sample, `[b]`, as in `cross_entropy`, but also under `vmap`.
 
         With c classes, weights w and smoothing e: (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y.
         """
+        if callable(self.criterion):
+            losses = Custom(self.criterion).sample_losses(outputs, targets)
+            return losses, torch.ones_like(losses)
+        logits = prediction(outputs)
         surprise = -logits.log_softmax(1)
         classes = logits.shape[1]
         if self.class_weights and len(self.class_weights) != classes:
@@ -78,7 +90,7 @@ class Classification(Objective):
         if self.plain_cross_entropy:
             counts["loss"] = F.cross_entropy(logits, targets, reduction="none")
         else:
-            counts["loss"], counts["weight"] = self._losses(logits, targets)
+            counts["loss"], counts["weight"] = self._losses(outputs, targets)
         if self.top_k is not None:
             largest = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
             counts["among"] = (largest == targets.unsqueeze(1)).any(1)
@@ -108,14 +120,14 @@ class Classification(Objective):
             raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
 
     def guess(self, outputs: int) -> float:
-        return math.log(max(2, outputs))
+        return math.inf if self.criterion else math.log(max(2, outputs))
 
     def require_totals(self, totals: Totals) -> None:
         super().require_totals(totals)
         correct, loss, samples = (float(totals[name]) for name in ("correct", "loss", "samples"))
         if not 0 <= correct <= samples or correct != int(correct):
             raise InvalidValue(f"{correct:g} of {samples:g} samples cannot be right")
-        if loss < 0:
+        if loss < 0 and not self.criterion:
             raise InvalidValue(f"a loss of {loss:g} cannot be")
 
     def strata(self, targets: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Objectives of the user's own: a function that gives the loss of each sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +25,8 @@ class Custom(Objective):
             text = f"the class {self.function.__name__}" if isinstance(self.function, type) else quoted(self.function)
             raise InvalidValue(f"objective must be a name, 'module:function' or a function, not {text}")
 
-    def _losses(self, outputs: Any, targets: Tensor) -> Tensor:
+    def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, `[b]`. Raise `InvalidValue` where the function returns anything else."""
         losses = self.function(outputs, targets)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -34,10 +35,10 @@ class Custom(Objective):
         return losses
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        return self._losses(outputs, targets).mean()
+        return self.sample_losses(outputs, targets).mean()
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        return {"loss": self._losses(outputs, targets)}
+        return {"loss": self.sample_losses(outputs, targets)}
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return classes or (targets.shape[1] if targets.dim() == 2 else 1)
@@ -52,23 +53,24 @@ class Custom(Objective):
         return {"loss": totals["loss"] / totals["samples"]}
 
 
-def build_objective(expression: str | Callable[..., Any] | Objective) -> Objective:
-    """Build the objective of `regression(kind=huber)`, of `module:function`, or of a function."""
+def build_objective(expression: str | Callable[..., Any] | Objective, metrics: Sequence[Any] = ()) -> Objective:
+    """Build the objective of an expression, of `module:function`, or of a function: by `accuracy` a classification's loss."""
     if isinstance(expression, Objective):
         return expression
     if not isinstance(expression, str):
-        return Custom(expression)
+        custom = Custom(expression)
+        return objectives["classification"].make(criterion=expression) if "accuracy" in list(metrics) else custom
     if ":" not in expression.partition("(")[0]:
         return cast(Objective, objectives.build(expression))
     loss = found_at(expression, "objective", "a registered name or 'package.module:function'")
-    return build_objective(loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss)
+    return build_objective(loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss, metrics)
 
 
 def expression_of(objective: Objective) -> str | None:
-    """Return the expression that builds an equal objective, or None for a function of the user's."""
+    """Return the expression that builds an equal objective, or None for one with a function of the user's."""
     entry = objectives.of(type(objective))
     if entry is None:
         return None
     values = {name: getattr(objective, name) for name in entry.parameters}
     options = {name: value for name, value in values.items() if value != entry.parameters[name].default}
-    return str(Call(entry.name, named=options))
+    return None if any(map(callable, options.values())) else str(Call(entry.name, named=options))

@@ -88,7 +88,7 @@ def build_metrics(
     if isinstance(metrics, str):
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
     built: list[NamedMetric] = []
-    for item in metrics:
+    for item in (metric for metric in metrics if metric not in objective.figure_names):
         if isinstance(item, str) and ":" not in item.partition("(")[0]:
             metric = _named(item, objective, outputs)
         else:

@@ -7,9 +7,10 @@ classes. So no file has to be shared.
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from fedloom.config.fields import checked
 from fedloom.config.plugins import found_at
@@ -23,7 +24,7 @@ from fedloom.data.sets.table import table_dataset
 from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
 from fedloom.experiment.column_statistics import Statistics
 from fedloom.experiment.configuration import Configuration
-from fedloom.objectives import Objective, objectives
+from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective, expression_of
 from fedloom.objectives.regression import Regression, Standardised
@@ -39,7 +40,7 @@ class DataAgreement:
 
     name: str
     preprocessing: Preprocessing
-    objective: str
+    objective: Annotated[str, Field(pattern="^[^:]*$")]  # a server may not have sites import modules
     classes: int
     vocabulary: int | None
 
@@ -68,9 +69,9 @@ class DataAgreement:
     def dataset(self, source: str, configuration: Configuration) -> Dataset:
         """Return a site's own samples. Raises `DataError`, or `InvalidValue` for those that do not fit the agreement, which name
         the source and, of a table, the column."""
-        inputs, outputs, learned = self.preprocessing.inputs, self.preprocessing.outputs, configuration.objective
-        try:  # the objective by its name alone: a server may not have sites import modules
-            objective = objectives.build(self.objective) if learned is None else build_objective(learned)
+        inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
+        try:
+            objective = build_objective(configuration.objective or self.objective, configuration.metrics)
             table = own_table(source) if isinstance(inputs, TableInputs | TextInputs) else None
             if table is not None:
                 columns = [inputs.column] if isinstance(inputs, TextInputs) else []
@@ -200,7 +201,7 @@ def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset
     roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)
     objective: Objective = CLASSIFICATION if agreed.outputs.classes else Regression()
     if configuration.objective is not None:
-        objective = build_objective(configuration.objective)
+        objective = build_objective(configuration.objective, configuration.metrics)
     if path := options.get("test_path") or options.get("path"):
         held_out = {name: options[name] for name in ("test_fraction", "seed") if name in options}
         train, test = read_any(Path(path))

@@ -1,0 +1,186 @@
+"""A loss of one's own in a classification, with accuracy and its friends: against a plain loop, everywhere, and used later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.config.expression import parse_value, plain
+from fedloom.errors import CheckpointError, FedloomError, RefusedReply
+from fedloom.experiment.configuration import configuration
+from fedloom.objectives.classification import Classification
+from fedloom.objectives.custom import Custom, build_objective, expression_of
+from fedloom.serving.exporting import export
+from fedloom.sites.site import Site
+from fedloom.sites.site_data import DataAgreement
+from fedloom.task import make_dataset
+
+OPTIONS: dict[str, Any] = {"rounds": 3, "participation": 1.0, "evaluate_every": 1, "quiet": True}
+
+
+def focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    """-(1 - p)^2 log p of the true class, of each sample."""
+    surprise = -outputs.log_softmax(1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    return (1 - (-surprise).exp()).square() * surprise
+
+
+PATH = f"{__name__}:focal"
+
+
+def task(objective: Any = focal, metrics: Any = ("accuracy",), **options: Any) -> fl.Task:
+    usual = {"clients": 4, "partition": "iid", "model": "mlp(hidden=[12])", "training": {"learning_rate": 0.1}}
+    return fl.make_task("digits", objective=objective, metrics=list(metrics), **{**usual, **options})
+
+
+def figures(result: fl.Result) -> list[dict[str, Any]]:
+    return [{name: record[name] for name in ("accuracy", "loss")} for record in result.history]
+
+
+def test_it_trains_and_scores_as_a_plain_loop_does() -> None:
+    training = {"learning_rate": 0.3, "momentum": 0.9, "batch_size": None, "epochs": 4}
+    one = task(clients=1, model="logistic", training=training)
+    result = fl.run("fedavg", one, **{**OPTIONS, "rounds": 1})
+    model = one.module(one.initial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = model(one.train.inputs)
+        chance = torch.stack([logits[k].softmax(0)[label] for k, label in enumerate(one.train.labels)])
+        (-((1 - chance) ** 2) * chance.log()).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    for trained, expected in zip(result.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(trained, expected, atol=1e-5)
+    with torch.no_grad():
+        logits = model(one.test.inputs)
+    correct = [int(int(row.argmax()) == int(label)) for row, label in zip(logits, one.test.labels, strict=True)]
+    assert result.history[0]["accuracy"] == pytest.approx(sum(correct) / len(correct))
+    assert result.history[0]["loss"] == pytest.approx(float(focal(logits, one.test.labels).mean()), rel=1e-4)
+
+
+def test_every_way_of_saying_it_gives_the_same_run(tmp_path: Path) -> None:
+    expected = figures(fl.run("fedavg", task(), **OPTIONS))
+    ways = [
+        task(PATH),
+        task(Classification(criterion=focal), ()),
+        task(f"classification(criterion='{PATH}')"),
+        task(f"classification(criterion={PATH}, top_k=2)", ["top_2"]),
+    ]
+    for way in ways:
+        assert figures(fl.run("fedavg", way, **OPTIONS)) == expected
+    assert [record["loss"] for record in fl.run("fedavg", task(metrics=()), **OPTIONS).history] == [
+        pytest.approx(record["loss"]) for record in expected
+    ]
+    data = {"name": "digits", "clients": 4, "partition": "iid"}
+    table = {"model": "mlp(hidden=[12])", "objective": PATH, "metrics": ["accuracy", "f1(average='macro')"], "data": data,
+             "training": {"learning_rate": 0.1}, "directory": str(tmp_path), "targets": ["accuracy >= 0.5"]}  # fmt: skip
+    result = fl.run("fedavg", configuration(table).task(0), **OPTIONS)
+    assert figures(result) == expected
+    assert 0 < result.history[-1]["f1_macro"] < 1
+
+
+@pytest.mark.parametrize("engine", ["rows", "stacked", "processes"])
+@pytest.mark.parametrize("loss", [focal, lambda outputs, targets: focal(outputs, targets)], ids=["function", "lambda"])
+def test_all_engines_agree(engine: str, loss: Any) -> None:
+    expected = figures(fl.run("fedavg", task(), **OPTIONS))
+    for record, reference in zip(
+        figures(fl.run("fedavg", task(loss), engine=engine, **OPTIONS)), expected, strict=True
+    ):
+        assert record == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedmr", "scaffold", "moon", "fedrod", "fedlc(fedavg)", "fedntd(fedavg)", "ditto"])
+def test_methods_use_it(method: str) -> None:
+    options = {**OPTIONS, "rounds": 6} | ({"personal_every": 6} if method == "ditto" else {})
+    result = fl.run(method, task(local_test=0.25, training={"learning_rate": 0.5, "batch_size": 10}), **options)
+    assert result.history[-1]["personal_accuracy" if method == "ditto" else "accuracy"] > 0.5
+
+
+def test_a_run_goes_on_and_one_with_another_loss_is_refused(tmp_path: Path) -> None:
+    whole = fl.run("fedavg", task(), **OPTIONS)
+    fl.run("fedavg", task(), directory=tmp_path, **{**OPTIONS, "rounds": 1})
+    parts = fl.run("fedavg", task(), directory=tmp_path, **OPTIONS)
+    assert figures(parts) == figures(whole)
+    for other in (lambda outputs, targets: focal(outputs, targets), None):
+        with pytest.raises(CheckpointError, match="holds a run with another loss"):
+            fl.run("fedavg", task(other), directory=tmp_path, **OPTIONS)
+
+
+def test_a_comparison_in_worker_processes_and_a_search_have_accuracies() -> None:
+    result = fl.compare(["fedavg", "fedmr"], task(), seeds=[0, 1], workers=2, **OPTIONS)
+    expected = [fl.run("fedavg", task(), seed=seed, **OPTIONS).history[-1]["accuracy"] for seed in (0, 1)]
+    assert result.frame().query("algorithm == 'fedavg'")["accuracy"].tolist() == expected
+    assert fl.tune("fedavg", task(), {"training.learning_rate": [0.01, 0.2]}, **OPTIONS).best.metric.name == "accuracy"
+
+
+def test_its_model_predicts_and_is_exported(tmp_path: Path) -> None:
+    result = fl.run("fedavg", task(), directory=tmp_path, **OPTIONS)
+    inputs = task().test.inputs[:20]
+    loaded = fl.load(tmp_path)
+    expected = result.model(inputs).argmax(1).numpy()
+    assert np.array_equal(loaded.predict(inputs).astype(int), expected)
+    exported = torch.export.load(export(loaded, "torch", tmp_path / "model.pt2")).module()(inputs)
+    assert np.array_equal(exported.argmax(1).numpy(), expected)
+
+
+def test_a_site_has_it_too_and_imports_nothing_that_only_the_server_names(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", inputs=np.zeros((30, 1, 8, 8), np.float32), labels=np.arange(30) % 10)
+    words = {"data": DataAgreement.of(make_dataset("digits")).words()}
+    text = f"objective = '{PATH}'\nmetrics = ['accuracy']\nalgorithm = 'fedavg'\n[data]\nname = 'digits'\nclients = 2"
+    owner = {"partition-id": 0, "num-partitions": 2, "memory": str(tmp_path), "data": str(tmp_path / "own.npz")}
+    site = Site.of({"configuration": text, "output": str(tmp_path)}, owner)
+    assert site._task(words, 0).objective == Classification(criterion=focal)
+    words["data"]["objective"] = "classification(criterion='shutil:rmtree')"
+    with pytest.raises(RefusedReply):
+        DataAgreement.read(words["data"])
+
+
+def test_metrics_that_are_recorded_anyway_may_be_named() -> None:
+    assert figures(fl.run("fedavg", task(None, ["accuracy", "loss"]), **OPTIONS)) == figures(
+        fl.run("fedavg", task(None, ()), **OPTIONS)
+    )
+
+
+def test_what_stands_for_it() -> None:
+    assert isinstance(build_objective(focal), Custom)
+    assert expression_of(Classification(criterion=focal)) is None
+    assert plain(parse_value(PATH)) == PATH
+
+
+def regression_data() -> fl.Task:
+    return fl.make_task("diabetes", objective=focal, metrics=["accuracy"])
+
+
+def average(outputs: Tensor, targets: Tensor) -> Tensor:
+    return focal(outputs, targets).mean()
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (lambda: task("classification(loss=my:loss)"), "no parameter 'loss': did you mean 'criterion'"),
+        (
+            lambda: Classification(0.1, criterion=focal),
+            "with criterion there is no cross entropy: leave out label_smoothing",
+        ),
+        (lambda: Classification(criterion=3), "criterion must be .*, not 3"),  # type: ignore[arg-type]
+        (lambda: task(f"classification(criterion={PATH}l)"), "has no 'focall': did you mean 'focal'"),
+        (lambda: task("classification(criterion=focal)"), "criterion 'focal' must be 'package.module:name'"),
+        (regression_data, r"needs labels \[n\] of int64, not \[353\] of float32"),
+        (
+            lambda: fl.run("fedavg", task(average), **OPTIONS),
+            r"loss of each sample, \[b\], not \[\] .*reduction='none'",
+        ),
+        (lambda: task(nn.CrossEntropyLoss), "not the class CrossEntropyLoss"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(action: Callable[[], Any], text: str) -> None:
+    with pytest.raises(FedloomError, match=text) as caught:
+        action()
+    assert "\n" not in str(caught.value)
