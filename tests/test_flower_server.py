@@ -133,7 +133,7 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
 
     run, here = tmp_path / "run" / "metrics.jsonl", tmp_path / "here"
     run_configured(deployment(config("run", 2)).configuration, RunName("fedavg", 3), lambda _: None, path=here)
-    rounds = len(lines(here / "metrics.jsonl"))
+    rounds = len(json_lines(here / "metrics.jsonl"))
     assert 3 < rounds < 25
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config("run", 2))
     grid.deadly, grid.output, grid.grave = rounds - 1, tmp_path / "run", tmp_path / "grave"
@@ -141,9 +141,9 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
         server_app.serve(grid, grid.run_config, PAUSE)
     again = LocalGrid(grid.nodes, grid.run_config)
     server_app.serve(again, again.run_config, PAUSE)
-    assert [record["round"] for record in lines(run)] == list(range(1, rounds + 1))
-    assert [record["accuracy"] for record in lines(run)] == pytest.approx(
-        [record["accuracy"] for record in lines(here / "metrics.jsonl")], abs=1e-6
+    assert [record["round"] for record in json_lines(run)] == list(range(1, rounds + 1))
+    assert [record["accuracy"] for record in json_lines(run)] == pytest.approx(
+        [record["accuracy"] for record in json_lines(here / "metrics.jsonl")], abs=1e-6
     )
     assert {message.metadata.group_id for message in again.sent if message.metadata.message_type == "train"} == {
         str(number) for number in range(rounds - 1, rounds + 1)
@@ -153,7 +153,7 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
     assert len(again.sent) == sent
     patient = LocalGrid(grid.nodes, config("run", 4))
     server_app.serve(patient, patient.run_config, PAUSE)
-    assert rounds < len(lines(run)) < 25
+    assert rounds < len(json_lines(run)) < 25
 
 
 class Interrupted(LocalGrid):
