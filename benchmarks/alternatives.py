@@ -179,7 +179,7 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
     return {"features": features, "width": width, "batch": batch, **least, "apart": off}
 
 
-def together(features: int, width: int, batch: int, epochs: int, turns: int) -> dict[str, Any]:
+def rounds_in_stacks(features: int, width: int, batch: int, epochs: int, turns: int) -> dict[str, Any]:
     """Rounds of 10, 30 and 70 clients in stacks."""
     schedule = Schedule(10**4, 0.5, evaluate_every=10**4)
     runs = {}
@@ -206,7 +206,7 @@ def main() -> None:
     if chosen.only != "together":
         tell("microseconds of a client's step, least of the turns", [loop(*case, chosen.turns) for case in LOOPS])
     if chosen.only != "loop":
-        rows = [together(*case, chosen.turns) for case in STACKS]
+        rows = [rounds_in_stacks(*case, chosen.turns) for case in STACKS]
         tell("milliseconds a client and round, by the clients that take part", rows)
 
 

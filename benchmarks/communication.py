@@ -30,7 +30,7 @@ BASELINES = ("fedavg", "fedprox", "moon", "clusamp", "fedexp", "fedasam", "fedmu
 
 
 def in_the_paper(name: str, method: Federation, participants: int) -> tuple[str, float]:
-    """What appendix C.1 says, in words and in numbers of one model's size."""
+    """Return the traffic that appendix C.1 gives, in words and in multiples of one model's size."""
     layout = method.task.layout
     if name == "scaffold":
         return "2K models + 2K variates", 2 * participants * (1 + layout.trainable / layout.size)

@@ -100,7 +100,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 class Cost(NamedTuple):
-    """What a round took: seconds on the clock, and seconds of all processors together."""
+    """The cost of a round: seconds on the clock, and seconds of all processors together."""
 
     clock: float
     processors: float
@@ -159,7 +159,7 @@ class BareProcess:
 
 
 def processor_seconds(engine: object) -> float:
-    """What this process and the engine's workers have used of the processors so far."""
+    """Return the processor time that this process and the engine's workers have used, in seconds."""
     workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     ticks = 0
     for pid in workers:

@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one run gave: best accuracy on the clients' own test data, the round it was reached in, seconds of training a
+    """The outcome of a run: best accuracy on the clients' own test data, the round it was reached in, seconds of training a
     round, numbers sent to and from one client in a round, in models."""
 
     best: float
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 def printed_accuracy(partition: str, method: str) -> float | str:
-    """What the paper prints for MNIST, in table 2 (pathological) or 7 (Dirichlet 0.1); `-` for other methods."""
+    """Return the paper's figure for MNIST, from table 2 (pathological) or 7 (Dirichlet 0.1); `-` for other methods."""
     numbers = printed("fedala", "2" if partition == "pathological" else "7")
     means = (n["mean"] for n in numbers if (n["dataset"], n["method"]) == ("mnist", METHODS.get(method)))
     return next(means, "-")

@@ -59,7 +59,7 @@ def peak(pid: int | str = "self") -> float:
 
 
 def imports() -> float:
-    """What this process holds when its imports are done, and every worker about as well."""
+    """Return the MB that this process, and about as well every worker, holds after its imports."""
     return status("VmRSS") - status("RssFile")
 
 
@@ -82,11 +82,11 @@ def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str
     workers = engine.processes if isinstance(engine, ProcessesEngine) else []
     for _ in range(rounds - 1):
         federation.step()
-    held = peak() - imported
+    own_peak = peak() - imported
     theirs = sum(peak(pid) - imported for pid in workers)
     engine.close()
-    return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": held + theirs,
-            "ratio": (held + theirs) / must}  # fmt: skip
+    return {"what": f"{name}, {method}", "where": engine_name, "must_mb": must, "over_mb": own_peak + theirs,
+            "ratio": (own_peak + theirs) / must}  # fmt: skip
 
 
 def of_server(job_name: str, models: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def multilabel() -> fl.Dataset:
 
 
 def sequence() -> fl.Dataset:
-    """What scikit-learn says of four of its data sets, character by character."""
+    """Return scikit-learn's descriptions of four of its data sets as characters to be predicted."""
     loads = (load_digits, load_diabetes, load_wine, load_breast_cancer)
     text = "".join(load().DESCR for load in loads)
     alphabet = sorted(set(text))
@@ -54,7 +54,7 @@ def sequence() -> fl.Dataset:
 
 
 def segmentation() -> fl.Dataset:
-    """Which pixels of a noisy digit belong to it."""
+    """Return noisy digits, whose labels are the pixels that belong to the digit."""
     images = torch.from_numpy(load_digits().images).float() / 16
     noise = 0.3 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
     shown = (images + noise).unsqueeze(1)

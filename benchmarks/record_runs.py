@@ -35,7 +35,7 @@ DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation"
 
 
 def summary(folder: Path) -> RunSummary:
-    """What the run has left so far, also of earlier versions."""
+    """Return the summary of a run's files, also of those of earlier versions."""
 
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]

@@ -56,7 +56,7 @@ def install(environments: Path) -> None:
 
 
 def measure(name: str, workload: str, environments: Path, options: list[str], limit: float) -> dict[str, Any] | str:
-    """What a framework's script printed, or why there is nothing."""
+    """Return the figures that a framework's script printed, or the reason why there are none."""
     script, extra, environment = CONTENDERS[name]
     command = [python(script, environments), HERE / f"run_{script}.py", "--workload", workload, *extra, *options]
     try:

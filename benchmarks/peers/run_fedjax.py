@@ -55,14 +55,14 @@ def main() -> None:
     )
     state = algorithm.init(params)
     ends: list[float] = []
-    began = w.now()
+    began = w.clock()
     for number in range(arguments.warm_up + arguments.rounds):
         start = number * work.cohort
         chosen = [clients[(start + k) % work.users] for k in range(work.cohort)]
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
         state, _ = algorithm.apply(state, [(*client, key) for client, key in zip(chosen, keys, strict=True)])
         jax.block_until_ready(state.params)
-        ends.append(w.now())
+        ends.append(w.clock())
     flat = inputs.reshape(-1, *inputs.shape[2:])[:2000]
     batch = {"x": flat, "y": labels.reshape(-1)[:2000].astype(np.int32)}
     w.tell("fedjax", ends, began, arguments.warm_up, float(loss(state.params, batch, None)), jax=jax.__version__)

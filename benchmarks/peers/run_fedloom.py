@@ -33,13 +33,13 @@ if __name__ == "__main__":
         model=torch_models.model(arguments.workload),
         training={"learning_rate": work.learning_rate, "batch_size": work.batch, "momentum": work.momentum},
     )
-    began = w.now()
+    began = w.clock()
     rounds = arguments.warm_up + arguments.rounds
     schedule = Schedule(rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds)
     engine = make_engine(engine_name, task)
     run = Federation(FedAvg(), task, engine, schedule)
     ends: list[float] = []
-    run.run(lambda *_: ends.append(w.now()))
+    run.run(lambda *_: ends.append(w.clock()))
     module = torch_models.model(arguments.workload)
     task.layout.load(module, run.algorithm.model())
     probe = (torch.from_numpy(array) for array in work.probe(data))

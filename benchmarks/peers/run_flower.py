@@ -29,7 +29,7 @@ def main() -> None:
     class Timed(FedAvg):
         def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
             aggregate = super().aggregate_train(server_round, replies)
-            ends.append(w.now())
+            ends.append(w.clock())
             arrays[:] = [aggregate[0]]
             return aggregate
 
@@ -41,7 +41,7 @@ def main() -> None:
         initial = ArrayRecord(torch_models.model(arguments.workload).state_dict())
         strategy.start(grid=grid, initial_arrays=initial, num_rounds=arguments.warm_up + arguments.rounds)
 
-    began = w.now()
+    began = w.clock()
     run_simulation(
         server,
         client,

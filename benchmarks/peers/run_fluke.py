@@ -26,7 +26,7 @@ class Clock(FederationObserver):
         self.ends: list[float] = []
 
     def end_round(self, round: int) -> None:
-        self.ends.append(w.now())
+        self.ends.append(w.clock())
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     algorithm = FedAVG(work.users, DataSplitter(container), settings)
     clock = Clock()
     algorithm.set_callbacks(clock)
-    began = w.now()
+    began = w.clock()
     algorithm.run(arguments.warm_up + arguments.rounds, work.cohort / work.users, finalize=False)
     probe = (torch.from_numpy(array) for array in work.probe(data))
     w.tell("fluke", clock.ends, began, arguments.warm_up, torch_models.loss_of(algorithm.server.model, *probe))

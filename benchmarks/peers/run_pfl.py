@@ -67,11 +67,11 @@ def main() -> None:
 
     class Clock(TrainingProcessCallback):
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration, **options):  # type: ignore[no-untyped-def]
-            ends.append(w.now())
+            ends.append(w.clock())
             return False, Metrics()
 
     rounds = arguments.warm_up + arguments.rounds
-    began = w.now()
+    began = w.clock()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=rounds,

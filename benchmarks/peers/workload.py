@@ -77,5 +77,5 @@ def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: fl
     print(json.dumps(result), flush=True)
 
 
-def now() -> float:
+def clock() -> float:
     return time.perf_counter()

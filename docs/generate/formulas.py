@@ -54,10 +54,12 @@ class _Reader:
             return True
         if self.peek().startswith("`"):
             return False
-        after = self.peek(2) if self.peek(1).isspace() else self.peek(1)
+        following = self.peek(2) if self.peek(1).isspace() else self.peek(1)
         touching = self.peek(1) in ("_", "^", "[", "(")
         return touching or (
-            after in {*RELATIONS, "*", "/", "+", "-"} and not STOPS.fullmatch(self.peek()) and self.peek(1).isspace()
+            following in {*RELATIONS, "*", "/", "+", "-"}
+            and not STOPS.fullmatch(self.peek())
+            and self.peek(1).isspace()
         )
 
     def spaced(self) -> int:
@@ -66,19 +68,19 @@ class _Reader:
 
     def attempt(self, read: Callable[[], str]) -> str:
         """Return what `read` makes of the next tokens; empty, and nothing read, where it finds no formula."""
-        before = self.position, self.strong
+        state = self.position, self.strong
         try:
             return read()
         except _NoFormula:
-            self.position, self.strong = before
+            self.position, self.strong = state
             return ""
 
-    def chain(self, signs: dict[str, str], part: Callable[[], str]) -> str:
+    def chain(self, signs: dict[str, str], operand: Callable[[], str]) -> str:
         """Read parts with any of the operators between them."""
-        text = part()
+        text = operand()
         while True:
 
-            def more() -> str:
+            def operation() -> str:
                 space = self.spaced()
                 sign = self.peek(space)
                 if sign not in signs or (
@@ -86,13 +88,13 @@ class _Reader:
                 ):
                     raise _NoFormula
                 self.position += space + 1 + int(self.peek(space + 1).isspace())
-                right = part()
+                drawn = operand()
                 self.strong = True
-                return f"<mo>{escape(signs[sign])}</mo>{right}"
+                return f"<mo>{escape(signs[sign])}</mo>{drawn}"
 
-            if not (rest := self.attempt(more)):
+            if not (addition := self.attempt(operation)):
                 return text
-            text += rest
+            text += addition
 
     def formula(self) -> str:
         return self.chain(RELATIONS, self.sum)
@@ -101,16 +103,16 @@ class _Reader:
         return self.chain({"+": "+", "-": "−"}, self.product)
 
     def product(self) -> str:
-        text = self.chain(PRODUCTS, lambda: self.factor(alone=True))
+        text = self.chain(PRODUCTS, lambda: self.factor(leading=True))
 
         def beside() -> str:
             self.position += self.spaced()
             if self.peek() == "(" and self.peek(1).startswith("`"):
                 raise _NoFormula  # an option in brackets
-            return f"<mo>&#8290;</mo>{self.factor(alone=False)}"
+            return f"<mo>&#8290;</mo>{self.factor(leading=False)}"
 
-        while rest := self.attempt(beside):
-            text += rest + self.attempt(lambda: self.chain_rest(PRODUCTS))
+        while addition := self.attempt(beside):
+            text += addition + self.attempt(lambda: self.chain_rest(PRODUCTS))
         return text
 
     def chain_rest(self, signs: dict[str, str]) -> str:
@@ -121,22 +123,22 @@ class _Reader:
         sign = self.peek(space)
         self.position += space + 1
         self.position += self.spaced()
-        right = self.factor(alone=True)
+        drawn = self.factor(leading=True)
         self.strong = True
-        return f"<mo>{signs[sign]}</mo>{right}"
+        return f"<mo>{signs[sign]}</mo>{drawn}"
 
-    def factor(self, alone: bool) -> str:
+    def factor(self, leading: bool) -> str:
         sign = ""
-        if alone and self.peek() == "-":
+        if leading and self.peek() == "-":
             self.position, sign = self.position + 1, "<mo>−</mo>"
-        base = self.base(alone)
+        base = self.base(leading)
         while True:
             mark = self.peek()
             if mark in ("_", "^"):
                 self.position += 1
                 script = self.script()
-                other = "^" if mark == "_" else "_"
-                if self.peek() == other:
+                opposite = "^" if mark == "_" else "_"
+                if self.peek() == opposite:
                     self.position += 1
                     lower, upper = (script, self.script()) if mark == "_" else (self.script(), script)
                     base = f"<msubsup>{base}{lower}{upper}</msubsup>"
@@ -178,20 +180,20 @@ class _Reader:
     def bracket(self, drawn: bool = True) -> str:
         opening = self.peek()
         self.position += 1
-        parts = []
+        elements = []
         while True:
             self.position += self.spaced()
-            parts.append("<mo>…</mo>" if self.peek() == "..." else self.formula())
+            elements.append("<mo>…</mo>" if self.peek() == "..." else self.formula())
             self.position += self.peek() == "..."
             self.position += self.spaced()
             if self.peek() == CLOSING[opening]:
                 break
             if self.peek() not in (",", ";"):
                 raise _NoFormula
-            parts.append(f"<mo>{self.peek()}</mo>")
+            elements.append(f"<mo>{self.peek()}</mo>")
             self.position += 1
         self.position += 1
-        inner = "".join(parts)
+        inner = "".join(elements)
         left, right = (f"<mo>&#{ord(sign)};</mo>" for sign in (opening, CLOSING[opening]))  # Markdown reads brackets
         return f"<mrow>{left}{inner}{right}</mrow>" if drawn else inner
 
@@ -205,11 +207,11 @@ class _Reader:
         self.strong = True
         return f"<mrow><mo>{sign}</mo>{inner}<mo>{sign}</mo></mrow>"
 
-    def base(self, alone: bool) -> str:
+    def base(self, leading: bool) -> str:
         token = self.peek()
         if token == "(":
             return self.bracket()
-        if token == "{" and alone:
+        if token == "{" and leading:
             return self.bracket()
         if token in ("||", "|"):
             return self.fenced(token, "‖" if token == "||" else "|")
@@ -224,10 +226,10 @@ class _Reader:
                 raise _NoFormula
             self.position, self.strong = self.position + 1, True
             return f"<mrow><mo>⟨</mo>{left}<mo>,</mo>{right}<mo>⟩</mo></mrow>"
-        if token.startswith("`") and alone:
+        if token.startswith("`") and leading:
             self.position += 1
             return f"<mtext><code>{escape(token[1:-1])}</code></mtext>"
-        if re.fullmatch(r"\d[\d.e-]*", token) and alone:
+        if re.fullmatch(r"\d[\d.e-]*", token) and leading:
             self.position += 1
             return f"<mn>{token}</mn>"
         if not re.fullmatch(r"[A-Za-z]+\d*'?", token):
@@ -241,7 +243,7 @@ class _Reader:
         if (
             (word or token in ("a", "A", "I"))
             and not called
-            and (STOPS.fullmatch(token) or not alone)
+            and (STOPS.fullmatch(token) or not leading)
             and not self.symbol(follows)
         ):
             raise _NoFormula

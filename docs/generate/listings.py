@@ -10,13 +10,13 @@ from fedloom.cli.listing import KINDS, LISTINGS, registered
 
 
 def text() -> str:
-    """What the file should hold: what is fedloom's own, whatever else is registered in this process."""
-    found = {}
+    """Return the text of the file: the entries of fedloom itself, whatever else is registered in this process."""
+    entries_by_kind = {}
     for kind, (_, module) in KINDS.items():
         entries = getattr(import_module(module), kind)
-        own = {entry.name for entry in entries if entry.make.__module__.startswith("fedloom.")}
-        found[kind] = {name: listed for name, listed in registered(kind).items() if name in own}
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        names = {entry.name for entry in entries if entry.make.__module__.startswith("fedloom.")}
+        entries_by_kind[kind] = {name: listed for name, listed in registered(kind).items() if name in names}
+    return json.dumps(entries_by_kind, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ _SIGNS = {"&lt;-": "←", "-&gt;": "→", "&gt;=": "≥", "&lt;=": "≤", "||": 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for each page."""
     markdown = re.sub(r"\[\[= (.+?)\]\]", lambda formula: with_formulas(formula[1], _prose), markdown)
-    return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda found: _filled(found[1], found[2]), markdown, flags=re.M)
+    return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda match: _filled(match[1], match[2]), markdown, flags=re.M)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -68,18 +68,18 @@ def on_post_template(output_content: str, **_: Any) -> str:
     return output_content.replace(_ELSEWHERE, "")
 
 
-def _filled(what: str, which: str | None) -> str:
-    if what == "methods":
+def _filled(kind: str, which: str | None) -> str:
+    if kind == "methods":
         return overview() if which is None else "\n\n".join(map(described, family(which)))
-    if what == "lengths":
+    if kind == "lengths":
         return table_of_lengths()
-    if what == "ledger":
+    if kind == "ledger":
         return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
-    if what == "file" and which is not None:
+    if kind == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
         body = text.partition("\n")[2].strip()  # the page has a title of its own
         return re.sub(r"\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)", lambda link: _page_link(link, (ROOT / which).parent), body)
-    return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[what])  # one level below the page's sections
+    return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[kind])  # one level below the page's sections
 
 
 def _page_link(link: re.Match[str], folder: Path) -> str:
@@ -100,7 +100,7 @@ def family(name: str) -> list[Entry[type[Algorithm]]]:
 
 def overview() -> str:
     """All methods, family by family, each with when to use it."""
-    parts = []
+    sections = []
     for name, title in FAMILIES.items():
         lines = [f"## [{title}]({name}.md)", "", "| method | what it is | when to use it |", "| --- | --- | --- |"]
         for entry in family(name):
@@ -110,8 +110,8 @@ def overview() -> str:
                 typeset(Doc(entry).when),
             ]
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
 
 
 def table_of_lengths() -> str:
@@ -171,8 +171,8 @@ def _parameters(entry: Entry[Any]) -> str:
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
         sentences = re.split(r"(?<=[.;])\s+", entry.text)
-        told = next((" ".join(text.split()) for text in sentences if re.search(f"`{name}[`=]", text)), "")
-        meaning = typeset(entry.arguments[name] or told, entry.parameters)
+        sentence = next((" ".join(text.split()) for text in sentences if re.search(f"`{name}[`=]", text)), "")
+        meaning = typeset(entry.arguments[name] or sentence, entry.parameters)
         cells = (f"`{name}`", text, kind(hints.get(name, Any)), meaning)
         lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join(lines)
@@ -217,13 +217,13 @@ def typeset(text: str, names: Iterable[str] = ()) -> str:
 
 def _prose(text: str) -> str:
     """Return text between formulas, its single signs and Greek letters as such."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else _signs(part) for part in parts)
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(piece if piece.startswith("`") else _signs(piece) for piece in pieces)
 
 
 def _signs(text: str) -> str:
     text = escape(text, quote=False)
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
-    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(GREEK)})(?![a-z])", lambda found: GREEK[found[1]], text)
+    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(GREEK)})(?![a-z])", lambda match: GREEK[match[1]], text)
     return re.sub(r"([*_\[\]\\])", r"\\\1", text)
