@@ -25,12 +25,10 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
-from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.module import Batch, FlatModule
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
 from fedloom.local.cohort import Cohort
-from fedloom.local.optimizer import LocalOptimizer
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -215,8 +213,7 @@ def without_waiting() -> Iterator[list[int]]:
         return each_batch(self, watched(step), *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOptimizer, "step", watched(LocalOptimizer.step))
-        patch.setattr(FoldedSGD, "__call__", watched(FoldedSGD.__call__))
+        patch.setattr(FlatModule, "watch", staticmethod(lambda step, rows, group: watched(step)))
         patch.setattr(Cohort, "each_batch", each_watched)
         patch.setattr(
             Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
@@ -473,17 +470,19 @@ def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
     task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")
     federation = Federation(build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0))
     federation.step()
-    step = LocalOptimizer.step
 
-    def strict(self: LocalOptimizer, *arguments: Any) -> Tensor:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return step(self, *arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(step: Callable[[Batch], Tensor], *_: Any) -> Callable[[Batch], Tensor]:
+        def strict(batch: Batch) -> Tensor:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return step(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return strict
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOptimizer, "step", strict)
+        patch.setattr(FlatModule, "watch", staticmethod(watched))
         federation.step()
     assert federation.history[-1]["faults"] == []
 
