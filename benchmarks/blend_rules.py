@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 
 import fedloom as fl
-from fedloom.algorithm import Replies, Round
+from blend import noisy_task
+from fedloom.algorithm import Plan, Replies, Round
 from fedloom.data import Dataset
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
 from fedloom.task import make_dataset
-from map import EVALUATIONS, SKEWS, Runs, Setting, late, noisy_task, recorded
+from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
 
 RECORD = Path(__file__).parent / "records" / "blend_rules.jsonl"
 MAP = RECORD.with_name("map.jsonl")
@@ -111,7 +112,7 @@ class RuledFedMR(fl.FedMR):
 
     rule: str = field(default="c(0.1)", kw_only=True)
 
-    def setup(self, plan: fl.Plan) -> None:
+    def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.memory = Memory(RULES[self.rule][0])
 

@@ -177,8 +177,13 @@ class Nowait(TorchDispatchMode):
 
 
 def test_an_operation_that_waits_is_noticed() -> None:
-    ones = torch.ones(3)
-    for waits in (lambda: ones.sum().item(), lambda: bool(ones[0] > 0), lambda: ones[ones > 0], lambda: ones.nonzero()):
+    tensor = torch.ones(3)
+    for waits in (
+        lambda: tensor.sum().item(),
+        lambda: bool(tensor[0] > 0),
+        lambda: tensor[tensor > 0],
+        lambda: tensor.nonzero(),
+    ):
         with Nowait(), pytest.raises(AssertionError, match="in a step"):
             waits()
 

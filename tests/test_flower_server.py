@@ -126,34 +126,34 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp
 
 def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     def config(output: str, evaluations: int) -> dict[str, Any]:
-        told = run_config("fedavg", tmp_path / output, rounds=25)
-        text = told["configuration"].replace("evaluate_every = 5", "evaluate_every = 1\ncheckpoint_every = 1")
+        settings = run_config("fedavg", tmp_path / output, rounds=25)
+        text = settings["configuration"].replace("evaluate_every = 5", "evaluate_every = 1\ncheckpoint_every = 1")
         text = text.replace("steps = 2", "steps = 10")
-        return {**told, "configuration": f"{text}\n[stop]\nevaluations = {evaluations}\n"}
+        return {**settings, "configuration": f"{text}\n[stop]\nevaluations = {evaluations}\n"}
 
-    run, here = tmp_path / "run" / "metrics.jsonl", tmp_path / "here"
-    run_configured(deployment(config("run", 2)).configuration, RunName("fedavg", 3), lambda _: None, path=here)
-    rounds = len(json_lines(here / "metrics.jsonl"))
+    log, folder = tmp_path / "run" / "metrics.jsonl", tmp_path / "here"
+    run_configured(deployment(config("run", 2)).configuration, RunName("fedavg", 3), lambda _: None, path=folder)
+    rounds = len(json_lines(folder / "metrics.jsonl"))
     assert 3 < rounds < 25
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config("run", 2))
     grid.deadly, grid.output, grid.grave = rounds - 1, tmp_path / "run", tmp_path / "grave"
     with pytest.raises(Killed):
         server_app.serve(grid, grid.run_config, PAUSE)
-    again = LocalGrid(grid.nodes, grid.run_config)
-    server_app.serve(again, again.run_config, PAUSE)
-    assert [record["round"] for record in json_lines(run)] == list(range(1, rounds + 1))
-    assert [record["accuracy"] for record in json_lines(run)] == pytest.approx(
-        [record["accuracy"] for record in json_lines(here / "metrics.jsonl")], abs=1e-6
+    restarted = LocalGrid(grid.nodes, grid.run_config)
+    server_app.serve(restarted, restarted.run_config, PAUSE)
+    assert [record["round"] for record in json_lines(log)] == list(range(1, rounds + 1))
+    assert [record["accuracy"] for record in json_lines(log)] == pytest.approx(
+        [record["accuracy"] for record in json_lines(folder / "metrics.jsonl")], abs=1e-6
     )
-    assert {message.metadata.group_id for message in again.sent if message.metadata.message_type == "train"} == {
+    assert {message.metadata.group_id for message in restarted.sent if message.metadata.message_type == "train"} == {
         str(number) for number in range(rounds - 1, rounds + 1)
     }
-    sent = len(again.sent)
-    server_app.serve(again, again.run_config, PAUSE)  # it has ended: nobody is asked again
-    assert len(again.sent) == sent
+    sent = len(restarted.sent)
+    server_app.serve(restarted, restarted.run_config, PAUSE)  # it has ended: nobody is asked again
+    assert len(restarted.sent) == sent
     patient = LocalGrid(grid.nodes, config("run", 4))
     server_app.serve(patient, patient.run_config, PAUSE)
-    assert rounds < len(json_lines(run)) < 25
+    assert rounds < len(json_lines(log)) < 25
 
 
 class Interrupted(LocalGrid):

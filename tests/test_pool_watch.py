@@ -112,8 +112,8 @@ def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> Non
     assert "pool_progress" not in run.history[0]
     blended = fl.run("fedmr(blend=0.5)", small_task(), rounds=1, evaluate_every=1)
     assert "pool_progress" not in blended.history[-1]  # of which nothing was measured
-    alone = fl.run("fedmr", small_task(), rounds=1, participation=0.01, evaluate_every=1)
-    assert alone.history[-1]["pool_progress"] is None  # one model has no spread
+    one_model = fl.run("fedmr", small_task(), rounds=1, participation=0.01, evaluate_every=1)
+    assert one_model.history[-1]["pool_progress"] is None  # one model has no spread
 
 
 def digits(method: str, rate: float, until: int, alpha: float = 0.1) -> Federation:
