@@ -1,20 +1,13 @@
 """`fedloom run` and `fedloom compare`."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import cache
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
-
-if TYPE_CHECKING:
-    from fedloom.report.sheet import Sheet
-
 
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Say what share of a large matrix product's speed training has.")
@@ -77,6 +70,7 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     the same clients, samples and initial models. The same command goes on after an interruption; with more rounds=..., it
     lengthens the runs, finished or not.
     """
+    from fedloom.cli.terminal import print_tables
     from fedloom.experiment.comparison import Comparison
     from fedloom.experiment.configuration import load
     from fedloom.experiment.cores import threads_each
@@ -96,29 +90,3 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     width = get_terminal_size().columns
     print(*(fill(text, width) for text in conclusions(sheets)), f"look first at {folder / 'report.html'}", sep="\n")
     require_finished(failed, runs)
-
-
-def print_tables(sheets: Sequence[Sheet]) -> None:
-    """Print each setting, then all in one table, and the reading of their tests."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables
-    from fedloom.report.sheet import explained, faults_in, reading
-
-    console = Console(highlight=False)
-    for sheet in sheets:
-        if sheet.setting:
-            console.print(Text(f"\n{sheet.setting}", "bold"), soft_wrap=True)
-        for table in comparison_tables(sheet, console.width):
-            console.print(table)
-        if text := faults_in(sheet):
-            console.print(text)
-    if len(sheets) > 1:
-        console.print(Text("\nall settings", "bold"))
-        for table in overall_tables(sheets, console.width):
-            console.print(table)
-    elif sheets and sheets[0].tests[sheets[0].measure]:
-        console.print(*difference_tables(sheets[0], console.width), sep="\n")
-    for text in (*explained(sheets), *reading(sheets)):
-        console.print(Text(text))

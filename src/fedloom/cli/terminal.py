@@ -1,23 +1,39 @@
 """Tables for the terminal: a comparison, and the trials of a search."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.experiment import column_statistics
 from fedloom.report.cells import Table as Plain
 from fedloom.report.cells import halves
-from fedloom.report.sheet import Sheet, caption, overall
-
-if TYPE_CHECKING:
-    from fedloom.experiment.column_statistics import Statistics
+from fedloom.report.sheet import Sheet, caption, explained, faults_in, overall, reading
 
 _SHORTEST, _LONGEST = 8, 24
 """Columns of a terminal that a method's name takes at least, and at most beside its accuracies in all settings."""
+
+
+def print_tables(sheets: Sequence[Sheet]) -> None:
+    """Print each setting, then all in one table, and the reading of their tests."""
+    console = Console(highlight=False)
+    for sheet in sheets:
+        if sheet.setting:
+            console.print(Text(f"\n{sheet.setting}", "bold"), soft_wrap=True)
+        for table in comparison_tables(sheet, console.width):
+            console.print(table)
+        if text := faults_in(sheet):
+            console.print(text)
+    if len(sheets) > 1:
+        console.print(Text("\nall settings", "bold"))
+        for table in overall_tables(sheets, console.width):
+            console.print(table)
+    elif sheets and sheets[0].tests[sheets[0].measure]:
+        console.print(*difference_tables(sheets[0], console.width), sep="\n")
+    for text in (*explained(sheets), *reading(sheets)):
+        console.print(Text(text))
 
 
 def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
@@ -54,12 +70,10 @@ def difference_tables(sheet: Sheet, width: int) -> list[Table]:
     return _fitting(table, width - _SHORTEST - 2, title)
 
 
-def statistics_tables(statistics: Statistics, width: int) -> list[Table]:
+def statistics_tables(statistics: column_statistics.Statistics, width: int) -> list[Table]:
     """Return the clients' statistics in tables that fit the width."""
-    from fedloom.experiment.column_statistics import caption, statistics_table
-
     room = width - max(_SHORTEST, *map(len, statistics.columns))
-    return _fitting(statistics_table(statistics), room, caption(statistics))
+    return _fitting(column_statistics.statistics_table(statistics), room, column_statistics.caption(statistics))
 
 
 def _frame(title: str, caption: str) -> Table:

@@ -10,14 +10,12 @@ The server asks every client four times, and adds up the numbers that come back:
 A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share rows with their neighbours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import add
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -34,9 +32,7 @@ from fedloom.data.lazy import in_memory
 from fedloom.errors import InvalidValue, RefusedReply, quoted, shortened, suggestion
 from fedloom.experiment.column_statistics import REACH, ColumnStatistics, Kind, Statistics, Survey
 from fedloom.randomness import stream
-
-if TYPE_CHECKING:
-    from fedloom.task import Task
+from fedloom.task import Task
 
 Words = dict[str, Any]
 Values = np.ndarray[Any, Any]

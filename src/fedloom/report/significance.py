@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,9 +93,10 @@ def sign_flip_test(paired: Sequence[float]) -> float | None:
         return None
     from scipy.stats import permutation_test
 
-    draws = numpy_stream(0, "sign flips")
-    test = permutation_test((paired,), np.mean, permutation_type="samples", n_resamples=FLIPS, random_state=draws)
-    return float(test.pvalue)
+    scaled, draws = np.array(paired) / (max(map(abs, paired)) or 1.0), numpy_stream(0, "sign flips")
+    flips: dict[str, Any] = {"permutation_type": "samples", "n_resamples": FLIPS, "random_state": draws}
+    # Rounded, so that sums that are equal but for the order of their terms are equal.
+    return float(permutation_test((scaled,), lambda x, axis: np.mean(x, axis).round(12), **flips).pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
