@@ -54,8 +54,7 @@ class Plan:
     `module` is the architecture, whose own weights mean nothing. Where clients are `remote`, sites of their own, they exchange
     layers themselves, so that a method must not rehearse it on the server, and noise that hides anything must not be repeatable.
     `poisson` is as in `Round`. `pools` makes what holds many models. `training` are the settings of local training.
-    `awaited` is the number of replies that end a round: fewer than `participants` where more clients are selected than are
-    waited for.
+    `awaited` replies end a round: fewer than `participants` where more clients are selected than are waited for.
     """
 
     layout: Layout
@@ -328,8 +327,7 @@ class Algorithm:
 
     The server half runs in one place and keeps everything it must remember in `self.state`, named tensors, which is what a
     checkpoint holds. It replaces tensors there and never edits one in place, so that the state before a round can be kept at
-    no cost until the round has succeeded. The client half (`train`, `personalise`) runs where the data is and never touches
-    `self.state`.
+    no cost until the round has succeeded. The client half (`train`, `personalise`) runs where the data is, without `self.state`.
     """
 
     state: dict[str, Tensor]
@@ -447,8 +445,7 @@ class Algorithm:
 
     def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
         """Return the server's integer buffers `[Z]`, such as batch norm's counters, from those of the clients that answered,
-        `rows [r, Z]`, and its `current` ones `[Z]`: by default the largest, of which no growth counts as more than four times
-        the median one."""
+        `rows [r, Z]`, and its `current` ones `[Z]`: by default the largest, but no growth counts as more than 4 median ones."""
         growth = (rows.double() - current).clamp(0, 2.0**60).sort(0).values
         return current + torch.minimum(growth[-1], 4 * growth[(len(rows) - 1) // 2]).long()
 

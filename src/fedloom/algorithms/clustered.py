@@ -130,8 +130,7 @@ class CluSamp(Clustered):
 
     `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last displacements, each draw
     weighing 1/m. Source: Fraboni et al. 2021; FedMR, section 5.
-    Use it when few of many unlike clients take part in a round: rounds represent the federation better than uniform
-    draws do.
+    Use it when few of many unlike clients take part in a round: it represents the federation better than a uniform draw.
     """
 
     method: Algorithm = field(init=False, default_factory=FedAvg)

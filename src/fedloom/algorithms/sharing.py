@@ -59,8 +59,7 @@ class PartlyShared(Algorithm):
     Args:
         buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as FedALA's experiments do;
             `average` lets those of the travelling layers travel.
-        eval_point: Time at which a client's model is scored: `after_init`, before local training (FedALA's code), or
-            `after_train`.
+        eval_point: When a client's model is scored: `after_init`, before local training (FedALA's code), or `after_train`.
     """
 
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)

@@ -27,12 +27,13 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
 def divided(cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True) -> list[Cohort]:
     """Return the clients with `count(n)` random samples of n, if `lasting` always the same, and with the others, if any."""
 
-    def part(samples: Samples, generator: torch.Generator, *, first: bool) -> Samples:
+    def pick(samples: Samples, generator: torch.Generator, *, complement: bool) -> Samples:
         order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
-        chosen, others = order.tensor_split([count(len(order))])
-        return samples[chosen if first or not len(others) else others]
+        chosen, remaining = order.tensor_split([count(len(order))])
+        return samples[remaining if complement and len(remaining) else chosen]
 
-    return [cohort.subset(partial(part, first=first), purpose, lasting=lasting) for first in (True, False)]
+    halves = (partial(pick, complement=complement) for complement in (False, True))
+    return [cohort.subset(half, purpose, lasting=lasting) for half in halves]
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:

@@ -30,8 +30,7 @@ class Umf(Wrapper):
 
     Args:
         alpha: Weight of the stored update (paper: 0.1, 0.5 or 1); 0 is the inner method.
-        simulate_all: Train all idle clients, instead of only those that the next round selects. Results are the same: no other
-            g_i is read.
+        simulate_all: Train all idle clients, not only those that the next round selects, to the same results.
     """
 
     alpha: Probability = 1.0

@@ -164,9 +164,8 @@ def _require_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         # A length beyond the floats is as good as infinite: nothing that is computed from it would be finite.
         if tensor.is_floating_point() and not bool(torch.linalg.vector_norm(tensor).isfinite()):
-            raise NotFinite(
-                f"{name!r} is not finite" if not bool(tensor.isfinite().all()) else f"{name!r} has no finite length"
-            )
+            fault = "has no finite length" if bool(tensor.isfinite().all()) else "is not finite"
+            raise NotFinite(f"{name!r} {fault}")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -61,8 +61,7 @@ class Setup:
 class Assignment:
     """Data of a round: the method, the names, shapes and types expected in a reply, and tensors sent to several clients.
 
-    With an `exchange`, the round's, also what it takes to fold a block of `size` slots: the server's state before the round, and
-    the number of slots.
+    With an `exchange`, the round's, also what folding blocks of `size` slots takes: the server's state before, and the slots.
     """
 
     algorithm: Algorithm

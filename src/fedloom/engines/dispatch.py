@@ -105,9 +105,8 @@ class ReplyMatrices:
         number = slot // self.size
         if number not in self.blocks:
             rows = min(self.size, self.slots - number * self.size)
-            self.blocks[number] = {
-                name: self.empty((rows, *shape), dtype) for name, (shape, dtype) in self.expected.items() if dtype
-            }
+            specs = [(name, shape, dtype) for name, (shape, dtype) in self.expected.items() if dtype]
+            self.blocks[number] = {name: self.empty((rows, *shape), dtype) for name, shape, dtype in specs}
         return self.blocks[number]
 
     def rows(self, slot: int | None) -> dict[str, Tensor]:

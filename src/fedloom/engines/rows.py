@@ -46,9 +46,8 @@ class RowsEngine(LocalEngine):
         self.task = task
         self.proof = proof or prove(task.model, task.dataset, task.train, task.training, stack=self.stacks)
         self.notices += self.proof.notices
-        self.flat_module = FlatModule(
-            task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
-        )
+        self.ways = task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
+        self.flat_module = FlatModule(*self.ways)
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
     def begin(self, task: Task, directory: Path | None) -> None:

@@ -50,9 +50,7 @@ class StackedEngine(RowsEngine):
     ) -> None:
         super().__init__(task, proof, memory_budget=memory_budget)
         checked(StackedEngine, {"chunk": chunk})
-        self.stack = StackedModule(
-            task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
-        )
+        self.stack = StackedModule(*self.ways)
         self.chunk = chunk or default_chunk(task, self.flat_module)
         if self.proof.unstackable:
             self.notice(
@@ -103,9 +101,8 @@ class StackedEngine(RowsEngine):
     def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
         if len(clients) == 1:
             return self.flat_module
-        self.stack.begin(
-            len(clients), [round.stream("layers", client) for client in clients] if self.proof.draws else []
-        )
+        drawing = clients if self.proof.draws else ()
+        self.stack.begin(len(clients), [round.stream("layers", client) for client in drawing])
         return self.stack
 
 

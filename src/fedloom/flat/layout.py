@@ -53,8 +53,7 @@ class Layout:
         integers: Z, the length of the row of integers.
         frozen: Names of the tensors that are in neither row.
         layers: Names of the layers, in the order of the module.
-        dtype: float32 or float64, the type of every tensor of the row, which views of it must have. Frozen parameters may be of
-            any type.
+        dtype: float32 or float64, the type of every tensor of the row. Frozen parameters may be of any type.
 
     Raises:
         InvalidValue: The module has no trainable parameter, or tensors of a row are of several types or of another.
@@ -173,8 +172,7 @@ class Layout:
 
         Args:
             kind: `layer` for each layer's tensors, `tensor` for each tensor, `segment` for runs of layers.
-            fraction: Share of the layers in a segment, in (0, 1]. With N layers and share x, layer j (from 1) belongs to segment
-                ceil(j / (x N)).
+            fraction: Share x of the N layers in a segment, in (0, 1]: layer j (from 1) belongs to segment ceil(j / (x N)).
 
         Raises:
             InvalidValue: The kind or the fraction is not allowed.

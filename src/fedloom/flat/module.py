@@ -151,9 +151,8 @@ class FlatModule:
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = Net(self.module, layout, self.frozen, objective)
-        self.needs_pairs = any(
-            isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training for layer in self.module.modules()
-        )
+        trained = (layer for layer in self.module.modules() if layer.training)
+        self.needs_pairs = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in trained)
         self.smallest_batch = 2 if self.needs_pairs else 1
         self._row: Tensor | None = None
         self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)

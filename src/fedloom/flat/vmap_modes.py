@@ -19,9 +19,8 @@ _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
     """Draw the dropout masks of row k under `vmap` from the k-th stream, inside the block.
 
-    A stream gives a client the masks that torch's global generator would give it with the same seed, on the CPU and in the usual
-    memory order; on CUDA or with the channels last, torch draws other masks of the same law. Without streams `vmap` refuses
-    layers that draw.
+    A stream gives a client the masks of torch's global generator of the same seed, on the CPU and in the usual memory order; on
+    CUDA or with the channels last, torch draws other masks of the same law. Without streams `vmap` refuses layers that draw.
     """
     return _Dropout(streams) if streams else nullcontext()
 

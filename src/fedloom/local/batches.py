@@ -191,9 +191,8 @@ def _batches(
         shares = [plan.share[start + done * size :][:count] for plan, start in sources if plan.share is not None]
         for row, (plan, start) in enumerate(sources):
             span = slice(start + done * size, start + done * size + count)
-            plan.loader.write(
-                plan.index[span], None if plan.drawn is None else plan.drawn[span], inputs[row], labels[row]
-            )
+            drawn = None if plan.drawn is None else plan.drawn[span]
+            plan.loader.write(plan.index[span], drawn, inputs[row], labels[row])
         by_step = torch.stack(shares).split(size, 1) if shares else repeat(None)
         batches = zip(inputs.split(size, 1), labels.split(size, 1), by_step, strict=False)
         for step, (batch_inputs, batch_labels, share) in enumerate(batches, start=number + done):

@@ -168,8 +168,7 @@ class Cohort:
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.
 
         The clients' inputs are replaced by the features that enter the classifier, so that one forward pass serves every epoch.
-        Where features are not a function of each sample alone, or saving the pass saves no time, the clients are these and the
-        loss is the data loss.
+        Where features are not a function of each sample alone, or this saves no time, they are these clients and the data loss.
         """
         # Batched products through all linear layers take less time (0.85) than the classifier alone under vmap.
         products = self.flat_module.heeds_share(data_loss)

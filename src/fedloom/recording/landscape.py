@@ -62,8 +62,7 @@ class Landscape(Recorder):
     ) -> dict[str, Any]:
         """Return the landscape around the model `[P]` on the task's samples, as reports draw it.
 
-        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where it is not finite; `loss` and `accuracy` are the model's
-        own on the same samples.
+        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where not finite; `loss` and `accuracy` are the model's own.
         """
         judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
         samples = self._samples(task)

@@ -69,10 +69,8 @@ class Recording:
         """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what it cannot have."""
         in_process = federation.engine.in_process
         if in_process is None:
-            name = type(federation.engine).__name__
-            raise InvalidValue(
-                f"record works in simulations on one machine, which has the clients' samples, not in {name}"
-            )
+            place = "simulations on one machine, which has the clients' samples"
+            raise InvalidValue(f"record works in {place}, not in {type(federation.engine).__name__}")
         self._federation = federation
         task, method = federation.task, federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)

@@ -144,9 +144,8 @@ class FlowerEngine(RemoteClients):
             inspect_reply(algorithm, round, tensors, expected)
         measured = figures_of(words, figures)
         self._versions[client] = version
-        return Reply(
-            client_task, tensors, measured, samples=self.sites.samples(number) if self.task.elsewhere else None
-        )
+        samples = self.sites.samples(number) if self.task.elsewhere else None
+        return Reply(client_task, tensors, measured, samples=samples)
 
     def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
         as_sent = type(algorithm) is Algorithm  # every client judges what it is sent

@@ -226,9 +226,8 @@ class Gathering:
             length = math.sqrt(request["releases"])
             ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
         seconds, content = self.settings.deadline or self.settings.wait, pack({**request, **sites.briefing})
-        sent = {
-            self.mailbox.send(site.node, "query.statistics", content): number for number, site in sites.known.items()
-        }
+        send, known = self.mailbox.send, sites.known.items()
+        sent = {send(site.node, "query.statistics", content): number for number, site in known}
         answers = {}
         for message_id, reply in self.mailbox.collect(filter(None, sent), seconds):
             try:

@@ -127,9 +127,8 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
     elif agreed and isinstance(encoding, PictureInputs) and path.is_dir() and not any(path.glob("*.npy")):
         channels, height, width = encoding.shape
         folders = [path / name for name in ("train", "test") if (path / name).is_dir()] or [path]
-        train, *held_out = (
-            read_image_folder(folder, agreed.outputs.classes, channels, (height, width)) for folder in folders
-        )
+        classes, size = agreed.outputs.classes, (height, width)
+        train, *held_out = (read_image_folder(folder, classes, channels, size) for folder in folders)
     else:
         arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(path), source)]
         train, *held_out = own_samples(arrays, "channels_first", source)

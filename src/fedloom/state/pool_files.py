@@ -24,8 +24,7 @@ class PoolFiles:
     those that it would have in memory. Each matrix has a new file. A checkpoint holds the file's name and checksum instead of
     the numbers, and a run that goes on maps the file again, so a file that a checkpoint names must not change any more. Files
     that neither of the two newest checkpoints needs are removed with the next one. A method whose state is one pool has two
-    files between rounds, and a third one while a round makes its new pool. Without a directory a file has no name, and goes
-    with its tensor.
+    files between rounds, and a third in a round. Without a directory a file has no name, and goes with its tensor.
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:

@@ -82,9 +82,8 @@ class RayEngine(WorkerEngine):
         memory_budget: int = BUDGET,
         object_store: Annotated[int, Field(ge=100 << 20)] | None = None,
     ) -> None:
-        checked(
-            RayEngine, {"workers": workers, "cpus": cpus, "gpus": gpus, "inside": inside, "object_store": object_store}
-        )
+        amounts = {"workers": workers, "cpus": cpus, "gpus": gpus, "object_store": object_store}
+        checked(RayEngine, {**amounts, "inside": inside})
         if not (gpus == 0 or 0.0001 <= gpus <= 1 or gpus in range(2, MOST_WORKERS + 1)):
             raise InvalidValue(f"gpus must be 0, a share from 0.0001 to 1 or a whole number, not {gpus:g}")
         if address == LOCAL and workers and workers > MOST_WORKERS:
