@@ -1,7 +1,5 @@
 """Data sets: tensors of samples, and a description for models and reports."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -77,16 +75,16 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device) -> Samples:
+    def to(self, device: torch.device) -> "Samples":
         """Return the samples on `device`."""
         groups = None if self.groups is None else self.groups.to(device)
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), groups=groups)
 
-    def __getitem__(self, index: Tensor | slice) -> Samples:
+    def __getitem__(self, index: Tensor | slice) -> "Samples":
         groups = None if self.groups is None else self.groups[index]
         return replace(self, inputs=self.inputs[index], labels=self.labels[index], groups=groups)
 
-    def concatenate(self, samples: Samples) -> Samples:
+    def concatenate(self, samples: "Samples") -> "Samples":
         """Return these samples followed by `samples`; groups stay only if both have them."""
         a, b = same_names(self, samples)
         groups = None if a.groups is None or b.groups is None else torch.cat([a.groups, b.groups])

@@ -1,7 +1,5 @@
 """Statistics of the clients' columns as a value: a table, a frame of pandas, a figure, a page, JSON."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -125,13 +123,13 @@ class Statistics:
     releases: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> Statistics:
+    def read(cls, path: Path) -> "Statistics":
         """Read the JSON that `save` wrote. Raises `DataError` for anything else."""
         with reading(path, "no statistics"):
             statistics: Statistics = TypeAdapter(cls).validate_json(path.read_bytes())
         return statistics
 
-    def frame(self) -> pandas.DataFrame:
+    def frame(self) -> "pandas.DataFrame":
         """Return a row for each column of the data: its kind, rows, empty cells, mean, deviation and quantiles."""
         lines = []
         for name, column in self.columns.items():

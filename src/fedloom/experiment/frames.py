@@ -1,7 +1,5 @@
 """Figures of runs for people in Python: as frames of pandas, as text, and as HTML in a notebook."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-def data_frame(lines: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+def data_frame(lines: Iterable[Mapping[str, Any]]) -> "pandas.DataFrame":
     """Return lines as a frame, tables in them as several columns. Raises `MissingExtra` without pandas."""
     library = import_extra("pandas", "notebook", "a frame")
     frame: pandas.DataFrame = library.json_normalize(list(lines), sep="_")
