@@ -65,7 +65,7 @@ def remembered(run: Run, client: int, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("p", [1, 2])
-def test_fedala(norm: bool, p: int) -> None:
+def test_fedala_equals_autograd(norm: bool, p: int) -> None:
     world = World(norm, rounds=5)
     run, blend = require_definition(world, f"fedala(p={p}, {RATES})", methods.fedavg, (HEAD + MIDDLE)[: 2 * p])
     counts = [record["ala_epochs"] for record in run.federation.history if "ala_epochs" in record]
@@ -90,7 +90,7 @@ def test_fedprox_keeps_its_centre_at_the_download() -> None:
     require_definition(world, f"ala(fedprox(mu=2), {RATES})", methods.fedprox, HEAD, mu=2.0)
 
 
-def test_per_fedavg() -> None:
+def test_ala_on_per_fedavg_equals_autograd() -> None:
     world = World(norm=True, sizes=(9, 14, 11, 21, 12))
     require_definition(world, f"ala(per_fedavg(alpha=0.2), {RATES})", methods.per_fedavg, HEAD, alpha=0.2)
 
@@ -101,7 +101,7 @@ def test_fedrep_blends_the_top_of_its_base() -> None:
     )
 
 
-def test_pfedme() -> None:
+def test_ala_on_pfedme_equals_autograd() -> None:
     world = World(norm=True, rounds=5, training=PLAIN)
     inner = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3)"
     options = {"strength": 5.0, "rate": 0.05, "steps": 3, "beta": 1.0}
@@ -120,7 +120,7 @@ def test_fedamp_starts_from_the_blend_and_pulls_towards_the_download() -> None:
     require_definition(world, f"ala({inner}, {RATES})", methods.fedamp, HEAD, **options)
 
 
-def test_fedphp() -> None:
+def test_ala_on_fedphp_equals_autograd() -> None:
     world = World(training=Training(learning_rate=0.1, batch_size=4))
     inner = "fedphp(mu=0.8, transfer=0.4)"
     require_definition(world, f"ala({inner}, {RATES})", methods.fedphp, HEAD, mu=0.8, transfer=0.4)
@@ -132,7 +132,7 @@ def test_partialfed_takes_the_blend_for_the_download() -> None:
     require_definition(world, f"ala({inner}, {RATES})", methods.partialfed, HEAD, pattern=(3, 2))
 
 
-def test_the_variants_of_the_authors_code() -> None:
+def test_the_variants_of_the_authors_code_equal_autograd() -> None:
     world = World(rounds=5)
     run = world.run(build(f"fedala(sampling=window, epoch_loss=last, percent=50, window=4, epochs=3, {RATES})"))
     options: dict[str, Any] = {"percent": 50, "window": 4, "epochs": 3, "last_loss": True, "contiguous": True}

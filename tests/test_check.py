@@ -162,7 +162,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said_by(capsys, "check", "umf(my_own:HalfStep(step=0.9))")
     assert (code, text.splitlines()[0]) == (0, "umf(my_own:HalfStep(step=0.9)): nothing to mend")
     assert "remembered by a client: 212 B" in text
@@ -180,7 +180,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_command_on_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_all_methods_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said_by(capsys, "check", "job.toml", "data.clients=4")
     assert code == 0
     assert re.findall(r"^(\S.*):", text, re.M) == ["fedavg", "my_own:HalfStep(step=0.9)"]

@@ -276,7 +276,7 @@ def test_one_method_is_described_in_full(fed: Say) -> None:
     assert "Lemma 4.4" in out
 
 
-def test_version_and_help(fed: Say) -> None:
+def test_version_and_help_are_printed_and_no_command_is_bad_input(fed: Say) -> None:
     assert fed("--version") == (0, f"fedloom {fedloom.__version__}\n", "")
     code, out, _ = fed("--help")
     assert code == 0

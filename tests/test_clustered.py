@@ -65,7 +65,7 @@ def test_clusters_by_size_have_exact_masses(case: tuple[list[int], int]) -> None
     assert all(sizes[order[0]] >= size for size in sizes)
 
 
-def test_clusters_by_size_of_a_case_by_hand() -> None:
+def test_clusters_by_size_equal_a_case_worked_by_hand() -> None:
     """10 samples, 2 clusters: masses 12, 6, 2 of 10 each; the heaviest client spills over."""
     assert clusters_by_size([1, 6, 3], 2) == [{1: 10}, {1: 2, 2: 6, 0: 2}]
 

@@ -30,7 +30,7 @@ NAMES = ["cat", "ant", "bee"] * 4
         (torch.ones(12, 3, dtype=torch.float64), torch.float64),  # a model of that type may want it
     ],
 )
-def test_inputs_of_any_type_of_number(inputs: Any, dtype: torch.dtype) -> None:
+def test_inputs_may_be_of_any_type_of_number(inputs: Any, dtype: torch.dtype) -> None:
     samples = fl.Samples(inputs, np.arange(12))
     assert (samples.inputs.dtype, len(samples)) == (dtype, 12)
     if dtype == torch.uint8:

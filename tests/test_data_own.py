@@ -26,7 +26,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- arrays ---
 
 
-def test_arrays_of_an_npz_file(tmp_path: Path) -> None:
+def test_arrays_of_an_npz_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.npz"
     inputs, labels = random_pixels(20, 3, 4, 5), np.arange(20) % 4
     names = np.array(["b", "a"] * 10)
@@ -172,7 +172,7 @@ def _write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (
             Image.fromarray(random_pixels(*size, 3, seed=50 * at + number)).save(root / name / f"{number}.png")
 
 
-def test_images_with_a_test_part(tmp_path: Path) -> None:
+def test_images_with_a_test_part_are_read(tmp_path: Path) -> None:
     _write_images(tmp_path / "set" / "train", {"dog": 3, "cat": 2})
     _write_images(tmp_path / "set" / "test", {"dog": 1})
     data = make("images", folder=str(tmp_path / "set"))
@@ -234,7 +234,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_python_functions(module: str) -> None:
+def test_a_python_function_gives_samples_clients_and_a_test_part(module: str) -> None:
     pair = make("python", source=f"{module}:pair")
     assert (len(pair.train), len(pair.test), pair.classes, pair.spec.shape) == (8, 2, 2, (2,))
     clients = make("python", source=f"{module}:clients", test_fraction=0.4)

@@ -47,7 +47,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 
 @MNIST
-def test_real_mnist() -> None:
+def test_the_real_mnist_is_read() -> None:
     data = make("mnist", folder=str(SHARED))
     assert (len(data.train), len(data.test), data.spec.shape) == (60_000, 10_000, (1, 28, 28))
     assert data.train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -186,7 +186,7 @@ def test_emnist_balanced_has_47_classes(tmp_path: Path) -> None:
 # --- CIFAR ---
 
 
-def test_cifar10_in_python_batches(tmp_path: Path) -> None:
+def test_cifar10_is_read_from_python_batches(tmp_path: Path) -> None:
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -247,7 +247,7 @@ def _write_tiny(root: Path) -> dict[str, np.ndarray]:
     return first_images
 
 
-def test_tiny_imagenet_folder(tmp_path: Path) -> None:
+def test_tiny_imagenet_is_read_from_its_folder(tmp_path: Path) -> None:
     first_images = _write_tiny(tmp_path / "tiny-imagenet-200")
     data = make("tiny_imagenet", folder=str(tmp_path))
     assert (data.classes, data.spec.shape, len(data.train), len(data.test)) == (200, (3, 64, 64), 30, 3)

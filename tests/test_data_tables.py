@@ -120,7 +120,7 @@ def test_test_rows_have_the_column_types_of_training_rows(tmp_path: Path) -> Non
         table(**paths)
 
 
-def test_parquet_lists_and_several_groups(tmp_path: Path) -> None:
+def test_lists_in_parquet_are_inputs_and_several_columns_name_clients(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(ROWS, 3))
     pq.write_table(pa.table(COLUMNS | {"signal": values.tolist()}), tmp_path / "a.parquet")
     dataset = table(path=str(tmp_path / "a.parquet"), target="outcome", inputs=["signal"], group=["hospital", "ward"])
@@ -142,7 +142,7 @@ def saved(folder: Path, table: pa.Table) -> None:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
 
 
-def test_a_saved_dataset_dict_of_pictures_and_of_text(tmp_path: Path) -> None:
+def test_a_saved_dataset_dict_of_pictures_or_of_text_is_read(tmp_path: Path) -> None:
     def picture(value: int) -> dict[str, Any]:
         packed = io.BytesIO()
         Image.fromarray(np.full((6, 5), value, np.uint8)).save(packed, "png")
@@ -166,7 +166,7 @@ def test_a_saved_dataset_dict_of_pictures_and_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
-def test_a_task_of_a_data_frame(library: str) -> None:
+def test_a_task_is_made_from_a_data_frame(library: str) -> None:
     module = pytest.importorskip(library)
     frame = module.table(COLUMNS) if library == "pyarrow" else module.DataFrame(COLUMNS)
     task = fl.make_task(frame, target="outcome", group="hospital", clients=0, partition="natural", model="logistic")
@@ -178,7 +178,7 @@ def test_a_task_of_a_data_frame(library: str) -> None:
     assert len(error.test) == ROWS
 
 
-def test_a_task_of_hugging_faces_dataset() -> None:
+def test_a_task_is_made_from_hugging_faces_dataset() -> None:
     library = pytest.importorskip("datasets")
     dataset = library.Dataset.from_dict(COLUMNS)
     both = library.DatasetDict({"train": dataset, "test": dataset})
@@ -200,7 +200,7 @@ class Pictures:
         return Image.fromarray(np.full((6, 5, 3), row, np.uint8)), row % 2
 
 
-def test_a_task_of_a_torch_data_set() -> None:
+def test_a_task_is_made_from_a_torch_data_set() -> None:
     inputs, labels = torch.randn(20, 3), torch.arange(20, dtype=torch.int32) % 2 + 1
     task = fl.make_task(TensorDataset(inputs, labels, labels), clients=0, partition="natural", model="logistic")
     assert (task.clients, task.dataset.classes, len(task.test)) == (2, 2, 4)

@@ -125,7 +125,7 @@ def test_input_covariance_falls_as_the_power_of_the_coordinate() -> None:
     assert torch.allclose(variance, expected, rtol=0.06)
 
 
-def test_feddc_sizes_and_its_two_test_sets() -> None:
+def test_synthetic_feddc_has_feddcs_sizes_and_two_test_sets() -> None:
     held_out, union = make("synthetic_feddc"), make("synthetic_feddc", test="train")
     assert held_out.train.groups is not None
     assert held_out.train.groups.bincount().tolist() == [160] * 20
@@ -198,6 +198,6 @@ def test_federated_regression_comes_as_near_as_least_squares_on_all_data() -> No
 
 
 @pytest.mark.parametrize(("name", "least"), [("wine", 0.94), ("breast_cancer", 0.95)])
-def test_federated_classification_of_tables(name: str, least: float) -> None:
+def test_tables_are_classified_by_averaged_models(name: str, least: float) -> None:
     task = fl.make_task(name, clients=5, partition="dirichlet(0.5)", model="logistic", training={"learning_rate": 0.1})
     assert fl.run("fedavg", task, rounds=40, participation=1.0, engine="stacked").accuracy >= least

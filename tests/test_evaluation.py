@@ -135,7 +135,7 @@ def own_recall(outputs: Tensor, targets: Tensor) -> float:
         st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1, max_size=25
     )
 )
-def test_summary_of_clients(counts: list[tuple[int, int]]) -> None:
+def test_figures_over_clients_equal_plain_loops(counts: list[tuple[int, int]]) -> None:
     hits, sizes = [h for h, _ in counts], [n for _, n in counts]
     totals = {"correct": torch.tensor(hits).double(), "loss": torch.ones(len(hits)).double()}
     tally = Tally(torch.arange(len(hits)), torch.tensor(sizes), totals)
@@ -463,7 +463,7 @@ def test_a_partition_without_test_samples_measures_nobody() -> None:
     assert "personal_accuracy" not in run.history[0]
 
 
-def test_statistics_and_loss_in_evaluation_mode() -> None:
+def test_models_are_scored_in_evaluation_mode() -> None:
     """Batch norm uses the row's own statistics, and dropout is off."""
     task = small_task()
     net = task.module(random_row(task, 4)).requires_grad_(False)

@@ -68,7 +68,7 @@ def test_the_listed_methods_are_the_registered_ones() -> None:
     } == METHODS
 
 
-def test_other_names_are_not() -> None:
+def test_other_names_are_no_attributes() -> None:
     with pytest.raises(AttributeError, match="FedNothing"):
         _ = fedloom.FedNothing  # type: ignore[attr-defined]
 

@@ -104,7 +104,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["python 2", 0, 1, 2, 4, 5])
-def test_python_batches_of_every_age(form: str | int, tmp_path: Path) -> None:
+def test_python_batches_of_every_pickle_protocol_are_read(form: str | int, tmp_path: Path) -> None:
     pixels, labels = random_pixels(7, 3072), [3, 0, 9, 1, 1, 2, 8]
     batch: dict[str, object] = {
         "batch_label": "one of one",
@@ -217,7 +217,7 @@ def test_image_folder_names_strange_and_empty_folders(tmp_path: Path) -> None:
         read_image_folder(tmp_path, ["cat"], 3)
 
 
-def test_parquet_of_pictures(tmp_path: Path) -> None:
+def test_pictures_in_parquet_are_read(tmp_path: Path) -> None:
     pixels = random_pixels(4, 5, 5, 3)
     rows = [{"bytes": picture(image), "path": f"{at}.png"} for at, image in enumerate(pixels)]
     pq.write_table(pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2)

@@ -87,7 +87,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nets")
-def test_model_from_an_import_path() -> None:
+def test_a_model_is_built_from_an_import_path() -> None:
     spec = DataSpec((6,), 2)
     state = torch.get_rng_state()
     net = make_model("my_nets:Net", spec, 5, {"width": 4})
@@ -140,7 +140,7 @@ class Tower(nn.Module):
         self.classifier = nn.Linear(3, 2)
 
 
-def test_blocks_and_head_of_a_module_that_declares_none() -> None:
+def test_blocks_and_head_are_found_in_a_module_that_declares_none() -> None:
     tower = Tower()
     assert head_name(tower) == "classifier"
     layers = ("blocks.0", "blocks.1.0", "classifier")

@@ -35,11 +35,11 @@ def leaf(path: Path, users: dict[str, tuple[list[str], list[str]]]) -> None:
     path.write_text(json.dumps({"users": list(users), "num_samples": sizes, "user_data": data}))
 
 
-def test_the_alphabet_is_leafs() -> None:
+def test_the_alphabet_has_leafs_80_characters() -> None:
     assert len(ALPHABET) == len(set(ALPHABET)) == 80
 
 
-def test_leafs_files_of_shakespeare(tmp_path: Path) -> None:
+def test_leafs_files_of_shakespeare_are_read(tmp_path: Path) -> None:
     leaf(tmp_path / "train" / "a.json", {"ROMEO": (["abc", "bcd"], ["d", "e"]), "JULIET": (["xy~"], ["z"])})
     leaf(tmp_path / "test" / "a.json", {"JULIET": (["zzz"], ["!"])})
     dataset = make("shakespeare", tmp_path, length=3)
@@ -78,7 +78,7 @@ def lines(path: Path, *entries: Any) -> None:
     path.write_text("\n".join(json.dumps(entry) for entry in entries) + "\n\n")
 
 
-def test_lines_of_users(tmp_path: Path) -> None:
+def test_each_user_of_a_file_of_lines_is_a_client(tmp_path: Path) -> None:
     users = [{"user": 7, "texts": ["How do I sort a list?", "a list"]}, {"user": "b", "text": "sort a set"}]
     lines(tmp_path / "train.jsonl", *users)
     lines(tmp_path / "test.jsonl", {"user": "b", "text": "a tuple"})
@@ -103,7 +103,7 @@ def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_te
     assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
 
 
-def test_a_users_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_of_ones_own_splits_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "splits_text_for_the_test.py").write_text(
         "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): return 1 / 0\n"
     )

@@ -204,7 +204,7 @@ def test_apportion_equals_exact_fractions(weights: list[int], extra: int) -> Non
     assert raised == remainders[: len(raised)]
 
 
-def test_apportion_by_hand() -> None:
+def test_apportion_equals_cases_worked_by_hand() -> None:
     assert apportion(np.array([1.0, 2.0, 3.0]), 7).tolist() == [1, 2, 4]  # 1.17, 2.33, 3.5
     assert apportion(np.array([0.0, 1.0, 3.0]), 9).tolist() == [1, 2, 6]
 

@@ -267,7 +267,7 @@ def test_pathological_leaves_out_classes_that_nobody_has_room_for() -> None:
     assert np.unique(labels[partition.indices]).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_pathological_with_one_sample_a_part_and_with_too_few() -> None:
+def test_pathological_takes_one_sample_a_part_and_refuses_fewer() -> None:
     labels = np.repeat(np.arange(3), 4)
     assert (make("pathological", labels, 4, classes_per_client=3).histogram(labels, 3) == 1).all()
     with pytest.raises(InvalidValue, match=r"5 of 5 clients must share class number 0, which has 4 samples"):

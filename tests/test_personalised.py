@@ -56,55 +56,55 @@ def assert_personal(run: Run) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 class TestPartialParticipation:
-    def test_fedavg_c(self, norm: bool) -> None:
+    def test_fedavg_c_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(require_definition(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
 
-    def test_fedavg_c_for_scoring_only(self, norm: bool) -> None:
+    def test_fedavg_c_for_scoring_only_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm)
         expression = "fedavg_c(finetune_epochs=3, finetune_scope=eval_only)"
         assert_personal(require_definition(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
 
-    def test_fedprox_c(self, norm: bool) -> None:
+    def test_fedprox_c_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(
             require_definition(
                 World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3
             )
         )
 
-    def test_per_fedavg(self, norm: bool) -> None:
+    def test_per_fedavg_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm, sizes=(9, 14, 11, 21, 12))
         assert_personal(
             require_definition(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2)
         )
 
-    def test_fedrep(self, norm: bool) -> None:
+    def test_fedrep_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(require_definition(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
 
-    def test_pfedme(self, norm: bool) -> None:
+    def test_pfedme_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm, training=PLAIN)
         expression = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3, beta=0.7)"
         assert_personal(
             require_definition(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7)
         )
 
-    def test_ditto(self, norm: bool) -> None:
+    def test_ditto_equals_plain_loops(self, norm: bool) -> None:
         expression = "ditto(regularisation=0.5, personal_epochs=3)"
         assert_personal(require_definition(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
 
-    def test_fedfomo(self, norm: bool) -> None:
+    def test_fedfomo_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(require_definition(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
 
-    def test_fedfomo_with_two_downloads(self, norm: bool) -> None:
+    def test_fedfomo_with_two_downloads_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(require_definition(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
 
     @pytest.mark.parametrize("exploration", [0.5, 1.0])
-    def test_fedfomo_explores(self, norm: bool, exploration: float) -> None:
+    def test_fedfomo_that_explores_equals_plain_loops(self, norm: bool, exploration: float) -> None:
         expression = f"fedfomo(models=2, exploration={exploration})"
         assert_personal(
             require_definition(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration)
         )
 
-    def test_fedper_lg_fedavg_and_silobn(self, norm: bool) -> None:
+    def test_fedper_lg_fedavg_and_silobn_equal_plain_loops(self, norm: bool) -> None:
         world = World(norm)
         layers = {"fedper": ("head",), "lg_fedavg": ("lower", "norm", "middle"), "silobn": ()}
         for expression, private in layers.items():
@@ -115,13 +115,13 @@ class TestPartialParticipation:
 
 
 @pytest.mark.parametrize("deployed", ["history", "local"])
-def test_fedphp(deployed: str) -> None:
+def test_fedphp_equals_plain_loops(deployed: str) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
     expression = f"fedphp(mu=0.8, transfer=0.4, deployed={deployed})"
     assert_personal(require_definition(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
 
 
-def test_partialfed() -> None:
+def test_partialfed_equals_plain_loops() -> None:
     world = World(training=PLAIN)
     run = require_definition(
         world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2)
@@ -140,14 +140,14 @@ def test_fedbn_keeps_its_batch_norm_layer() -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("alpha", "sigma"), [(0.05, 0.5), (1000.0, 0.1)])
-def test_fedamp(norm: bool, alpha: float, sigma: float) -> None:
+def test_fedamp_equals_plain_loops(norm: bool, alpha: float, sigma: float) -> None:
     expression = f"fedamp(alpha={alpha}, sigma={sigma}, regularisation=0.04)"
     assert_personal(
         require_definition(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04)
     )
 
 
-def test_fedamp_with_the_plain_norm() -> None:
+def test_fedamp_with_the_plain_norm_equals_plain_loops() -> None:
     world = everybody()
     expression = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04, norm=plain)"
     assert_personal(
@@ -156,7 +156,7 @@ def test_fedamp_with_the_plain_norm() -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_apple(norm: bool) -> None:
+def test_apple_equals_plain_loops(norm: bool) -> None:
     world = everybody(norm, PLAIN)
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8)"
     run = require_definition(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
@@ -362,7 +362,7 @@ def test_evaluation_changes_nothing(expression: str) -> None:
         ("ditto", 1, 1), ("fedamp", 1, 1), ("fedphp", 1, 1), ("partialfed", 1, 1), ("fedfomo", 5, 1), ("apple", 5, 1),
     ],
 )  # fmt: skip
-def test_traffic_in_models(expression: str, down: int, up: int) -> None:
+def test_traffic_is_that_many_models_down_and_up(expression: str, down: int, up: int) -> None:
     world = everybody(training=PLAIN)
     size = 8 * len(vector(world.module))
     record = world.run(build(expression)).federation.history[-1]

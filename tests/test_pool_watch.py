@@ -73,7 +73,7 @@ def test_a_model_that_loses_half_of_what_it_had_learned() -> None:
         rounds(GUESSING, FLAT, similarity=None),  # no pool
     ],
 )
-def test_what_is_no_reason(records: Iterator[dict[str, Any]]) -> None:
+def test_no_notice_is_given_without_all_of_its_signs(records: Iterator[dict[str, Any]]) -> None:
     assert notices(records) == []
 
 

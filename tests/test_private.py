@@ -359,7 +359,7 @@ def test_privacy_combines_with_other_methods(expression: str) -> None:
     assert run_federation(expression).history[-1]["epsilon"] > 0
 
 
-def test_secure_recombination_of_private_uploads() -> None:
+def test_secure_recombination_of_private_uploads_reports_epsilon() -> None:
     assert run_federation("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1]["epsilon"] > 0
 
 

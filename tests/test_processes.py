@@ -82,7 +82,7 @@ def test_a_run_goes_on_from_its_checkpoint(engine: ProcessesEngine, tmp_path: Pa
     assert_same(resumed, run(KeepsClientMemory(), RowsEngine(TASK), rounds=4))
 
 
-def test_other_types_and_other_tasks(engine: ProcessesEngine) -> None:
+def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine) -> None:
     small = small_task()
     double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
     double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))

@@ -109,7 +109,7 @@ def test_targets_equal_a_plain_search(accuracies: list[float | None], target: fl
     assert seconds_to(run, target) == (None if expected is None else spent)
 
 
-def test_totals_and_missing_times() -> None:
+def test_bytes_and_seconds_are_totals_and_none_where_times_are_missing() -> None:
     run = run_of([0.1, 0.2, 0.3])
     assert (bytes_down(run), bytes_up(run), seconds(run)) == (60, 30, 6.0)
     untimed = run_of([0.1, 0.2], timed=False)
@@ -244,7 +244,7 @@ def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
         assert {line.replace(r"\|", "").count("|") for line in table} == {table[0].count("|")}
 
 
-def test_units_for_people() -> None:
+def test_bytes_and_seconds_are_written_in_readable_units() -> None:
     assert [byte_text(n) for n in (0, 999, 1000, 1234, 999_600, 5_432_100, 123_456_789, 2.5e12)] == [
         "0 B",
         "999 B",

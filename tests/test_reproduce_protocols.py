@@ -355,7 +355,7 @@ def test_runs_are_judged_by_the_first_measure_that_is_an_accuracy() -> None:
     assert judged([_cell(Measure("rounds", 95.0))]) is None
 
 
-def test_times_traffic_and_classes() -> None:
+def test_times_traffic_and_classes_are_read_from_runs() -> None:
     cell = _cell(Measure("models", a_client=True))
     size = 4 * 199_210
     records = [

@@ -80,7 +80,7 @@ def assert_same(folder: Path, undisturbed: dict[str, bytes]) -> None:
         assert (folder / RUN / name).read_bytes() == content, name
 
 
-def test_killed_at_random_moments(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_a_run_killed_at_random_moments_ends_with_the_same_files(server: Server, undisturbed: dict[str, bytes]) -> None:
     choose = random.Random(1)
     killed = 0
     for at in sorted(choose.sample(range(1, 22), 4)):
@@ -94,7 +94,9 @@ def test_killed_at_random_moments(server: Server, undisturbed: dict[str, bytes])
     assert_same(server.folder, undisturbed)
 
 
-def test_killed_in_the_middle_of_writes(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_a_run_killed_in_the_middle_of_writes_ends_with_the_same_files(
+    server: Server, undisturbed: dict[str, bytes]
+) -> None:
     choose = random.Random(2)
     for _ in range(6):
         code, output = server.run("run", "job.toml", "--quiet", die_at=choose.randint(1, 25))
@@ -104,7 +106,7 @@ def test_killed_in_the_middle_of_writes(server: Server, undisturbed: dict[str, b
     assert_same(server.folder, undisturbed)
 
 
-def test_killed_while_a_finished_run_becomes_a_longer_one(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(server: Server, undisturbed: dict[str, bytes]) -> None:
     assert server.run("run", "job.toml", "--quiet", "rounds=12")[0] == 0
     for at in range(1, 13):
         code, output = server.run("run", "job.toml", "--quiet", die_at=at)

@@ -85,7 +85,7 @@ def test_metrics_of_the_users_get_the_units_of_the_target() -> None:
     assert max(targets_seen) > 400
 
 
-def test_arrays_and_own_modules(tmp_path: Path) -> None:
+def test_a_module_of_ones_own_is_given_to_load_and_predicts_arrays(tmp_path: Path) -> None:
     class Net(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.Flatten(), nn.Linear(64, 10))
@@ -158,7 +158,7 @@ def test_the_exported_model_has_the_outputs_of_the_model(to: Any, tmp_path: Path
     assert fl.Preprocessing.from_json(read) == model.preprocessing
 
 
-def test_predictions_at_a_terminal(
+def test_the_command_predicts_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.chdir(tmp_path)

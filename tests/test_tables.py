@@ -110,7 +110,7 @@ def test_holm_steps_down_as_its_definition_says(values: list[float | None]) -> N
     assert all(corrected[k] is None for k in range(m) if values[k] is None)
 
 
-def test_holm_on_an_example_worked_by_hand() -> None:
+def test_holm_equals_an_example_worked_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 

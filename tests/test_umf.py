@@ -298,7 +298,7 @@ def test_memory_that_an_inner_method_writes_for_idle_clients_is_dropped() -> Non
         assert ("moon_model" in memory) == (client in selected)
 
 
-def test_memory_of_a_cohort_of_uploading_and_idle_clients() -> None:
+def test_what_idle_clients_write_to_shielded_memory_is_forgotten_after_the_round() -> None:
     store = ClientStore()
     store.write(1, {"old": torch.tensor([10.0]), "other": torch.tensor([5.0])})
     memory = Memory(store, [0, 1, 2])

@@ -385,7 +385,7 @@ class TrainsNothing(FedAvg):
         return {"model": cohort.fit(inbox["model"], epochs=0).model}
 
 
-def test_no_epochs_are_none() -> None:
+def test_clients_that_train_no_epoch_leave_the_model() -> None:
     run, _ = federation(TrainsNothing(), rounds=1)
     run.step()
     torch.testing.assert_close(run.algorithm.model(), run.task.initial, rtol=1e-12, atol=1e-12)  # a mean of equals
