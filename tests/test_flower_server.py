@@ -32,7 +32,7 @@ from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
 from fedloom.sites.messages import Mailbox
-from fedloom.sites.node_config import default_folder
+from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
@@ -425,7 +425,7 @@ def test_a_folder_of_arrays_needs_both(tmp_path: Path) -> None:
 
 def test_memory_lies_under_flowers_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "fedloom"
+    assert NodeConfig.read({"partition-id": 0}).memory == tmp_path / "fedloom"
     config = run_config("scaffold", tmp_path / "run", rounds=1)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     for node in grid.nodes.values():

@@ -146,8 +146,7 @@ class Replies:
     `matrices [S, ...]` have a row for each slot, from slot `offset` on; they are never rearranged, and the rows of clients
     without a reply are zero. Of the r clients that answered, `clients [r]` are the numbers, `slots [r]` the slots, ascending,
     and `weights [r]` the sample counts (or what the selection gives instead); `replies[name]` are their rows, `[r, ...]`.
-    `exchange` is the round's record, `metrics [r]` the clients' figures, NaN where one has none, `finish [r]` the seconds of the
-    simulated clock at which replies arrive.
+    `exchange` is the round's record, `metrics [r]` the clients' figures (NaN: none), `finish [r]` the simulated time of arrival.
     """
 
     matrices: dict[str, Tensor]

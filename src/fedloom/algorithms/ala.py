@@ -39,8 +39,7 @@ class Ala(Wrapper):
     A client that has never trained takes the download. Proximal terms and the like of the inner method keep the download for
     their centre. Refuses methods whose clients download several models; `umf`'s idle clients do not keep what they learn.
     Source: Zhang et al. 2023 (FedALA), algorithm 1, equations 3 to 5.
-    Use it when each client is served by a model of its own and the global model suits some clients badly; on top of any
-    method that sends one model.
+    Use it when each client is served by a model of its own and the global model suits some clients badly.
 
     Args:
         p: Blocks that are blended, from the top (paper: 1).

@@ -47,9 +47,8 @@ class Asynchronous(Algorithm):
     def waiting(self, plan: Plan) -> dict[str, Tensor]:
         """Return the slots before round 1: clients (-1: none), the version that each trains from, and when it answers."""
         if self.step_replies > plan.participants:
-            raise InvalidValue(
-                f"k must be at most the {plan.participants} clients that train at a time, not {self.step_replies}"
-            )
+            most = f"the {plan.participants} clients that train at a time"
+            raise InvalidValue(f"k must be at most {most}, not {self.step_replies}")
         nobody, until = torch.full((plan.participants,), -1), torch.zeros(plan.participants, dtype=torch.float64)
         return {"client": nobody, "since": torch.zeros_like(nobody), "until": until, "now": until.new_zeros(1)}
 
@@ -97,9 +96,8 @@ class Asynchronous(Algorithm):
         """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
         client, until = self.state["client"], self.state["until"]
         busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
-        taken, end = round.on_time(
-            until[busy].tolist(), client[busy].tolist(), self.step_replies, float(self.state["now"])
-        )
+        finish, clients = until[busy].tolist(), client[busy].tolist()
+        taken, end = round.on_time(finish, clients, self.step_replies, float(self.state["now"]))
         slots = busy[taken]
         self.state["now"] = torch.tensor([end], dtype=torch.float64)
         self.state["client"] = self.state["client"].index_fill(0, slots, -1)

@@ -165,8 +165,7 @@ class Quantised(Compressed):
     are sent in full.
     Source: Suresh et al. 2017, "Distributed mean estimation with limited communication", section 2.2, in buckets as QSGD
     (Alistarh et al. 2017); Reisizadeh et al. 2020 (FedPAQ).
-    Use it when traffic is scarce: 8 bits cost no accuracy, fewer bits need more clients in a round, over whom the
-    errors of rounding average out.
+    Use it when traffic is scarce: 8 bits cost no accuracy; fewer need more clients in a round, over whom errors average out.
 
     Args:
         bits: Bits of a number in an upload.

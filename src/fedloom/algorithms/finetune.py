@@ -20,8 +20,7 @@ class FedAvgC(PartlyShared):
 
     Args:
         finetune_epochs: Epochs of fine-tuning (no paper gives them; FedALA's times imply about 14).
-        finetune_scope: `init` trains from the fine-tuned model and uploads the result; `eval_only` fine-tunes for scoring alone
-            and trains from the download, as FedAvg does.
+        finetune_scope: `init` also trains and uploads from the fine-tuned model; `eval_only` fine-tunes for scoring alone.
     """
 
     finetune_epochs: NonNegativeInt = 10

@@ -123,14 +123,12 @@ class Accounted(Wrapper):
 class Private(Accounted):
     """Central differential privacy of clients, over any method that averages: clipped updates, a noisy sum, a fixed divisor.
 
-    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected number of participants, the inner
-    method receives, in place of every reply,
+    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected participants, every reply becomes
 
         w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
 
     so that the models do not reveal whether a client took part. All clients count alike, whatever their samples. Each must
-    take part independently with probability q, as `participation_mode = "poisson"` draws them, or all in every round; a round
-    without replies adds noise too.
+    take part independently with probability q (`participation_mode = "poisson"`), or all in every round; empty rounds add noise.
 
     Noise comes from the run's streams in a simulation, and from the system's cryptographic generator over real sites. The
     server sees updates without noise, and is trusted. Losses and accuracies that it records are not private, and neither are
@@ -244,8 +242,7 @@ class Private(Accounted):
 class AccountedByClient(Accounted):
     """Base of wrappers whose clients add the noise.
 
-    They go around any method whose clients return an update of the one model that they are sent, FedMR too: each upload is
-    private, whatever becomes of it.
+    They go around any method whose clients return an update of the one model that they are sent: each upload is private.
     """
 
     def require_inside(self, outer: Algorithm) -> None:

@@ -90,9 +90,7 @@ class Robust(Wrapper):
         super().receive(round, replace(replies, matrices=matrices))
 
     def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        """Return the median of the clients' counters, which a minority cannot move beyond those of honest clients; the `current`
-        buffers where too few replied to outvote it.
-        """
+        """Return the median of the clients' counters, which a minority cannot move far; `current` where too few replied."""
         enough = len(rows) >= self.least(len(rows))
         return torch.maximum(current, rows.sort(0).values[(len(rows) - 1) // 2]) if enough else current
 

@@ -33,8 +33,7 @@ class Secure(Wrapper):
         repeats: Exchanges in a row.
         low: Fewest layers that a client sends.
         high: Most layers; none is a quarter of them in the first repeat and all of them later.
-        when: `before_upload`, `before_train` or `both`: exchanged before upload alone, layers can be recognised by a server that
-            knows which model it sent to whom.
+        when: `before_upload` (alone, the server recognises layers of the models that it sent), `before_train` or `both`.
     """
 
     repeats: int = 2

@@ -53,8 +53,7 @@ def require_everybody(method: str, plan: Plan) -> None:
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
 
-    `private` names the layers that stay with each client. The layers that travel are averaged by samples. A client that has
-    not trained yet has the task's initial model.
+    `private` names the layers that stay with each client, at first the task's initial ones. The others are averaged by samples.
 
     Args:
         buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as FedALA's experiments do;

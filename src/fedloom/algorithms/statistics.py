@@ -52,10 +52,8 @@ def require_sgd(method: str, plan: Plan) -> None:
 def require_constant_rate(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` if the learning rate changes from one local step to the next."""
     if plan.training.local_schedule != CONSTANT:
-        schedule = quoted(plan.training.local_schedule, str)
-        raise InvalidValue(
-            f"{method} takes steps of one rate a round: local_schedule must be {CONSTANT}, not {schedule}"
-        )
+        needed = f"local_schedule must be {CONSTANT}, not {quoted(plan.training.local_schedule, str)}"
+        raise InvalidValue(f"{method} takes steps of one rate a round: {needed}")
 
 
 def momentum_gain(training: Training) -> float:

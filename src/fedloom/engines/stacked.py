@@ -53,9 +53,8 @@ class StackedEngine(RowsEngine):
         self.stack = StackedModule(*self.ways)
         self.chunk = chunk or default_chunk(task, self.flat_module)
         if self.proof.unstackable:
-            self.notice(
-                f"clients train one by one, since models of this kind cannot be stacked: {self.proof.unstackable}"
-            )
+            reason = f"models of this kind cannot be stacked: {self.proof.unstackable}"
+            self.notice(f"clients train one by one, since {reason}")
 
     def begin(self, task: Task, directory: Path | None) -> None:
         super().begin(task, directory)

@@ -122,8 +122,7 @@ class FlatModule:
     """One copy of the task's module, reused for every client that trains in this process, one at a time.
 
     The `rows [1, P]` given to `gradient` are trained in place: the module's parameters and statistics are views of them, while
-    frozen parameters are those of the task's module. So loading a client's model costs one copy of its row, and one tensor of
-    an optimizer covers every parameter.
+    frozen parameters are those of the task's module. So a client's model costs one copy of its row, and an optimizer one tensor.
 
     Args:
         module: The task's module, which stays as it is.

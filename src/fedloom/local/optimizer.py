@@ -48,8 +48,7 @@ class LocalOptimizer:
     """One local training: each batch moves the rows of its clients.
 
     A step takes the gradient of `loss_fn` or `gradient_fn`, then applies `correction`, clipping, weight decay and momentum.
-    `weights [k, P]` are those of the whole cohort; `only` names the slices that move. An optimizer of the user's is given tensors
-    in the model's shapes, one optimizer a client.
+    `weights [k, P]` are the whole cohort's; `only` names what moves. Users' optimizers, one a client, move the model's shapes.
     """
 
     def __init__(

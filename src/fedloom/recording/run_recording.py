@@ -92,9 +92,8 @@ class Recording:
         hooks = {recorder.name: recorder.hook(method, self._context) for recorder in self.recorders}
         self._hooks = {name: reported for name, reported in hooks.items() if reported is not None}
         if self._hooks and not in_process:
-            raise InvalidValue(
-                f"record: {next(iter(self._hooks))}: it hooks client training, which is in other processes here"
-            )
+            reason = "it hooks client training, which is in other processes here"
+            raise InvalidValue(f"record: {next(iter(self._hooks))}: {reason}")
         if self.directory is not None:
             remove_unfinished(self.directory / "recorded")
 

@@ -64,8 +64,7 @@ class Checkpoints:
         """Return the newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones
         that have figures. `adopt` raises `DamagedCheckpoint` where something that it needs beside the file is missing.
 
-        What had to be passed over, and where the run goes on instead, is said in `notices`. Raises `CheckpointError` when a
-        checkpoint belongs to another run.
+        `notices` say what was passed over, and where the run goes on. Raises `CheckpointError` for a checkpoint of another run.
         """
         passed: list[str] = []
         newest: Checkpoint | None = None

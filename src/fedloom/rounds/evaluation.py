@@ -1,7 +1,6 @@
 """What a federation measures of its models, on whom, and how often.
 
-Figures of one evaluation, by name (`Tally.figures` defines the parts). What stands here as accuracy is the metric of the task's
-objective, whose other figures follow it:
+Figures of one evaluation, by name (parts: `Tally.figures`); accuracy stands for the objective's metric, loss for the others:
 
     accuracy, loss                  the global model on the global test set, unless that is empty
     client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
@@ -51,8 +50,7 @@ MODELS = ("client", "personal", "new_client")
 class Evaluation:
     """Measures the models of one federation, in which clients from number `trainers` on never train.
 
-    `numbers` are the clients' numbers in figures, where those differ. Raises `InvalidValue` when the schedule asks for figures
-    that the task has no data for.
+    `numbers` are the clients' numbers in figures, if others. Raises `InvalidValue` for figures that the task has no data for.
     """
 
     def __init__(
@@ -170,8 +168,7 @@ def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tu
 
 
 def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:
-    """The task with `count` clients, drawn at random, moved behind all others, and the clients' numbers before that, by
-    their new ones. The others keep their order.
+    """The task with `count` drawn clients moved behind all others, which keep their order, and the clients' earlier numbers.
 
     A draw, since in some partitions neighbours hold the same classes. Raises `InvalidValue` when nobody is left to train.
     """

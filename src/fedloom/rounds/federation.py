@@ -149,8 +149,7 @@ class Federation:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
 
         An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round behind. Where the interrupted round
-        has changed so much client memory that it cannot be undone, the checkpoint before stays the last, and calling `run`
-        again raises `CheckpointError`.
+        has changed too much client memory to be undone, the checkpoint before stays the last, and `run` raises `CheckpointError`.
         """
         if self._midway:
             raise CheckpointError("a round was interrupted: make the federation again to go on from a checkpoint")

@@ -1,7 +1,6 @@
 """Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for identities on NIST curves, ECDSA.
 
-HPKE draws a fresh X25519 key pair for every envelope, so that no key is ever used with two nonces, and sealing the same
-content twice gives unrelated bytes.
+HPKE draws a fresh X25519 key pair for every envelope: no key has two nonces, and the same content is sealed to other bytes.
 """
 
 from cryptography.exceptions import InvalidSignature, InvalidTag

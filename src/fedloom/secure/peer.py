@@ -28,8 +28,7 @@ class Peer:
     then enters no other exchange before an upload: in other company, the difference would show whose layers are whose.
 
     `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself included: of an exchange among
-    fewer, or by other rules, it takes no part. `choices` are secret unless a rehearsal with a run's streams is wanted. Keys for
-    signing and sealing are new in every run.
+    fewer, or by other rules, it takes no part. `choices` are secret unless a rehearsal is wanted. Keys are new in every run.
     """
 
     def __init__(

@@ -148,9 +148,8 @@ class KnownSites:
         if holder is not None and holder.node != site.node:
             if holder.node in self._online:
                 self._ignored[site.node] = site.number
-                raise RefusedReply(
-                    f"two sites have partition-id {site.number} (nodes {holder.node} and {site.node}): give each its own"
-                )
+                nodes = f"nodes {holder.node} and {site.node}"
+                raise RefusedReply(f"two sites have partition-id {site.number} ({nodes}): give each its own")
             _logger.info("site %d is back", site.number)
         self.known[site.number] = site
         self.registered.setdefault(site.number, site.samples)

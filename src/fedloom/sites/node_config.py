@@ -43,7 +43,7 @@ class NodeConfig:
     """A SuperNode's configuration, such as `"partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`.
 
     `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there are. A site without `data` of
-    its own takes its client's share of the configuration's. `memory` is by default `fedloom` under FLWR_HOME. With
+    its own takes its client's share of the configuration's. `memory` is by default `fedloom` under FLWR_HOME or ~/.flwr. With
     `choices='rehearsed'` the site exchanges layers as a simulation with the run's seed does, which hides nothing.
     """
 
@@ -62,11 +62,12 @@ class NodeConfig:
         values = checked(_Table, {k: table[k] for k in _Table.__annotations__ if k in table}, "node configuration: ")
         if (number := values.get("partition-id")) is None:
             raise InvalidValue("node configuration: partition-id is missing, the site's number")
+        home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
         return cls(
             number,
             values.get("num-partitions"),
             values.get("data") or None,
-            Path(values["memory"]).expanduser() if values.get("memory") else default_folder(),
+            Path(values.get("memory") or home / "fedloom").expanduser(),
             _identity(values.get("identity"), values.get("peers"), number),
             values.get("choices") == "rehearsed",
             values.get("fewest-peers", FEWEST_PEERS),
@@ -78,11 +79,6 @@ class NodeConfig:
         if not isinstance(federation, str) or not _FEDERATION.fullmatch(federation):
             raise RefusedReply(f"{federation!r:.40} is not the name of a federation")
         return self.memory / federation
-
-
-def default_folder() -> Path:
-    """Return `fedloom` under FLWR_HOME, or under ~/.flwr where that is not set."""
-    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "fedloom"
 
 
 def _identity(private: str | None, peers: str | None, number: int) -> Identity | None:

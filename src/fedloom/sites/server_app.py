@@ -69,9 +69,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
     gathering = Gathering(settings, Mailbox(grid, pause))
     if settings.only == "statistics":
         if (settings.output / SITES).exists():
-            raise InvalidValue(
-                f"{settings.output} holds a run with statistics of its own: choose another output for these"
-            )
+            remedy = "choose another output for these"
+            raise InvalidValue(f"{settings.output} holds a run with statistics of its own: {remedy}")
         with locked(settings.output / ".lock"):
             gathering.statistics(gathering.first_sites())
         return None
@@ -251,9 +250,8 @@ class Gathering:
         simulated = {"merge": data.merge, "validation": data.validation is not None, "shift": data.shift != "none"}
         if tests is not None and any(simulated.values()):
             key = next(key for key, used in simulated.items() if used)
-            raise InvalidValue(
-                f"data.{key} needs all data in one place: leave it out where sites have data of their own"
-            )
+            remedy = "leave it out where sites have data of their own"
+            raise InvalidValue(f"data.{key} needs all data in one place: {remedy}")
         task = make_task(
             replace(dataset, train=dataset.train[:0]),
             partition=Partition.counted(samples),

@@ -64,9 +64,8 @@ class Site:
         """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not fit."""
         settings, config = deployment(run_config), NodeConfig.read(node_config)
         if config.sites not in (None, settings.clients):
-            raise InvalidValue(
-                f"node configuration: num-partitions is {config.sites}, but data.clients of the federation {settings.clients}"
-            )
+            clients = f"data.clients of the federation {settings.clients}"
+            raise InvalidValue(f"node configuration: num-partitions is {config.sites}, but {clients}")
         if config.number >= settings.clients:
             raise InvalidValue(f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)")
         return cls(settings, config)
@@ -97,9 +96,8 @@ class Site:
             raise InvalidValue(f"site {self.number}: {source} is no table, as the federation's data are")
         dataset = table_dataset("table", *table, roles, source)
         if not isinstance(dataset.encoding, TableInputs):
-            raise InvalidValue(
-                f"site {self.number}: texts and pictures in a table need an example at the server: path in table(...)"
-            )
+            needed = "need an example at the server: path in table(...)"
+            raise InvalidValue(f"site {self.number}: texts and pictures in a table {needed}")
         if lists := [column.name for column in dataset.encoding.columns if column.width > 1]:
             remedy = "make a column of each number, or let all sites bring arrays"
             raise InvalidValue(f"site {self.number}: column {quoted(lists[0])} of {source} holds lists: {remedy}")

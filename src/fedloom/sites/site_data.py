@@ -1,7 +1,6 @@
 """Data of sites that bring their own: the preprocessing on which all agree, and how a site reads its samples.
 
-A federation of tables agrees before round 1 by statistics of all sites: on columns, mean and deviation of numbers, categories and
-classes. So no file has to be shared.
+A federation of tables agrees before round 1, without sharing a file, by statistics of columns: means, deviations, categories.
 """
 
 import json
@@ -67,8 +66,7 @@ class DataAgreement:
         return {**vars(self), "preprocessing": json.loads(self.preprocessing.to_json())}
 
     def dataset(self, source: str, configuration: Configuration) -> Dataset:
-        """Return a site's own samples. Raises `DataError`, or `InvalidValue` for those that do not fit the agreement, which name
-        the source and, of a table, the column."""
+        """Return a site's own samples. Raises `DataError`, or `InvalidValue` with the source and, of a table, the column."""
         inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
         try:
             objective = build_objective(configuration.objective or self.objective, configuration.metrics)
@@ -194,8 +192,7 @@ def _numbers_first(text: str) -> tuple[bool, int, str]:
 
 
 def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset:
-    """Return the data set of a federation of tables as the server has it: no row to train on, and those of `path` or `test_path`,
-    where the configuration names one, to test on."""
+    """Return the data set of a federation of tables at the server: no row to train on, and those of a path to test on."""
     _, options = datasets.read(configuration.data.name)
     roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)
     objective: Objective = CLASSIFICATION if agreed.outputs.classes else Regression()

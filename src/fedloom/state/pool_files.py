@@ -69,8 +69,7 @@ class PoolFiles:
     def write(self, tensor: Tensor) -> str | None:
         """Return a tensor's entry in a checkpoint, None for one that lies in memory.
 
-        A tensor that is too large for that moves to a file. The file is on the disk when this returns; one that has not changed
-        since the last time is not written.
+        A tensor too large for that moves to a file, which is on the disk when this returns; one that is unchanged is not written.
         """
         name = self._name(tensor)
         if not name:

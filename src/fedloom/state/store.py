@@ -1,7 +1,6 @@
 """Clients' memory from round to round: control variates, personal models, stored updates.
 
-In a simulation one `ClientStore` holds it for the clients that were seen, in memory up to a budget and beyond it in files; a real
-site keeps its own (`ClientFiles`).
+In a simulation one `ClientStore` holds it, in memory up to a budget and beyond it in files; a real site keeps `ClientFiles`.
 """
 
 import copy

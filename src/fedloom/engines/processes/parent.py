@@ -72,9 +72,8 @@ class ProcessesEngine(WorkerEngine):
     ) -> None:
         checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
         if VARIABLE in os.environ:
-            raise FedloomError(
-                "a worker process began the run anew: put what starts it below if __name__ == '__main__':"
-            )
+            remedy = "put what starts it below if __name__ == '__main__':"
+            raise FedloomError(f"a worker process began the run anew: {remedy}")
         super().__init__(workers, inside, memory_budget)
         self.threads, self.wanted_chunk = threads, chunk
         self._proven = (task, proof)

@@ -12,8 +12,7 @@ VARIABLE = "FEDLOOM_WORKER"
 def main() -> None:
     """Answer the parent's messages until the pipe is closed.
 
-    The arguments are the parent's process id, the number of threads, and the file descriptors of the pipe, of the parent's
-    memory and of this worker's.
+    The arguments are the parent's process id, the threads, and the file descriptors of the pipe, the parent's memory and its own.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the parent, which saves and then ends its workers

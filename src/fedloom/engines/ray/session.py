@@ -91,8 +91,7 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
     """Join the cluster at `address`; a local one is started with this many cores, GPUs and bytes for objects.
 
     A connection that the program made itself serves the addresses `local` and `auto` and outlives the session.
-    Raises `MissingExtra`, `InvalidValue` if this process is connected to another cluster, and `FedloomError` in one line if
-    there is no cluster or none can be started.
+    Raises `MissingExtra`, `InvalidValue` in a process of another cluster, `FedloomError` if none is there or can be started.
     """
     global _current
     ray = load_ray()
@@ -103,9 +102,9 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         return _current
     if ray.is_initialized():
         if _current is not None or address not in (LOCAL, "auto"):
-            present = "" if _current is None else f" ({_current.address})"
+            present = "another Ray cluster" + ("" if _current is None else f" ({_current.address})")
             raise InvalidValue(
-                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to another Ray cluster{present}"
+                f"engine 'ray' cannot connect to {quoted(address)}: this process is connected to {present}"
             )
         _current = Session(address, started=False)
         return _current
@@ -175,9 +174,8 @@ def _probe(address: str) -> None:
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise InvalidValue(
-            f"address {quoted(address)} is not allowed: use local, auto, 'host:port' or 'ray://host:port' (with a port number)"
-        )
+        allowed = "local, auto, 'host:port' or 'ray://host:port' (with a port number)"
+        raise InvalidValue(f"address {quoted(address)} is not allowed: use {allowed}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
     except OSError as error:
