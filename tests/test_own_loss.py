@@ -45,23 +45,23 @@ def figures(result: fl.Result) -> list[dict[str, Any]]:
 
 def test_it_trains_and_scores_as_a_plain_loop_does() -> None:
     training = {"learning_rate": 0.3, "momentum": 0.9, "batch_size": None, "epochs": 4}
-    one = task(clients=1, model="logistic", training=training)
-    result = fl.run("fedavg", one, **{**OPTIONS, "rounds": 1})
-    model = one.module(one.initial)
+    one_client = task(clients=1, model="logistic", training=training)
+    result = fl.run("fedavg", one_client, **{**OPTIONS, "rounds": 1})
+    model = one_client.module(one_client.initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for _ in range(4):
         optimizer.zero_grad()
-        logits = model(one.train.inputs)
-        chance = torch.stack([logits[k].softmax(0)[label] for k, label in enumerate(one.train.labels)])
+        logits = model(one_client.train.inputs)
+        chance = torch.stack([logits[k].softmax(0)[label] for k, label in enumerate(one_client.train.labels)])
         (-((1 - chance) ** 2) * chance.log()).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for trained, expected in zip(result.model.parameters(), model.parameters(), strict=True):
         assert torch.allclose(trained, expected, atol=1e-5)
     with torch.no_grad():
-        logits = model(one.test.inputs)
-    correct = [int(int(row.argmax()) == int(label)) for row, label in zip(logits, one.test.labels, strict=True)]
+        logits = model(one_client.test.inputs)
+    correct = [int(int(row.argmax()) == int(label)) for row, label in zip(logits, one_client.test.labels, strict=True)]
     assert result.history[0]["accuracy"] == pytest.approx(sum(correct) / len(correct))
-    assert result.history[0]["loss"] == pytest.approx(float(focal(logits, one.test.labels).mean()), rel=1e-4)
+    assert result.history[0]["loss"] == pytest.approx(float(focal(logits, one_client.test.labels).mean()), rel=1e-4)
 
 
 def test_every_way_of_saying_it_gives_the_same_run(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_every_way_of_saying_it_gives_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["rows", "stacked", "processes"])
 @pytest.mark.parametrize("loss", [focal, lambda outputs, targets: focal(outputs, targets)], ids=["function", "lambda"])
-def test_all_engines_agree(engine: str, loss: Any) -> None:
+def test_all_engines_give_the_figures_of_rows(engine: str, loss: Any) -> None:
     expected = figures(fl.run("fedavg", task(), **OPTIONS))
     for record, reference in zip(
         figures(fl.run("fedavg", task(loss), engine=engine, **OPTIONS)), expected, strict=True
@@ -96,20 +96,20 @@ def test_all_engines_agree(engine: str, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedmr", "scaffold", "moon", "fedrod", "fedlc(fedavg)", "fedntd(fedavg)", "ditto"])
-def test_methods_use_it(method: str) -> None:
+def test_methods_learn_by_it(method: str) -> None:
     options = {**OPTIONS, "rounds": 6} | ({"personal_every": 6} if method == "ditto" else {})
     result = fl.run(method, task(local_test=0.25, training={"learning_rate": 0.5, "batch_size": 10}), **options)
     assert result.history[-1]["personal_accuracy" if method == "ditto" else "accuracy"] > 0.5
 
 
 def test_a_run_goes_on_and_one_with_another_loss_is_refused(tmp_path: Path) -> None:
-    whole = fl.run("fedavg", task(), **OPTIONS)
+    uninterrupted = fl.run("fedavg", task(), **OPTIONS)
     fl.run("fedavg", task(), directory=tmp_path, **{**OPTIONS, "rounds": 1})
-    parts = fl.run("fedavg", task(), directory=tmp_path, **OPTIONS)
-    assert figures(parts) == figures(whole)
-    for other in (lambda outputs, targets: focal(outputs, targets), None):
+    resumed = fl.run("fedavg", task(), directory=tmp_path, **OPTIONS)
+    assert figures(resumed) == figures(uninterrupted)
+    for loss in (lambda outputs, targets: focal(outputs, targets), None):
         with pytest.raises(CheckpointError, match="holds a run with another loss"):
-            fl.run("fedavg", task(other), directory=tmp_path, **OPTIONS)
+            fl.run("fedavg", task(loss), directory=tmp_path, **OPTIONS)
 
 
 def test_a_comparison_in_worker_processes_and_a_search_have_accuracies() -> None:
@@ -147,7 +147,7 @@ def test_metrics_that_are_recorded_anyway_may_be_named() -> None:
     )
 
 
-def test_what_stands_for_it() -> None:
+def test_a_loss_given_as_a_function_has_no_expression_and_its_path_is_one() -> None:
     assert isinstance(build_objective(focal), Custom)
     assert expression_of(Classification(criterion=focal)) is None
     assert plain(parse_value(PATH)) == PATH

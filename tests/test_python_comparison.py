@@ -200,7 +200,7 @@ def test_bad_arguments_are_refused_in_one_line(change: dict[str, Any], text: str
     assert "\n" not in str(caught.value)
 
 
-def test_labels_in_a_configuration(tmp_path: Path) -> None:
+def test_labels_of_a_configuration_name_methods_in_tables_and_folders(tmp_path: Path) -> None:
     labels = {"FedAvg": "fedavg", "FedMR (ours)": "fedmr(unit=segment)"}
     table = {"algorithms": labels, "rounds": 2, "seeds": [0, 1], "data": {"clients": 5}, "directory": str(tmp_path)}
     comparison = Comparison.of(configuration({**table, "model": "mlp(hidden=[4])"}))

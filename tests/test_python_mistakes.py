@@ -42,10 +42,10 @@ def make(**options: Any) -> fl.Task:
 
 @pytest.mark.parametrize("model", [Net, lambda spec: Net(spec), partial(Net, width=8), f"{__name__}:Net"])
 def test_a_class_and_a_function_draw_the_weights_of_the_seed(model: Any) -> None:
-    first, again, other = (make(model=model, seed=seed).initial for seed in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert torch.equal(first, make(model=f"{__name__}:Net(width=8)", seed=3).initial)
-    assert not torch.equal(first, other)
+    initial, repeated, of_another_seed = (make(model=model, seed=seed).initial for seed in (3, 3, 4))
+    assert torch.equal(initial, repeated)
+    assert torch.equal(initial, make(model=f"{__name__}:Net(width=8)", seed=3).initial)
+    assert not torch.equal(initial, of_another_seed)
     assert fl.run("fedavg", make(model=model), rounds=1, participation=1.0, quiet=True).history
 
 
@@ -58,9 +58,9 @@ def of_the_seed(labels: Any, clients: int, seed: int) -> list[Any]:
 
 
 def test_partitions_of_ones_own_by_function_path_and_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [list(part) for part in of_the_seed(range(80), 4, 7)]
+    expected = [list(indices) for indices in of_the_seed(range(80), 4, 7)]
     monkeypatch.chdir(Path(__file__).parent)
-    for partition in (of_the_seed, f"{__name__}:of_the_seed", expected, [np.array(part) for part in expected]):
+    for partition in (of_the_seed, f"{__name__}:of_the_seed", expected, [np.array(indices) for indices in expected]):
         task = make(partition=partition, seed=7)
         assert [list(task.partition[client]) for client in range(4)] == expected
     classes = make(partition=lambda labels: [np.flatnonzero(labels == k) for k in range(2)])
