@@ -75,6 +75,14 @@ def test_a_typical_mistake_is_found_in_its_line(name: str) -> None:
     assert inspect.getsourcelines(wrong_methods)[0][int(line) - 1].rstrip().endswith("# wrong")
 
 
+def test_a_loss_that_keeps_a_graph_is_found_with_the_line_that_keeps_it() -> None:
+    graph, written = fl.check(wrong("KeepsTheGraph"))
+    assert "holds that batch's graph: keep value.detach()" in graph.problem
+    assert "the client half writes self.last" in written.problem
+    line = inspect.getsourcelines(wrong_methods)[0][int(written.location.split(":")[1].split()[0]) - 1]
+    assert line.rstrip().endswith("# wrong")
+
+
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "umf(feddc)", "stages(fedavg:1, fedmr)", "fedamp"])
 def test_nothing_is_wrong_with_a_method_of_fedloom(method: str) -> None:
     assert fl.check(method) == []

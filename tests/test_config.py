@@ -94,7 +94,7 @@ WRONG = [
     ("rounds=true", "rounds must be a whole number, not true"),
     ("rounds=0", "rounds must be at least 1, not 0"),
     ("rounds.x=1", "rounds must be a whole number, not {'x': 1}"),
-    ("model.x=1", "'model' is a value, not a table"),
+    ("model.x=1", "'model' is no table"),
     ("rounds", "'rounds' is not key=value"),
     ("=3", "'=3' is not key=value"),
     ("participation=0", "participation must be in (0, 1], not 0"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -92,6 +93,30 @@ def test_floats_are_a_regression_and_whole_numbers_as_kind_says(tmp_path: Path) 
     coded = table(path=path, target="outcome", inputs=["age"], categorical=["age"])
     assert coded.spec.shape == (32,)  # one for each age among the training rows
     assert bool((coded.test.inputs == 0).all())  # an age that none of them has
+
+
+def test_whole_numbers_that_nobody_calls_classes_are_told_in_a_notice_and_on_the_card(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).normal(size=60)
+    frame = pd.DataFrame({"length": numbers, "quality": np.arange(60) % 6 + 3})
+    options: dict[str, Any] = {"clients": 3, "partition": "iid", "model": "logistic"}
+
+    def notices(data: Any, folder: str = "", **more: Any) -> list[str]:
+        task = fl.make_task(data, **({} if isinstance(data, str) else {"target": "quality"}), **options, **more)
+        directory = tmp_path / folder if folder else None
+        return fl.run("fedavg", task, rounds=1, quiet=True, directory=directory).federation.notices
+
+    frame.to_csv(tmp_path / "wine.csv", index=False)
+    file = f"path='{tmp_path / 'wine.csv'}', target=quality"
+    expected = "the 6 whole numbers of the column 'quality' are taken as classes: objective='regression' (of a file, "
+    for name, data in (("frame", frame), ("file", f"table({file})")):
+        (notice,) = notices(data, name)
+        assert notice.startswith(expected)
+        assert f"- {notice}\n" in (tmp_path / name / "model-card.md").read_text()
+    assert notices(f"table({file}, kind=regression)") == []
+    for objective in ("regression", "classification"):
+        assert notices(frame, objective=objective) == []
+    assert notices(frame.assign(quality=frame.quality % 2)) == []
+    assert notices(frame.assign(quality=frame.quality.map({k: f"grade {k}" for k in range(9)}))) == []
 
 
 def test_empty_cells_are_refused_filled_or_dropped(tmp_path: Path) -> None:

@@ -153,6 +153,26 @@ def test_a_loss_given_as_a_function_has_no_expression_and_its_path_is_one() -> N
     assert plain(parse_value(PATH)) == PATH
 
 
+average_loss = torch.zeros(())
+
+
+def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that forgets to detach what it keeps of the last batch."""
+    global average_loss
+    losses = focal(outputs, targets)
+    average_loss = 0.9 * average_loss + 0.1 * losses.mean()
+    return losses + average_loss
+
+
+@pytest.mark.parametrize("engine", ["rows", "stacked"])
+def test_a_graph_that_is_kept_over_batches_is_told_with_the_remedy(engine: str) -> None:
+    with pytest.raises(
+        FedloomError, match=r"of an earlier batch holds that batch's graph: keep value.detach\(\)"
+    ) as caught:
+        fl.run("fedavg", task(smoothed, training={"batch_size": 20}), engine=engine, **OPTIONS)
+    assert "retain_graph" not in str(caught.value)
+
+
 def regression_data() -> fl.Task:
     return fl.make_task("diabetes", objective=focal, metrics=["accuracy"])
 

@@ -140,7 +140,9 @@ def first_line(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of an error that fedloom did not raise, on one line."""
+    """Return type and text of an error that fedloom did not raise, on one line; what is wrong where its remedy is none."""
+    if "backward through the graph a second time" in str(error):
+        return "what a loss or a client half keeps of an earlier batch holds that batch's graph: keep value.detach()"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -25,6 +25,7 @@ from fedloom.flat.layout import Layout, require_no_tensor_hooks
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
 from fedloom.objectives import Objective
+from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
 from fedloom.objectives.metrics import build_metrics
 from fedloom.objectives.regression import Regression, Standardised
@@ -67,6 +68,15 @@ class Task:
     def objective(self) -> Objective:
         """The loss, and the figures by which models are judged."""
         return self.dataset.objective
+
+    @property
+    def notices(self) -> list[str]:
+        """A line for whole numbers of a table that are taken as classes though nobody has said so."""
+        dataset, names = self.dataset, self.dataset.class_names or ()
+        table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
+        text = f"the {dataset.classes} whole numbers of the column {dataset.target!r} are taken as classes: "
+        remedy = "objective='regression' (of a file, table(kind=regression)) takes them as numbers"
+        return [text + remedy] if table and dataset.classes > 2 and all(map(str.isdecimal, names)) else []
 
     @property
     def clients(self) -> int:

@@ -111,9 +111,7 @@ def statistics(
     limits = read_bounds(bounds or [], "--bounds")
     if file.is_dir():
         if output or overrides:
-            raise InvalidValue(
-                "--output and KEY=VALUE are of one machine: sites write into the app's output at the server"
-            )
+            raise InvalidValue("--output and KEY=VALUE are of one machine: sites write into the server's output")
         run_app(file, settings | {"bounds": "; ".join(bounds or []), "only": "statistics"})
         return
     configuration = load(file, overrides or [])

@@ -231,9 +231,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
         with FileLock(path, timeout=-1 if wait else 0):
             yield
     except Timeout:
-        raise CheckpointError(
-            f"{path.parent} is in use by another process: wait for it or choose another folder"
-        ) from None
+        raise CheckpointError(f"{path.parent} is in use by another process: wait or choose another folder") from None
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:

@@ -77,14 +77,9 @@ class Result:
     recording: Recording | None = None
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.summary.algorithm} on {self.task.dataset.name}, {self.task.clients} clients, seed {self.summary.seed}",
-                *result_lines(self.summary),
-                f"engine: {self.engine}",
-                ".model  .curves()  .plot()  .report('report.html')",
-            ]
-        )
+        run, members = self.summary, ".model  .curves()  .plot()  .report('report.html')"
+        title = f"{run.algorithm} on {self.task.dataset.name}, {self.task.clients} clients, seed {run.seed}"
+        return "\n".join([title, *result_lines(run), f"engine: {self.engine}", members])
 
     def _repr_html_(self) -> str:
         return html_table(sheet([self.summary]).table, [f"engine: {self.engine}"])
@@ -143,7 +138,7 @@ class Result:
         scores = [float(record[name]) for record in self.history if record.get(name) is not None]
         if not scores and len(self.task.test):
             raise InvalidValue(
-                f"models of this task are judged by {self.task.objective.metric.name}: there is no {name}"
+                f"this task's models are judged by {self.task.objective.metric.name}: there is no {name}"
             )
         if not scores:
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}")

@@ -118,9 +118,7 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         for depth, name in enumerate(tables, start=1):
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise InvalidValue(
-                    f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is a value, not a table"
-                )
+                raise InvalidValue(f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is no table")
         inner[name_in_table] = value
     return result
 

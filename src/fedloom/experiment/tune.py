@@ -114,9 +114,7 @@ class Search:
             allowed = ", ".join(MEASURES)
             raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}")
         if base.measure == "personal" and base.data.local_test is None and objects is None:
-            raise InvalidValue(
-                "measure = 'personal' needs test data of the clients' own: give data.local_test, such as 0.25"
-            )
+            raise InvalidValue("measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25")
         self.folder = base.folder / "tune"
         # Every value of the lists and both ends of the ranges must be allowed.
         ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name
@@ -214,7 +215,10 @@ class FlatModule:
         with autocast(self.autocast, rows.device):
             loss = loss_fn(self.net, client_batch, {name: value[0] for name, value in context.items()})
         trained = [p for p in self._parameters if p.requires_grad]
-        gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+        try:
+            gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+        except RuntimeError as error:
+            raise (InvalidValue(error_text(error)) if "a second time" in str(error) else error) from error
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
     def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:

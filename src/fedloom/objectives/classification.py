@@ -76,9 +76,7 @@ class Classification(Objective):
         surprise = -logits.log_softmax(1)
         classes = logits.shape[1]
         if self.class_weights and len(self.class_weights) != classes:
-            raise InvalidValue(
-                f"class_weights has {len(self.class_weights)} numbers, but the model has {classes} outputs"
-            )
+            raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, the model {classes} outputs")
         weights = on_device(tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype)
         weight = weights[targets]
         unsmoothed = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * weight

@@ -63,6 +63,4 @@ class Multilabel(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or not bool(((targets == 0) | (targets == 1)).all()):
-            raise InvalidValue(
-                f"objective 'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}"
-            )
+            raise InvalidValue(f"'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}")

@@ -20,6 +20,7 @@ def model_card(run: RunSummary, preprocessing: Preprocessing, model: str, task: 
         "Training": [
             f"method `{run.algorithm}`, seed {run.seed}, {len(run.records)} rounds; {task['parameters']:,} parameters",
             ", ".join(f"{key} {value}" for key, value in run.configuration["training"].items() if value),
+            *dict.fromkeys(notice for timing in run.timings for notice in timing.get("notices", ())),
         ],
         "Figures": _figures(run),
         "Privacy": ["no differential privacy was asked for" if epsilon is None else f"epsilon spent: {epsilon:.3g}"],

@@ -139,11 +139,11 @@ class Federation:
     def notices(self) -> list[str]:
         """Notices, a line each: what was wrong with the checkpoints at the start, how clients train where that is not as usual,
         whether the models of a pool have come apart, and why the run ends early."""
-        of_checkpoints = [] if self.checkpoints is None else self.checkpoints.notices
+        damaged = [] if self.checkpoints is None else self.checkpoints.notices
         ends = self.evaluation.patience.notices
         if self.finished and self.algorithm.spent:
             ends = [f"the privacy budget is spent: the run ends after round {self.finished}", *ends]
-        return [*self._untrained, *of_checkpoints, *self.engine.notices, *self._pool_watch.notices, *ends]
+        return [*self.task.notices, *self._untrained, *damaged, *self.engine.notices, *self._pool_watch.notices, *ends]
 
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds; `on_round` is called after each with its figures and its times.
