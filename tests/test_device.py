@@ -248,6 +248,7 @@ def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable
 
 READS = {
     WRAPPERS["fedgen"]: "clients count their labels, before the first step",
+    "pfedfda": "shares of the Gaussians are validated, after the last step",
     "umf(feddc)": "clients that do not upload look whether their update is finite, after the last step",
 }
 """Methods that read what lies on the device, outside of all steps."""

@@ -1,4 +1,4 @@
-"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS and FedAH against plain loops, and their limiting cases."""
+"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS, pFedFDA and FedAH against plain loops, and their limiting cases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from fedloom.algorithms.building import build
 from fedloom.algorithms.fedpac import head_shares
+from fedloom.algorithms.pfedfda import validated_shares
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -350,6 +352,63 @@ def fedas(setting: Setting, *, rate: float) -> list[Moment]:
     return moments
 
 
+def estimate(z: Tensor, y: Tensor, means: Tensor, least: int, ridge: float) -> tuple[Tensor, Tensor]:
+    own = means.clone()
+    for c in set(y.tolist()):
+        if int((y == c).sum()) >= least:
+            own[c] = z[y == c].mean(0)
+    scatter = sum(torch.outer(a - own[c], a - own[c]) for a, c in zip(z, y.tolist(), strict=True))
+    unit = torch.eye(z.shape[1], dtype=torch.float64)
+    return own, scatter / max(len(z) - 1, 1) + ridge * unit
+
+
+def lda(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
+    width = len(covariance)
+    shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.trace() / width * torch.eye(width, dtype=torch.float64)
+    weight = means @ torch.linalg.inv(shrunk)
+    return weight, torch.stack([p.log() - m @ w / 2 for p, m, w in zip(prior, means, weight, strict=True)])
+
+
+def pfedfda(setting: Setting, *, shares: tuple[float, float], ridge: float) -> list[Moment]:
+    world = setting.world
+    base, _ = parts_of(world)
+    own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
+    means = torch.rand(world.classes, 4, generator=stream(world.seed, "pfedfda"), dtype=torch.float64)
+    covariance = torch.eye(4, dtype=torch.float64)
+
+    def mixture(model: Any, i: int) -> tuple[Tensor, Tensor]:
+        x, y = world.data(i)
+        with torch.no_grad():
+            local = estimate(copy.deepcopy(model).eval().features(x), y, means, 2, ridge)
+        pairs = zip(shares, local, (means, covariance), strict=True)
+        mean, spread = (share * mine + (1 - share) * theirs for share, mine, theirs in pairs)
+        return mean, spread
+
+    def prior(i: int) -> Tensor:
+        raised = label_counts(world, i) / world.sizes[i] + 1e-4
+        return raised / raised.sum()
+
+    moments = []
+    for number, selected in enumerate(setting.selected, start=1):
+        uploads = []
+        for i in selected:
+            copy_parameters(server, own[i], base)
+            own[i] = with_head(own[i], *lda(means, covariance, prior(i)))
+            world.train(own[i], i, number, names=base)
+            uploads.append(mixture(own[i], i))
+        sizes = [world.sizes[i] for i in selected]
+        means, covariance = (sum(n * u[k] for n, u in zip(sizes, uploads, strict=True)) / sum(sizes) for k in (0, 1))
+        average(server, [own[i] for i in selected], sizes, base)
+        personal = []
+        for i in range(world.clients):
+            whole = copy.deepcopy(own[i])
+            copy_parameters(server, whole, base)
+            personal.append(vector(with_head(whole, *lda(*mixture(whole, i), prior(i)))))
+        even = torch.full((world.classes,), 1 / world.classes, dtype=torch.float64)
+        moments.append(Moment(parameters(with_head(server, *lda(means, covariance, even))), personal))
+    return moments
+
+
 # --- against the loops ---
 
 
@@ -386,6 +445,12 @@ class TestAgainstLoops:
 
     def test_fedas(self, norm: bool) -> None:
         compare(World(norm), "fedas(align_rate=0.05)", fedas, rate=0.05)
+
+    def test_pfedfda(self, norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = torch.tensor([0.3, 0.8], dtype=torch.float64)
+        monkeypatch.setattr("fedloom.algorithms.pfedfda.validated_shares", lambda *_: given)
+        compare(World(norm), "pfedfda", pfedfda, shares=(0.3, 0.8), ridge=1.0)
+        compare(World(norm), "pfedfda(ridge=1e-3)", pfedfda, shares=(0.3, 0.8), ridge=1e-3)
 
 
 def test_fedah_is_ala_on_the_head_of_a_fedrep_whose_heads_travel() -> None:
@@ -499,9 +564,48 @@ def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: p
         torch.testing.assert_close(one.parameters, two.parameters, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_pfedfda_at_both_ends(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(participation=1.0)
+    monkeypatch.setattr("fedloom.algorithms.pfedfda.validated_shares", lambda *_: torch.full((2,), share).double())
+    run = world.run(build("pfedfda"))
+    weights = torch.stack([row[-15:-3] for row in run.moments[-1].personal])
+    same_head = torch.allclose(weights, weights[:1].expand_as(weights), atol=1e-9)
+    assert same_head is (
+        share == 0.0
+    )  # all clients share the global classifier up to the prior, or have one of their own
+
+
+def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.arange(3).repeat(8)
+    means = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    z = means[labels] + 0.7 * torch.randn(24, 4, generator=generator, dtype=torch.float64)
+    received = means + 1.5 * torch.randn(3, 4, generator=generator, dtype=torch.float64), torch.eye(4).double()
+    gaussians = torch.cat(received)
+    prior = torch.full((3,), 1 / 3, dtype=torch.float64)
+    found = validated_shares(z, labels, gaussians, 1e-4, prior)
+
+    def loss(a: float, b: float) -> float:
+        total = 0.0
+        halves = [torch.arange(24)[torch.arange(24) // 3 % 2 == fold] for fold in (0, 1)]
+        for seen, left in (halves, halves[::-1]):
+            own = estimate(z[seen], labels[seen], received[0], 2, 1e-4)
+            mean, spread = (s * m + (1 - s) * g for s, m, g in zip((a, b), own, received, strict=True))
+            weight, bias = lda(mean, spread, prior)
+            total += float(F.cross_entropy(z[left] @ weight.T + bias, labels[left]))
+        return total
+
+    grid = min(loss(a / 10, b / 10) for a in range(11) for b in range(11))
+    assert loss(*found.tolist()) <= grid + 1e-3
+    assert float(found[0]) > 0.5
+    alone = validated_shares(z[:3], labels[:3], gaussians, 1e-4, prior)
+    assert alone.tolist() == [0, 0]
+
+
 # --- engines, resumption, bytes, refusals ---
 
-EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedpac", "fedas", "fedah"]
+EVERY = ["fedbabu", "fedrod", "apfl", "fedproto", "feddbe", "fedpac", "fedas", "pfedfda", "fedah"]
 
 
 @pytest.mark.parametrize("expression", EVERY)
@@ -524,7 +628,7 @@ def test_engines_agree(expression: str) -> None:
     ("expression", "down", "up"),
     [
         ("fedbabu", 64, 64), ("fedrod", 79, 79), ("apfl", 79, 79), ("fedproto", 15, 15),
-        ("fedpac", 79 + 15, 79 + 28), ("feddbe", 79 + 4, 79), ("fedas", 64, 65),
+        ("fedpac", 79 + 15, 79 + 28), ("feddbe", 79 + 4, 79), ("fedas", 64, 65), ("pfedfda", 64 + 28, 64 + 28),
         ("fedah", 79, 79),
     ],
 )  # fmt: skip
@@ -534,7 +638,7 @@ def test_traffic(expression: str, down: int, up: int) -> None:
     assert (record["bytes_down"], record["bytes_up"]) == (8 * 5 * down, 8 * 5 * up)
 
 
-@pytest.mark.parametrize("expression", ["fedrod", "fedproto", "feddbe", "fedpac"])
+@pytest.mark.parametrize("expression", ["fedrod", "fedproto", "feddbe", "fedpac", "pfedfda"])
 def test_a_head_without_a_bias_is_refused(expression: str) -> None:
     world = World()
     world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)

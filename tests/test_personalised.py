@@ -481,6 +481,7 @@ def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
         ("fedrep", True),
         ("fedper", True),
         ("lg_fedavg", True),
+        ("pfedfda", False),  # its head is computed from what travels
         ("fedavg", False),
         ("ditto", False),
         ("fedmr", False),

@@ -56,6 +56,7 @@ from .algorithms.kept_layers import SiloBN as SiloBN
 from .algorithms.moon import Moon as Moon
 from .algorithms.partialfed import PartialFed as PartialFed
 from .algorithms.perfedavg import PerFedAvg as PerFedAvg
+from .algorithms.pfedfda import PFedFDA as PFedFDA
 from .algorithms.pfedme import PFedMe as PFedMe
 from .algorithms.power_of_choice import PowerOfChoice as PowerOfChoice
 from .algorithms.private import LocalPrivate as LocalPrivate

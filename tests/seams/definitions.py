@@ -671,26 +671,28 @@ class PFedFDA(Prototypes, Personal):
     def begin(self) -> None:
         Personal.begin(self)
         Prototypes.begin(self)
-        self.means = self.method.state["means"].clone()  # whose draw is the method's own
+        self.means = self.method.state["gaussians"][: self.classes].clone()  # whose draw is the method's own
         self.covariance = torch.eye(self.width, dtype=self.means.dtype)
 
     def sends(self, round: Round) -> list[Message]:
-        gaussians = {"means": self.means, "covariance": self.covariance}
-        return [{**message, **gaussians} for message in Personal.sends(self, round)]
+        gaussians = torch.cat([self.means, self.covariance])
+        return [{**message, "gaussians": gaussians} for message in Personal.sends(self, round)]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         Personal.receive(self, round, answers)
         weights = [answer.weight for answer in answers]
-        self.means = mean_of([answer.reply["means"] for answer in answers], weights)
-        self.covariance = mean_of([answer.reply["covariance"] for answer in answers], weights)
+        gaussians = mean_of([answer.reply["gaussians"] for answer in answers], weights)
+        self.means, self.covariance = gaussians.split([self.classes, self.width])
 
     def model(self) -> Tensor:
-        unit = torch.eye(self.width, dtype=self.means.dtype)
-        shrunk = (1 - 1e-4) * self.covariance + 1e-4 * self.covariance.diagonal().mean() * unit
+        means, covariance = (
+            self.means.double(),
+            self.covariance.double(),
+        )  # whose inverse loses digits in single precision
+        shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(self.width)
         precision = torch.linalg.inv(shrunk)
-        weight = self.means @ precision
-        bias = [-float(mean @ precision @ mean) / 2 - math.log(self.classes) for mean in self.means]
-        return self.with_head(self.server_model, weight, self.means.new_tensor(bias))
+        bias = [-float(mean @ precision @ mean) / 2 - math.log(self.classes) for mean in means]
+        return self.with_head(self.server_model, (means @ precision).to(self.means), self.means.new_tensor(bias))
 
 
 # --- wrappers ---

@@ -183,10 +183,12 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
 
 
 def untrained(algorithm: Algorithm) -> list[str]:
-    """Return a notice that names the layers of the global model that no client sends, where there are any."""
+    """Return a notice that names the layers of the global model that nothing changes, where there are any."""
     layout, unit = algorithm.layout, algorithm.travelling(algorithm.plan.opening())
     trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-    fixed = dict.fromkeys(t.layer for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit))
+    stays = [t for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit)]
+    moved = algorithm.model() != algorithm.plan.initial if stays else torch.empty(0)
+    fixed = dict.fromkeys(t.layer for t in stays if not moved[t.slice].any())
     reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
     remedy = "judge it by the clients' own models (personal_every, measure = personal)"
     return [f"the global model of {algorithm} {reason}: {remedy}"] if fixed else []

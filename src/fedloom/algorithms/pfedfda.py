@@ -1,0 +1,130 @@
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
+from fedloom.algorithms.kept_layers import KeepsHead
+from fedloom.algorithms.linear_head import Head, LinearHead, discriminant
+from fedloom.config.fields import Positive
+from fedloom.randomness import stream
+
+
+@algorithms.register("pfedfda")
+class PFedFDA(KeepsHead):
+    """pFedFDA: a base trained under a head of linear discriminant analysis; each client adapts the Gaussians behind it.
+
+    A client's head is that of the server's Gaussians (class means and a common covariance, `[Y + d, d]`) and of its own class
+    shares; the base trains under it. Then, on the features of its samples, it chooses the shares b in [0, 1] of its own means
+    and of its own covariance by two-fold cross-validation (ten steps of L-BFGS from 1/2 on the cross-entropy), and uploads the
+    base and b local + (1 - b) global; all are averaged by samples. To deploy, it chooses b for the received base. A class with
+    fewer than two samples has the server's mean; without any other class b is 0. The global model has equal class shares.
+    Source: McLaughlin and Su 2024 (pFedFDA), algorithm 1; their code takes features as they come in training.
+    Use it when clients have few samples and their inputs are shifted; features must not be many, since d^2 numbers travel.
+
+    Args:
+        ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in every entry).
+    """
+
+    ridge: Positive = 1.0
+
+    sends: ClassVar[tuple[str, ...]] = ("model", "gaussians")
+    fits_once: ClassVar[bool] = False
+
+    def setup(self, plan: Plan) -> None:
+        super().setup(plan)
+        width = LinearHead.of(plan, "pfedfda").features
+        means = torch.rand(plan.classes, width, generator=stream(plan.seed, "pfedfda"), dtype=torch.float64)
+        self.state["gaussians"] = torch.cat([means, torch.eye(width)]).to(plan.initial)
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.send(round)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {**super().expects(round), "gaussians": tuple(self.state["gaussians"].shape)}
+
+    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+        super().update(round, aggregate)
+        self.state["gaussians"] = aggregate.mean["gaussians"]
+
+    def model(self) -> Tensor:
+        gaussians, classes = self.state["gaussians"].double(), self.plan.classes
+        head = classifier(gaussians, gaussians.new_full((classes,), 1 / classes))
+        return LinearHead.of(self.plan, "pfedfda").put(self.state["model"], head)
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        start = self.classifying(cohort, self.complete(cohort, inbox["model"]), inbox["gaussians"].double())
+        model = cohort.fit(start, only=self.split(cohort)[0]).model
+        return {**self.upload(cohort, model), "gaussians": adapted(cohort, model, inbox, self.ridge).to(model)}
+
+    def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
+        return self.classifying(cohort, model, adapted(cohort, model, inbox, self.ridge))
+
+    def classifying(self, cohort: Cohort, rows: Tensor, gaussians: Tensor) -> Tensor:
+        """Return the models with each client's head."""
+        return LinearHead.of(cohort, "pfedfda").put(rows, classifier(gaussians, class_shares(cohort)))
+
+
+def class_shares(cohort: Cohort) -> Tensor:
+    """Return the share of each class among each client's samples, 1e-4 added to each, `[k, Y]` float64."""
+    return F.normalize(F.normalize(cohort.label_counts.double(), p=1) + 1e-4, p=1)
+
+
+def classifier(gaussians: Tensor, prior: Tensor) -> Head:
+    """Return the head of `discriminant`, for a covariance that is by 1e-4 of the way nearer to a multiple of the unit matrix."""
+    means, covariance = gaussians.split([prior.shape[-1], gaussians.shape[-1]], -2)
+    scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    unit = torch.eye(covariance.shape[-1]).to(covariance)
+    return discriminant(means, torch.lerp(covariance, scale * unit, 1e-4), prior)
+
+
+def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tensor:
+    """Return each client's mixture of the received Gaussians with its own, by the bases of `rows [k, P]`, float64."""
+    mixtures = []
+    clients = zip(cohort.features(rows), cohort.labels, inbox["gaussians"].double(), class_shares(cohort), strict=True)
+    for features, labels, received, prior in clients:
+        samples = features.double(), labels, received, ridge
+        mixtures.append(mixed(received, estimated(*samples), validated_shares(*samples, prior)))
+    return torch.stack(mixtures)
+
+
+def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) -> Tensor:
+    """Return the Gaussians of `features [n, d]`, with the `received` means of classes of fewer than two samples."""
+    means, unit = received[: -features.shape[1]], torch.eye(features.shape[1]).to(features)
+    members = F.one_hot(labels, len(means)).to(features)
+    counts = members.sum(0).unsqueeze(1)
+    means = torch.where(counts > 1, members.mT @ features / counts.clamp_min(1), means)
+    centred = features - means[labels]
+    return torch.cat([means, centred.mT @ centred / max(len(features) - 1, 1) + ridge * unit])
+
+
+def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
+    """Return the mixture with the shares `[2]` of the local means and covariance."""
+    of_covariance = torch.arange(len(received), device=shares.device) >= len(received) - received.shape[1]
+    return torch.lerp(received, local, torch.where(of_covariance, shares[1], shares[0]).unsqueeze(1))
+
+
+def validated_shares(features: Tensor, labels: Tensor, received: Tensor, ridge: float, prior: Tensor) -> Tensor:
+    """Return the shares of a client's own means and covariance, `[2]`, by two-fold cross-validation within classes."""
+    rank = F.one_hot(labels, len(prior)).cumsum(0).gather(1, labels.unsqueeze(1))[:, 0]  # of a sample in its class
+    folds = [rank % 2 == 1, rank % 2 == 0]
+    if not bool(folds[1].any()):
+        return features.new_zeros(2)
+    estimates = [estimated(features[fold], labels[fold], received, ridge) for fold in folds]
+    shares = features.new_full((2,), 0.5).requires_grad_()
+    optimizer = torch.optim.LBFGS([shares], max_iter=10, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = features.new_zeros(())
+        for estimate, fold in zip(estimates, reversed(folds), strict=True):
+            weight, bias = classifier(mixed(received, estimate, shares.clamp(0, 1)), prior)
+            total = total + F.cross_entropy(features[fold] @ weight.mT + bias, labels[fold])
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return shares.detach().nan_to_num(0.0).clamp(0, 1)
