@@ -3,12 +3,18 @@
 Nothing is fetched or copied: give the folders of clones that you have made. What a repository imports but a round of its method
 does not use (torchvision, wandb, tqdm, ...) is replaced by an empty stand-in where it is not installed.
 
-    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER
+    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --pfedfda FOLDER
 
     FedBABU    https://github.com/jhoon-oh/FedBABU      (read at e34c15b)
     FedProto   https://github.com/yuetan031/FedProto    (97e42e2)
     FedNTD     https://github.com/Lee-Gihun/FedNTD      (be00ee5)
     IFCA       https://github.com/jichan3751/ifca       (61e44b8)
+    FedPAC     https://github.com/JianXu95/FedPAC       (5770f4f)
+    pFedFDA    https://github.com/cj-mclaughlin/pFedFDA (73c7c40)
+
+FedPAC's shares of heads are fedloom's on both sides, since its own call a solver (cvxpy) and a function that torch no longer has.
+pFedFDA's shares of the Gaussians are 1/2 on both sides, its features those of the trained model instead of all passes in
+training, and its covariances lack the 1e-4 in every entry.
 """
 
 from __future__ import annotations
@@ -21,14 +27,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.algorithms.building import build
+from fedloom.algorithms.fedpac import head_shares
+from fedloom.algorithms.pfedfda import classifier as discriminant_head
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
@@ -74,7 +83,7 @@ class WithFeatures(nn.Module):
 class World:
     """Clients of equal size whose batch is all that they have, so that orders of samples do not matter, in float64."""
 
-    def __init__(self, momentum: float = MOMENTUM) -> None:
+    def __init__(self, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(2)
         self.inputs = torch.randn(CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
         self.labels = torch.randint(CLASSES - 1, (CLIENTS * SAMPLES,), generator=generator)
@@ -83,7 +92,12 @@ class World:
             torch.manual_seed(3)
             self.net = Net().double()
         self.training = Training(
-            learning_rate=RATE, momentum=momentum, weight_decay=0.0, epochs=EPOCHS, batch_size=SAMPLES, clip=None
+            learning_rate=RATE,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            epochs=EPOCHS,
+            batch_size=SAMPLES,
+            clip=None,
         )
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
@@ -239,7 +253,122 @@ def ifca(folder: Path) -> dict[str, float]:
     }
 
 
-METHODS = {"fedbabu": fedbabu, "fedproto": fedproto, "fedntd": fedntd, "ifca": ifca}
+def fedpac(folder: Path) -> dict[str, float]:
+    """The base, the heads of all clients and the prototypes after round 2."""
+    world, run = World(weight_decay=5e-4), World(weight_decay=5e-4).federation("fedpac")
+    run.step()
+    prototypes = dict(enumerate(run.algorithm.state["prototypes"]))
+    starts = [personal(run, k) for k in range(CLIENTS)]
+    run.step()
+    keys = WithLogits.classifier_weight_keys
+    options = SimpleNamespace(num_classes=CLASSES, device="cpu", lam=1.0, lr=RATE)
+    with importing(folder, "cvxpy") as load:
+        tools, local = load("tools"), load("methods.fedpac").LocalUpdate_FedPAC
+        weights, variances, shares, means, sizes = [], [], [], [], []
+        for k in range(CLIENTS):
+            model = WithLogits(loaded(run, starts[k]))
+            batches = DataLoader(TensorDataset(*world.data(k)), batch_size=SAMPLES)
+            trainer = local(k, options, batches, batches, model)
+            trainer.global_protos = prototypes
+            variance, share = trainer.statistics_extraction()
+            uploaded, *_, protos = trainer.local_training(EPOCHS, round=1)
+            weights.append(copy.deepcopy(uploaded))
+            variances.append(variance)
+            shares.append(share)
+            means.append(protos)
+            sizes.append(trainer.sizes_label)
+        server = tools.average_weights_weighted(weights, [SAMPLES] * CLIENTS)
+        mixing = head_shares(torch.stack(shares).flatten(1), torch.tensor(variances))
+        heads = [tools.agg_classifier_weighted_p(weights, mixing[k], keys, k) for k in range(CLIENTS)]
+        means = tools.protos_aggregation(means, sizes)
+    theirs = WithLogits(copy.deepcopy(world.net))
+    theirs.load_state_dict(server)
+    rows = torch.stack([torch.cat([head[key].flatten() for key in keys]) for head in heads])
+    state = run.algorithm.state
+    return {
+        "averaged model": gap(theirs, run.algorithm.model()),
+        "heads": float((rows - state["heads"]).abs().max()),
+        "prototypes": max(float((p - state["prototypes"][c]).abs().max()) for c, p in means.items()),
+    }
+
+
+class WithLogits(nn.Module):
+    """The same as FedPAC's and pFedFDA's code have it: features and logits, and a classifier `fc`."""
+
+    classifier_weight_keys: ClassVar[list[str]] = ["net.linear.weight", "net.linear.bias"]
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    @property
+    def fc(self) -> nn.Module:
+        return self.net.linear
+
+    def forward(self, x: Tensor, return_feat: bool = True) -> tuple[Tensor, Tensor]:
+        z = self.net.features(x)
+        return z, self.net.linear(z)
+
+
+def pfedfda(folder: Path) -> dict[str, float]:
+    """The averaged base and Gaussians after a round, and a client's head in it."""
+    half = torch.full((2,), 0.5, dtype=torch.float64)
+    with mock.patch("fedloom.algorithms.pfedfda.validated_shares", return_value=half):
+        world, run = World(), World().federation("pfedfda")
+        sent = run.algorithm.state["gaussians"].clone()
+        run.step()
+    statistics = ("statsmodels", "statsmodels.stats", "statsmodels.stats.correlation_tools")
+    absent = ("torchmin", *statistics, "data", "data.utils", "data.utils.loader")
+    bases, means, covariances, heads = [], [], [], []
+    with importing(folder, *absent) as load, mock.patch.object(Tensor, "cuda", lambda self, *_: self), float64():
+        module = load("clients.client_fedfda")
+        module.cov_nearest = lambda covariance, **_: covariance  # which is positive definite
+        for k in range(CLIENTS):
+            trainer, (inputs, labels) = module.ClientFedFDA.__new__(module.ClientFedFDA), world.data(k)
+            prior = F.one_hot(labels, CLASSES).double().mean(0) + 1e-4
+            vars(trainer).update(
+                model=WithLogits(copy.deepcopy(world.net)), device="cpu", D=WIDTH, num_classes=CLASSES, eps=1e-4,
+                lr=RATE, momentum=MOMENTUM, wd=0.0, local_epochs=EPOCHS, loss=nn.CrossEntropyLoss(), batch_size=SAMPLES,
+                num_train=SAMPLES, trainset=TensorDataset(inputs, labels), priors=prior / prior.sum(), min_samples=2,
+                means=sent[:CLASSES].clone(), covariance=sent[CLASSES:].clone(), solve_beta=lambda *_: None,
+                global_means=sent[:CLASSES].clone(), global_covariance=sent[CLASSES:].clone(),
+                adaptive_means=sent[:CLASSES].clone(), adaptive_covariance=sent[CLASSES:].clone(),
+                means_beta=torch.full((CLASSES,), 0.5), cov_beta=torch.tensor([0.5]),
+            )  # fmt: skip
+            trainer.train()
+            net = trainer.model.net
+            bases.append(torch.cat([parameter.detach().flatten() for parameter in net.lower.parameters()]))
+            weight, bias = discriminant_head(sent, trainer.priors)
+            heads.append(float((net.linear.weight - weight).abs().max() + (net.linear.bias - bias).abs().max()))
+            found, scatter, *_ = trainer.compute_mle_statistics(
+                feats=net.features(inputs).detach(), labels=labels.numpy()
+            )
+            own = torch.stack([sent[c] if mean is None else mean for c, mean in enumerate(found)])
+            trainer.update(own, scatter / (SAMPLES - 1) + torch.eye(WIDTH))
+            means.append(trainer.adaptive_means)
+            covariances.append(trainer.adaptive_covariance)
+    base = torch.stack(bases).mean(0)
+    gaussians = torch.cat([torch.stack(means).mean(0), torch.stack(covariances).mean(0)])
+    return {
+        "head": max(heads),
+        "averaged base": float((base - run.algorithm.model()[: len(base)]).abs().max()),
+        "averaged Gaussians": float((gaussians - run.algorithm.state["gaussians"]).abs().max()),
+    }
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Make float64 the type of what is created, as in `torch.Tensor(...)`."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+METHODS = {
+    "fedbabu": fedbabu, "fedproto": fedproto, "fedntd": fedntd, "ifca": ifca, "fedpac": fedpac, "pfedfda": pfedfda,
+}  # fmt: skip
 
 
 def main() -> None:
