@@ -30,7 +30,6 @@ class FedAS(KeepsHead):
 
     needs = (require_classes,)
     own_model: ClassVar[str] = "fedas_model"
-    fits_once: ClassVar[bool] = False
     averages: ClassVar[bool] = False
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:

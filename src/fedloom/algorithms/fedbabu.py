@@ -1,4 +1,4 @@
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -23,8 +23,6 @@ class FedBABU(KeepsHead):
 
     finetune_epochs: NonNegativeInt = 5
     finetune_scope: Literal["head", "body", "full"] = "full"
-
-    fits_once: ClassVar[bool] = False
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         return cohort.fit(start, only=self.split(cohort)[0]).model

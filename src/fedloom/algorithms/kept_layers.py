@@ -75,6 +75,8 @@ class LgFedAvg(PartlyShared):
 class KeepsHead(PartlyShared):
     """Base of methods that treat the classifier apart from the base under it, and keep it at the clients."""
 
+    fits_once: ClassVar[bool] = False
+
     def private(self, module: nn.Module) -> frozenset[str]:
         return self.head_layers(module)
 
@@ -110,8 +112,6 @@ class FedRep(KeepsHead):
 
     head_epochs: NonNegativeInt = 5
     upload_head: bool = False
-
-    fits_once: ClassVar[bool] = False
 
     def private(self, module: nn.Module) -> frozenset[str]:
         head = self.head_layers(module)

@@ -31,7 +31,6 @@ class PFedFDA(KeepsHead):
     ridge: Positive = 1.0
 
     sends: ClassVar[tuple[str, ...]] = ("model", "gaussians")
-    fits_once: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
