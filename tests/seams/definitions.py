@@ -533,14 +533,14 @@ class FedFomo(Personal):
 
 
 class FedAS(Personal):
-    """Weighted by what the clients say of their Fisher information."""
+    """Weighted by what the clients say of their Fisher information, alike where it is 0 for all."""
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         weights = [float(answer.reply["fisher"]) for answer in answers]
-        if sum(weights) > 0:
-            super().receive(
-                round, [replace(answer, weight=weight) for answer, weight in zip(answers, weights, strict=True)]
-            )
+        weights = weights if sum(weights) > 0 else [1.0] * len(weights)
+        super().receive(
+            round, [replace(answer, weight=weight) for answer, weight in zip(answers, weights, strict=True)]
+        )
 
 
 class FedDBE(Personal):

@@ -212,8 +212,8 @@ def same_bytes(
     if outer:
         inbox = next(iter(outer.values())).inbox
         down = (size_of(inbox) + counters) * receivers
-        same = question.keys() == inbox.keys() and not run.algorithm.one_model_each
-        same = same and all(len(rows) == 1 and torch.equal(rows[0], inbox[name]) for name, rows in question.items())
+        sent = recording.sent[record["round"]]
+        same = question.keys() == sent.keys() and all(torch.equal(rows, sent[name]) for name, rows in question.items())
         shown = len(asked) - same * len(selection.clients)
         down += sum(rows[0].numel() * rows.element_size() for rows in question.values()) * shown
         if record["bytes_down"] != down:

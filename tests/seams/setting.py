@@ -84,9 +84,10 @@ class Recording:
     records: dict[int, list[dict[int, ClientRecord]]] = field(default_factory=dict)
     selections: dict[int, tuple[Round, Selection]] = field(default_factory=dict)
     sends: Counter[int] = field(default_factory=Counter)
-    asked: dict[int, tuple[Message, tuple[int, ...]]] = field(
-        default_factory=dict
-    )  # what, and whom, before the selection
+    asked: dict[int, tuple[Message, tuple[int, ...]]] = field(default_factory=dict)
+    """What, and whom, before the selection."""
+    sent: dict[int, Message] = field(default_factory=dict)
+    """What the selected clients were sent, one row for all or one each."""
     counting: bool = False
     impure: str = ""
 
@@ -119,13 +120,19 @@ def record(method: Algorithm, change: Change | None = None) -> Recording:
         recording.counting = True
         return selection
 
-    finish = method.finish
+    exchange, finish = method.exchange, method.finish
+
+    def exchanging(round: Round, selection: Selection) -> Exchange:
+        begun = exchange(round, selection)
+        recording.sent[round.number] = {name: rows.clone() for name, rows in begun.sent.items()}
+        return begun
 
     def finishing(round: Round, exchange: Exchange) -> None:
         recording.counting = False  # the next stage may be set up
         finish(round, exchange)
 
     method.select = selecting  # type: ignore[method-assign]
+    method.exchange = exchanging  # type: ignore[method-assign]
     method.finish = finishing  # type: ignore[method-assign]
     return recording
 
