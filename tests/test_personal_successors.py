@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -622,6 +623,32 @@ def test_engines_agree(expression: str) -> None:
         rows.append([federation.algorithm.model(), *local_engine.memory().values()])
     for row, stacked_row in zip(*rows, strict=True):
         torch.testing.assert_close(row, stacked_row, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("expression", [*EVERY, "power_of_choice(fedas, candidates=4)"])
+def test_a_run_that_stops_goes_on_to_the_same_bytes(expression: str, tmp_path: Path) -> None:
+    world = World(norm=True)
+
+    def federation(folder: str) -> Federation:
+        task, schedule = world.task(), Schedule(rounds=5, participation=0.6, seed=world.seed)
+        return Federation(build(expression), task, RowsEngine(task), schedule, tmp_path / folder)
+
+    for folder in ("straight", "stopped"):
+        (tmp_path / folder).mkdir()
+    straight, stopped = federation("straight"), federation("stopped")
+    straight.run()
+    stopped.step()
+    stopped.step()
+    stopped.save()
+    resumed = federation("stopped")
+    assert resumed.finished == 2
+    resumed.run()
+    states = [run.algorithm.full_state() for run in (resumed, straight)]
+    memories = [run.engine.memory() for run in (resumed, straight)]
+    for one, other in (states, memories):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert resumed.history == straight.history
 
 
 @pytest.mark.parametrize(
