@@ -26,12 +26,12 @@ COLUMNS = [wrapper for wrapper in WRAPPERS if wrapper != "none"]
 
 HEAD = """# Which methods combine
 
-Every method was put into every wrapper and run for some rounds: with all clients there, with some missing, late or refused, with
-nobody, with one participant, with batch norm, frozen parameters and single precision, straight through and killed and resumed.
-Each round was held against the definition of both, computed in plain loops from what the clients were sent and uploaded.
-What is marked here agreed with it. All else is refused before the first round, in one line, for the reason below the table.
-`make test` runs a selection in which every two of method, wrapper, attendance, model and course meet, `make chaos` others for as
-long as it is given. A method that you register joins both by itself, and its test says where to write its definition.
+Every method was run in every wrapper for some rounds: with all clients present, with some missing, late or refused, with one
+client and with none, with batch norm, frozen parameters and single precision, uninterrupted, and killed and resumed. Each round was
+compared with the definitions of method and wrapper, computed in plain loops from what the clients were sent and uploaded. A combination
+marked *yes* agreed with them. Any other is refused before the first round, in one line, for the reason below the table. `make test`
+runs a selection in which every pair of values of method, wrapper, attendance, model and course occurs, `make chaos` others for as long
+as it is given. A method that you register is included in both, and its test says where to write its definition.
 
 The columns are these:
 
@@ -62,7 +62,7 @@ def row_of(method: str) -> str:
 
 
 def reason_of(method: str, wrapper: str) -> str:
-    """Why a wrapper does not take a method, with the method's own expression left out."""
+    """Return why a wrapper refuses a method, with `M` for the method's own expression."""
     reason = pair_refusal(method, wrapper)
     names = {method, shown(method)}
     try:
@@ -75,7 +75,7 @@ def reason_of(method: str, wrapper: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     every = methods()
     head = f"| method | {' | '.join(map(title, COLUMNS))} |\n|---|{'---|' * len(COLUMNS)}"
     legend = "\n".join(f"- {title(wrapper)}: `{WRAPPERS[wrapper].format('M')}`" for wrapper in COLUMNS)
