@@ -340,11 +340,11 @@ def pfedfda(folder: Path) -> dict[str, float]:
             bases.append(torch.cat([parameter.detach().flatten() for parameter in net.lower.parameters()]))
             weight, bias = discriminant_head(sent, trainer.priors)
             heads.append(float((net.linear.weight - weight).abs().max() + (net.linear.bias - bias).abs().max()))
-            found, scatter, *_ = trainer.compute_mle_statistics(
+            class_means, scatter, *_ = trainer.compute_mle_statistics(
                 feats=net.features(inputs).detach(), labels=labels.numpy()
             )
-            own = torch.stack([sent[c] if mean is None else mean for c, mean in enumerate(found)])
-            trainer.update(own, scatter / (SAMPLES - 1) + torch.eye(WIDTH))
+            client_means = torch.stack([sent[c] if mean is None else mean for c, mean in enumerate(class_means)])
+            trainer.update(client_means, scatter / (SAMPLES - 1) + torch.eye(WIDTH))
             means.append(trainer.adaptive_means)
             covariances.append(trainer.adaptive_covariance)
     base = torch.stack(bases).mean(0)

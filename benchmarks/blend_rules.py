@@ -36,7 +36,7 @@ SEED = 0
 
 
 class Figures(NamedTuple):
-    """What the server sees of a round."""
+    """The figures of a round that the server has."""
 
     number: int
     models: int
@@ -57,9 +57,9 @@ class Memory:
 
     def noise(self, figures: Figures) -> float:
         """Return p = max(0, 1 - U / ((K - 1) D)), the part of the mean update that is common progress."""
-        first = math.isnan(self.added)
-        self.added = figures.added if first else (1 - self.pace) * self.added + self.pace * figures.added
-        self.step = figures.step if first else (1 - self.pace) * self.step + self.pace * figures.step
+        starts = math.isnan(self.added)
+        self.added = figures.added if starts else (1 - self.pace) * self.added + self.pace * figures.added
+        self.step = figures.step if starts else (1 - self.pace) * self.step + self.pace * figures.step
         return max(0.0, 1 - self.added / (figures.models - 1) / self.step)
 
 
@@ -184,10 +184,10 @@ def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
     leads = {setting: late(done[setting, rule, SEED]) - late(done[setting, "fedavg", SEED]) for setting in where}
     gains = {setting: late(done[setting, "fedmr", SEED]) - late(done[setting, "fedavg", SEED]) for setting in where}
     won = [setting for setting in where if gains[setting] > 1]
-    kept = f"{sum(leads[setting] for setting in won) / sum(gains[setting] for setting in won):.0%}" if won else "-"
+    share = f"{sum(leads[setting] for setting in won) / sum(gains[setting] for setting in won):.0%}" if won else "-"
     worst = sorted(leads.values())
     behind = sum(lead < -1 for lead in worst)
-    return f"| {rule} | {kept} | {statistics.fmean(worst):+.1f} | {behind} | {worst[0]:+.1f}, {worst[1]:+.1f} |"
+    return f"| {rule} | {share} | {statistics.fmean(worst):+.1f} | {behind} | {worst[0]:+.1f}, {worst[1]:+.1f} |"
 
 
 def print_tables(done: Runs) -> None:
@@ -212,8 +212,8 @@ def main() -> None:
     if not options.tables:
         data = {"digits": make_dataset("digits")}
         if options.mnist is not None:
-            whole = make_dataset(f"mnist(folder='{options.mnist}')")
-            data["mnist"] = replace(whole, train=whole.train[:6000])
+            mnist = make_dataset(f"mnist(folder='{options.mnist}')")
+            data["mnist"] = replace(mnist, train=mnist.train[:6000])
         for rule in (*METHODS, *RULES):
             for setting in settings() + held_out() if options.only in rule else ():
                 if (setting, rule, SEED) in done or setting.data not in data:

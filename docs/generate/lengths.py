@@ -45,21 +45,27 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _registered(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ClassDef) and any("register" in ast.dump(each) for each in node.decorator_list)
+    return isinstance(node, ast.ClassDef) and any(
+        "register" in ast.dump(decorator) for decorator in node.decorator_list
+    )
 
 
 def _span(node: ast.stmt) -> range:
-    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-    return range(first, (node.end_lineno or first) + 1)
+    begin = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return range(begin, (node.end_lineno or begin) + 1)
 
 
 def _docstring(node: ast.AST) -> range:
     body = getattr(node, "body", None)
-    first = body[0] if isinstance(body, list) and body and isinstance(node, ast.FunctionDef | ast.ClassDef) else None
-    is_text = (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    statement = (
+        body[0] if isinstance(body, list) and body and isinstance(node, ast.FunctionDef | ast.ClassDef) else None
     )
-    return _span(first) if is_text and first is not None else range(0)
+    is_text = (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+    return _span(statement) if is_text and statement is not None else range(0)
 
 
 def length(entry: Entry[type[Algorithm]]) -> int:

@@ -27,11 +27,12 @@ COLUMNS = [wrapper for wrapper in WRAPPERS if wrapper != "none"]
 HEAD = """# Which methods combine
 
 Every method was run in every wrapper for some rounds: with all clients present, with some missing, late or refused, with one
-client and with none, with batch norm, frozen parameters and single precision, uninterrupted, and killed and resumed. Each round was
-compared with the definitions of method and wrapper, computed in plain loops from what the clients were sent and uploaded. A combination
-marked *yes* agreed with them. Any other is refused before the first round, in one line, for the reason below the table. `make test`
-runs a selection in which every pair of values of method, wrapper, attendance, model and course occurs, `make chaos` others for as long
-as it is given. A method that you register is included in both, and its test says where to write its definition.
+client and with none, with batch norm, frozen parameters and single precision, uninterrupted, and killed and resumed. Each
+round was compared with the definitions of method and wrapper, computed in plain loops from what the clients were sent and
+uploaded. A combination marked *yes* agreed with them. Any other is refused before the first round, in one line, for the
+reason below the table. `make test` runs a selection in which every pair of values of method, wrapper, attendance, model and
+course occurs, `make chaos` others for as long as it is given. A method that you register is included in both, and its test
+says where to write its definition.
 
 The columns are these:
 
