@@ -188,7 +188,9 @@ class Stages(Wrapper):
             self.state, self.method = self._at(successor), following
 
     def diagnose(self) -> dict[str, float]:
-        return super().diagnose() | ({"stage": float(self.state["stage"])} if self.automatic else {})
+        figures = super().diagnose() | ({"stage": float(self.state["stage"])} if self.automatic else {})
+        # `pool_progress` is measured from the run's initial model, and a later stage begins with another.
+        return {name: value for name, value in figures.items() if name != "pool_progress" or not self.state["stage"]}
 
     # --- the client half: the server sends the stage where the run chooses it ---
 

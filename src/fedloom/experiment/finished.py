@@ -52,9 +52,8 @@ class StoredRun:
             else entry
             for entry in self.summary.recorded
         ]
-        return dataclasses.replace(
-            self.summary, algorithm=f"{self.summary.algorithm}, {self.setting}", recorded=recorded
-        )
+        name = f"{self.summary.algorithm}, {self.setting}"
+        return dataclasses.replace(self.summary, algorithm=name, recorded=recorded)
 
 
 def read_runs(folder: Path) -> list[StoredRun]:

@@ -314,9 +314,8 @@ def run_configured(
                 return summary
         result = plan.carry_out()
         provenance = directory.provenance(None if result.engine.named else result.engine)
-        summary = dataclasses.replace(
-            result.summary, algorithm=name.algorithm, environment=result.summary.environment | provenance
-        )
+        versions = result.summary.environment | provenance
+        summary = dataclasses.replace(result.summary, algorithm=name.algorithm, environment=versions)
     seconds = figures.seconds(summary) or 0.0
     last = summary.records[-1]
     watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))
