@@ -25,7 +25,8 @@ class PFedFDA(KeepsHead):
     Use it when clients have few samples and their inputs are shifted; features must not be many, since d^2 numbers travel.
 
     Args:
-        ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in every entry).
+        ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in every entry). Where features
+            vary little beside it, class shares decide; a small one makes heads large, and steps with them.
     """
 
     ridge: Positive = 1.0
