@@ -126,9 +126,9 @@ def _message_fault(message: object, clients: int) -> str:
             cure = "give its .model" if isinstance(rows, Trained) else "give a tensor with one row a client"
             return f"returned {name!r} as {type(rows).__name__}: {cure}"
         if rows.dim() == 0 or len(rows) != clients:
+            cure = f"keep the leading client axis, [{clients}, ...]"
             return (
-                f"returned {name!r} of shape {list(rows.shape)}, without one row for each of {clients} clients: keep the "
-                f"leading client axis, [{clients}, ...]"
+                f"returned {name!r} of shape {list(rows.shape)}, without one row for each of {clients} clients: {cure}"
             )
     return ""
 
@@ -147,10 +147,9 @@ def inspect_reply(algorithm: Algorithm, round: Round, tensors: Mapping[str, Tens
         if tensor.is_complex():
             raise RefusedReply(f"{name!r} holds complex numbers")
         if dtype is not None and tensor.dtype != dtype:
-            raise RefusedReply(
-                f"{kind}.train returned {name!r} as {_short(tensor.dtype)}, not {_short(dtype)}: convert it, such as "
-                f"{name}.to(inbox['model']), or say in `reply_dtypes` that it is {_short(tensor.dtype)}"
-            )
+            received, example = _short(tensor.dtype), f"{name}.to(inbox['model'])"
+            cure = f"convert it, such as {example}, or say in `reply_dtypes` that it is {received}"
+            raise RefusedReply(f"{kind}.train returned {name!r} as {received}, not {_short(dtype)}: {cure}")
     _require_finite(tensors)
     if any(dtype is None for _, dtype in expected.values()):
         return

@@ -57,10 +57,8 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     except Exception as error:
         return Proof(unstackable=error_text(error))
     if plain.changed:
-        raise InvalidValue(
-            f"training changes the buffer {plain.changed!r} of the model, which is not persistent and so neither sent nor kept: "
-            "register it with persistent=True"
-        )
+        fault = "which is not persistent and so neither sent nor kept: register it with persistent=True"
+        raise InvalidValue(f"training changes the buffer {plain.changed!r} of the model, {fault}")
     notices: list[str] = []
 
     def allowed(subject: str, difference: str | None) -> bool:

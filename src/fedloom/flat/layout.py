@@ -78,10 +78,8 @@ class Layout:
         for entry in self.slices:
             if entry.dtype != self.dtype:
                 kind, rows = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype))
-                raise InvalidValue(
-                    f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}: "
-                    "models train where all numbers that move are float32, or all are float64"
-                )
+                fault = f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}"
+                raise InvalidValue(f"{fault}: models train where all numbers that move are float32, or all are float64")
         owners = {entry.layer for entry in self.slices}
         self.layers = tuple(name for name, _ in module.named_modules() if name in owners)
 
@@ -215,10 +213,8 @@ def require_no_tensor_hooks(module: nn.Module) -> None:
     """Raise `InvalidValue` for a parameter with a hook, which a copy of the module would lack."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise InvalidValue(
-                f"parameter {name!r} of the model has a hook, which copies of the model lose: "
-                "put it on its module, with register_full_backward_hook"
-            )
+            remedy = "put it on its module, with register_full_backward_hook"
+            raise InvalidValue(f"parameter {name!r} of the model has a hook, which copies of the model lose: {remedy}")
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -82,10 +82,9 @@ class KnownSites:
         present = self.present()
         if len(present) < count:
             missing = [number for number in range(self.count) if number not in present]
-            raise InvalidValue(
-                f"{len(present)} of {count} sites are there after {seconds:g} s; not there: "
-                f"partition-id {', '.join(map(str, missing[:20]))}{' and more' if len(missing) > 20 else ''}"
-            )
+            names = ", ".join(map(str, missing[:20])) + (" and more" if len(missing) > 20 else "")
+            there = f"{len(present)} of {count} sites are there after {seconds:g} s"
+            raise InvalidValue(f"{there}; not there: partition-id {names}")
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
         """Return the nodes of these sites that are there, by number. If one is missing, new nodes are waited for (`seconds`)."""

@@ -179,9 +179,10 @@ class Site:
     def _require_identity(self) -> Identity:
         """Raise `InvalidValue` where this site cannot say who it is to the others."""
         if self.config.identity is None:
+            example = "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
+            remedy = f"name its key and everybody's public keys in the node configuration ({example})"
             raise InvalidValue(
-                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: name its key and everybody's "
-                "public keys in the node configuration (identity='keys/site-0/site.key' peers='keys/site-0/peers.pub')"
+                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: {remedy}"
             )
         return self.config.identity
 

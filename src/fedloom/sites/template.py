@@ -49,10 +49,8 @@ def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] =
     """
     name = folder.resolve().name
     if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
-        raise InvalidValue(
-            f"folder {name!r} must have a name of letters, figures and hyphens that begins with a letter, "
-            f"at most {_LONGEST} characters: Flower calls the app so"
-        )
+        rule = f"letters, figures and hyphens that begins with a letter, at most {_LONGEST} characters"
+        raise InvalidValue(f"folder {name!r} must have a name of {rule}: Flower calls the app so")
     text = _configuration_text(file, overrides)
     plan = configuration({"name": name, **tomllib.loads(text)})
     contents = _contents(name, plan, text)

@@ -24,7 +24,7 @@ from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.worker_life import exit_text, start_python
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, InvalidValue
 from fedloom.rounds.engine import ClientTask
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -71,6 +71,8 @@ class ProcessesEngine(WorkerEngine):
         chunk: Count | None = None,
     ) -> None:
         checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
+        if chunk is not None and inside == "rows":
+            raise InvalidValue(f"chunk = {chunk} is a number of models in a stack: give inside = stacked too")
         if VARIABLE in os.environ:
             remedy = "put what starts it below if __name__ == '__main__':"
             raise FedloomError(f"a worker process began the run anew: {remedy}")
