@@ -3,16 +3,19 @@
 Nothing is fetched or copied: give the folders of clones that you have made. What a repository imports but a round of its method
 does not use (torchvision, wandb, tqdm, ...) is replaced by an empty stand-in where it is not installed.
 
-    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --pfedfda FOLDER
+    python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --fedas FOLDER
+                                 --pfedfda FOLDER
 
     FedBABU    https://github.com/jhoon-oh/FedBABU      (read at e34c15b)
     FedProto   https://github.com/yuetan031/FedProto    (97e42e2)
     FedNTD     https://github.com/Lee-Gihun/FedNTD      (be00ee5)
     IFCA       https://github.com/jichan3751/ifca       (61e44b8)
     FedPAC     https://github.com/JianXu95/FedPAC       (5770f4f)
+    FedAS      https://github.com/xiyuanyang45/FedAS    (1a4f5fd)
     pFedFDA    https://github.com/cj-mclaughlin/pFedFDA (73c7c40)
 
 FedPAC's shares of heads are fedloom's on both sides, since its own call a solver (cvxpy) and a function that torch no longer has.
+FedAS' clients align a copy of the server's base each; that code has them align the server's own, one after the other.
 pFedFDA's shares of the Gaussians are 1/2 on both sides, its features those of the trained model instead of all passes in
 training, and its covariances lack the 1e-4 in every entry.
 """
@@ -292,6 +295,55 @@ def fedpac(folder: Path) -> dict[str, float]:
     }
 
 
+class BaseAndHead(nn.Module):
+    """The same as FedAS' code has it."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.base = nn.Sequential(net.lower, nn.Tanh())
+        self.head = net.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.base(x))
+        return outputs
+
+
+def fedas(folder: Path) -> dict[str, float]:
+    """Each client's model after round 2, and its trace of the Fisher information by single samples."""
+    world, run = World(), World().federation("fedas")
+    run.step()
+    store = run.engine.store  # type: ignore[attr-defined]
+    models_before = [store.read(k)["fedas_model"].clone() for k in range(CLIENTS)]
+    server, traces, fold = run.algorithm.model().clone(), {}, run.algorithm.fold
+
+    def folding(round: Any, replies: Any) -> Any:
+        traces.update(zip(replies.clients.tolist(), replies["fisher"].tolist(), strict=True))
+        return fold(round, replies)
+
+    run.algorithm.fold = folding  # type: ignore[method-assign]
+    run.step()
+    gaps, trace_gaps = [], []
+    with importing(folder / "system", "utils.privacy", "utils.data_utils", "torchviz") as load:
+        client_type = load("flcore.clients.clientas").clientAS
+        for k in range(CLIENTS):
+            client, data = client_type.__new__(client_type), TensorDataset(*world.data(k))
+            model = BaseAndHead(loaded(run, models_before[k]))
+            optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+            vars(client).update(
+                model=model, optimizer=optimizer, loss=nn.CrossEntropyLoss(), num_classes=CLASSES, device="cpu", privacy=False,
+                local_epochs=EPOCHS, train_slow=False, learning_rate_decay=False, wo_local=False, fim_trace_history=[],
+                train_time_cost={"num_rounds": 0, "total_cost": 0.0},
+                load_train_data=lambda batch_size=SAMPLES, data=data: DataLoader(data, batch_size),
+            )  # fmt: skip
+            client.set_parameters(BaseAndHead(loaded(run, server)), 0.0)
+            client.train(is_selected=True)
+            gaps.append(gap(client.model, store.read(k)["fedas_model"]))
+            client.load_train_data = lambda data=data: DataLoader(data, 1)
+            client.train(is_selected=False)
+            trace_gaps.append(abs(client.fim_trace_history[-1] / SAMPLES - traces[k]) / traces[k])
+    return {"models": max(gaps), "traces, relative": max(trace_gaps)}
+
+
 class WithLogits(nn.Module):
     """The same as FedPAC's and pFedFDA's code have it: features and logits, and a classifier `fc`."""
 
@@ -367,7 +419,8 @@ def float64() -> Iterator[None]:
 
 
 METHODS = {
-    "fedbabu": fedbabu, "fedproto": fedproto, "fedntd": fedntd, "ifca": ifca, "fedpac": fedpac, "pfedfda": pfedfda,
+    "fedbabu": fedbabu, "fedproto": fedproto, "fedntd": fedntd, "ifca": ifca, "fedpac": fedpac, "fedas": fedas,
+    "pfedfda": pfedfda,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ class FedAS(KeepsHead):
     over the classes of a batch of mean (z - p_c)^2, at `align_rate`; then base and own head train as usual. Bases are averaged
     with weights F_i, the mean over the client's samples of |grad l|^2 after training, in evaluation mode. A client that has
     not trained yet aligns nothing; the others deploy their last model as it was before the download.
-    Source: Yang et al. 2024 (FedAS); steps of PFLlib, whose F depends on the batches.
+    Source: Yang et al. 2024 (FedAS); steps of the authors' code, but for its F, which depends on the batches.
     Use it when clients take part rarely, so that their heads no longer fit the base that they receive.
 
     Args:
