@@ -240,10 +240,7 @@ class Private(Accounted):
 
 
 class AccountedByClient(Accounted):
-    """Base of wrappers whose clients add the noise.
-
-    They go around any method whose clients return an update of the one model that they are sent: each upload is private.
-    """
+    """Base of wrappers whose clients add the noise: around any method whose clients return an update of the one model sent."""
 
     def require_inside(self, outer: Algorithm) -> None:
         if not isinstance(outer, Compressed | Accounted) and type(outer).train is not Wrapper.train:

@@ -91,10 +91,7 @@ def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]
 
 
 def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True) -> CheckResult:
-    """Check a method as `check` does, and count the bytes of a model, of messages down and up, and of a client's memory.
-
-    Without `compare`, rounds are run and watched in one way alone.
-    """
+    """Check a method as `check` does, without `compare` in one way alone, and count bytes of models, messages and memory."""
     try:
         method = build(algorithm)
     except FedloomError as error:

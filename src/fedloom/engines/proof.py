@@ -143,10 +143,7 @@ class _Comparison:
     def difference(
         self, shortcuts: Shortcuts, *, stack: bool = False, correction: Correction | None = None
     ) -> str | None:
-        """Return the difference of clients that train with these shortcuts, one after another or in a stack, or None.
-
-        With a correction, steps are not folded.
-        """
+        """Return the difference of clients that train so, stacked or not, or None. With a correction steps are not folded."""
         try:
             results = self._trained(shortcuts, stack, correction)
         except Exception as error:

@@ -89,18 +89,17 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Tensor:
         """Return the module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
-        tensors = _tensors(module)
-        row = torch.empty(self.size, dtype=self.dtype, device=tensors[self.slices[0].name].device)
-        for entry in self.slices:
-            row[entry.slice].copy_(tensors[entry.name].detach().reshape(-1))
-        return row
+        return self._row(module, self.slices, self.size, self.dtype)
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
         """Return the module's integer and boolean buffers as a new row `[Z]` of int64."""
+        return self._row(module, self.integer_slices, self.integers, torch.int64)
+
+    def _row(self, module: nn.Module, slices: tuple[TensorSlice, ...], size: int, dtype: torch.dtype) -> Tensor:
         tensors = _tensors(module)
-        row = torch.empty(self.integers, dtype=torch.int64, device=tensors[self.slices[0].name].device)
-        for entry in self.integer_slices:
-            row[entry.slice].copy_(tensors[entry.name].reshape(-1))
+        row = torch.empty(size, dtype=dtype, device=tensors[self.slices[0].name].device)
+        for entry in slices:
+            row[entry.slice].copy_(tensors[entry.name].detach().reshape(-1))
         return row
 
     def frozen_tensors(self, module: nn.Module) -> dict[str, Tensor]:

@@ -152,10 +152,7 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """Return ||rows[i] - rows[j]||^2 as `[K, K]` for `rows [K, P]`.
-
-    Differences are taken before squaring, so that near models come out exact where the expanded form would cancel.
-    """
+    """Return ||rows[i] - rows[j]||^2 as `[K, K]` for `rows [K, P]`, by differences, so that those of near models are exact."""
     count = len(rows)
     result = torch.zeros(count, count, dtype=rows.dtype, device=rows.device)
     for block in _blocks(rows):

@@ -1,7 +1,4 @@
-"""Checkpoints of a run, and its logs with one line a round.
-
-A checkpoint holds digests of itself and of the figures of its rounds, so that no damaged file is gone on from.
-"""
+"""Checkpoints of a run and logs of its rounds, both with digests, so that nothing damaged is gone on from."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -176,10 +176,7 @@ class Federation:
                     self.save()
 
     def step(self) -> tuple[Record, Record]:
-        """One round: all of it or, when anything goes wrong, nothing.
-
-        Raises `Diverged` when no client's model is finite any more, or the global model has diverged.
-        """
+        """Run a round: all of it or nothing. Raises `Diverged` when no client's model is finite, or the global one diverges."""
         self._midway = True
         state, integers = self.algorithm.full_state(), self.integers
         succeeded = False

@@ -94,10 +94,7 @@ class Evaluator:
         clients: Sequence[int],
         integers: Tensor | None = None,
     ) -> Tally:
-        """Score one model `row [P]` on the samples that `partition` assigns to each of `clients`.
-
-        Clients share batches, so that many small test sets cost no more than one large one.
-        """
+        """Score a model `row [P]` on the clients' samples by `partition`, in shared batches, so that small sets cost little."""
         index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
         sizes = torch.tensor([len(partition[client]) for client in clients])
         owner = torch.arange(len(clients)).repeat_interleave(sizes)

@@ -170,10 +170,9 @@ class Gathering:
         sizes = task.sizes(torch.arange(task.clients)).tolist()
         for number, site in introduced.items():
             if site.samples != sizes[number]:
-                raise InvalidValue(
-                    f"site {number} has {site.samples} samples, but its share of {task.dataset.name} has {sizes[number]}: "
-                    "are the data or the versions of NumPy others there?"
-                )
+                expected = f"its share of {task.dataset.name} has {sizes[number]}"
+                remedy = "are the data or the versions of NumPy others there?"
+                raise InvalidValue(f"site {number} has {site.samples} samples, but {expected}: {remedy}")
         return task
 
     def _agreed_columns(self) -> Preprocessing | None:

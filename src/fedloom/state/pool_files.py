@@ -86,10 +86,7 @@ class PoolFiles:
         return entry
 
     def read(self, entry: str) -> Tensor:
-        """Return the tensor of an entry that `write` gave.
-
-        Raises `DamagedCheckpoint` when its file is missing or not as it was written.
-        """
+        """Return the tensor of an entry of `write`. Raises `DamagedCheckpoint` when its file is not as it was written."""
         about = json.loads(entry)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
         try:

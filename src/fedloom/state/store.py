@@ -160,10 +160,7 @@ class ClientStore:
         self._outdated, self._superseded = self._superseded, []
 
     def restore(self, state: Tensors) -> None:
-        """Replace everything by what `state` returned.
-
-        Reads all files that it names. Raises `DamagedCheckpoint`, and then forgets everything, when one is missing or damaged.
-        """
+        """Replace everything by a `state`, reading its files. Raises `DamagedCheckpoint`, and forgets all, if one is damaged."""
         self._forget()
         versions = dict(state.get(VERSIONS, torch.empty(0, 2, dtype=torch.int64)).tolist())
         for client, version in versions.items():

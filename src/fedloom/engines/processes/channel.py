@@ -86,10 +86,7 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message for any number of processes: its bytes, and where the memory of its tensors lies, or what it holds.
-
-    What is `alive` must not be freed before the message has been read.
-    """
+    """A message for any number of processes: bytes, and its tensors' memory, which is kept `alive` until it has been read."""
 
     data: bytes
     entries: list[tuple[Position, int] | bytes]
