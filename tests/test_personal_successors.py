@@ -565,6 +565,17 @@ def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: p
         torch.testing.assert_close(one.parameters, two.parameters, rtol=1e-9, atol=1e-9)
 
 
+def test_clients_of_fedas_that_have_nothing_to_learn_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    for trace in (1.0, 0.0):
+        monkeypatch.setattr(
+            "fedloom.algorithms.fedas.fisher_traces",
+            lambda cohort, rows, trace=trace: rows.new_full((len(rows),), trace),
+        )
+        models.append(World().run(build("fedas")).moments[-1].parameters)
+    torch.testing.assert_close(models[1], models[0], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_pfedfda_at_both_ends(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(participation=1.0)
