@@ -112,6 +112,20 @@ def test_a_run_goes_on_and_one_with_another_loss_is_refused(tmp_path: Path) -> N
             fl.run("fedavg", task(loss), directory=tmp_path, **OPTIONS)
 
 
+class PerSample:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("loss", [PerSample(), PerSample().__call__, nn.CrossEntropyLoss(reduction="none")])
+def test_whatever_can_be_called_is_a_loss(loss: Any, tmp_path: Path) -> None:
+    expected = figures(fl.run("fedavg", task(None), **OPTIONS))
+    for record, reference in zip(
+        figures(fl.run("fedavg", task(loss), directory=tmp_path, **OPTIONS)), expected, strict=True
+    ):
+        assert record == pytest.approx(reference, rel=1e-5)
+
+
 def test_a_comparison_in_worker_processes_and_a_search_have_accuracies() -> None:
     result = fl.compare(["fedavg", "fedmr"], task(), seeds=[0, 1], workers=2, **OPTIONS)
     expected = [fl.run("fedavg", task(), seed=seed, **OPTIONS).history[-1]["accuracy"] for seed in (0, 1)]

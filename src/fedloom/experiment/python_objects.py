@@ -73,6 +73,6 @@ def code_digest(objects: Iterable[object]) -> str:
     values = [[k, v] for each in inner for k, v in vars(each).items() if isinstance(v, bool | int | float | str)]
     parts = (source for each in inner for source in (*type(each).__mro__, *vars(each).values()))
     for source in dict.fromkeys(source for source in parts if isinstance(source, type) or hasattr(source, "__code__")):
-        if not source.__module__.startswith(("fedloom.", "builtins", "torch.")):
+        if not str(source.__module__).startswith(("fedloom.", "builtins", "torch.")):
             dis.dis(source, file=code)
     return digest(re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values))
