@@ -101,10 +101,8 @@ class FedMR(Indep):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        if self.blend in ("auto", 0.0):  # under `stages` a run that goes on has another plan
-            self.state["initial"] = plan.initial.clone()
         if self.blend == "auto":
-            self.state["blend"] = torch.zeros(1, dtype=torch.float64)
+            self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool = replies.by_slot("model")
@@ -126,7 +124,7 @@ class FedMR(Indep):
         if self.blend == "auto":
             figures["blend"] = float(self.state["blend"])
         elif self.blend == 0.0:
-            figures["pool_progress"] = pool_progress(self.state["pool"], self.state["initial"], self.layout.trainable)
+            figures["pool_progress"] = pool_progress(self.state["pool"], self.plan.initial, self.layout.trainable)
         return figures
 
 
