@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import fedloom as fl
 from fedloom.config.expression import parse_value, plain
@@ -191,6 +192,12 @@ def regression_data() -> fl.Task:
     return fl.make_task("diabetes", objective=focal, metrics=["accuracy"])
 
 
+def classes_without_accuracy() -> None:
+    samples = TensorDataset(torch.rand(60, 5), torch.arange(60) % 4)
+    cross_entropy = nn.CrossEntropyLoss(reduction="none")
+    fl.run("fedavg", fl.make_task(samples, clients=3, model="logistic", objective=cross_entropy), **OPTIONS)
+
+
 def average(outputs: Tensor, targets: Tensor) -> Tensor:
     return focal(outputs, targets).mean()
 
@@ -211,6 +218,7 @@ def average(outputs: Tensor, targets: Tensor) -> Tensor:
             lambda: fl.run("fedavg", task(average), **OPTIONS),
             r"loss of each sample, \[b\], not \[\] .*reduction='none'",
         ),
+        (classes_without_accuracy, r"Target \d is out of bounds.*; a loss of classes goes with metrics=\['accuracy'\]"),
         (lambda: task(nn.CrossEntropyLoss), "not the class CrossEntropyLoss"),
     ],
 )

@@ -60,11 +60,14 @@ def of_the_seed(labels: Any, clients: int, seed: int) -> list[Any]:
 def test_partitions_of_ones_own_by_function_path_and_list(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [list(indices) for indices in of_the_seed(range(80), 4, 7)]
     monkeypatch.chdir(Path(__file__).parent)
-    for partition in (of_the_seed, f"{__name__}:of_the_seed", expected, [np.array(indices) for indices in expected]):
+    arrays = [np.array(indices) for indices in expected]
+    for partition in (of_the_seed, f"{__name__}:of_the_seed", expected, arrays):
         task = make(partition=partition, seed=7)
         assert [list(task.partition[client]) for client in range(4)] == expected
     classes = make(partition=lambda labels: [np.flatnonzero(labels == k) for k in range(2)])
     assert classes.partition.sizes.tolist() == [20, 20]
+    masks = make(partition=lambda labels: [labels == k for k in range(2)])
+    assert masks.partition.indices.tolist() == classes.partition.indices.tolist()
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ class Partition:
 
     @classmethod
     def of(cls, samples: Sequence[npt.ArrayLike]) -> "Partition":
-        """Return the partition of an array of sample indices for each client."""
-        arrays = [np.asarray(client, dtype=np.int64) for client in samples]
+        """Return the partition of an array of sample indices, or a mask of all samples, for each client."""
+        masks = [np.asarray(client) for client in samples]
+        arrays = [np.flatnonzero(mask) if mask.dtype == bool else np.asarray(mask, dtype=np.int64) for mask in masks]
         indices = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
         return cls.from_sizes(indices, [len(array) for array in arrays])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.config.expression import Call
 from fedloom.config.plugins import found_at
-from fedloom.errors import InvalidValue, quoted
+from fedloom.errors import InvalidValue, error_text, quoted
 from fedloom.objectives import Metric, Objective, Totals, objectives
 
 
@@ -27,7 +27,11 @@ class Custom(Objective):
 
     def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the loss of each sample, `[b]`. Raise `InvalidValue` where the function returns anything else."""
-        losses = self.function(outputs, targets)
+        try:
+            losses = self.function(outputs, targets)
+        except IndexError as error:
+            remedy = "a loss of classes goes with metrics=['accuracy']"
+            raise InvalidValue(f"the objective's function: {error_text(error)}; {remedy}") from error
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             remedy = " (losses of PyTorch do with reduction='none')" if kind == [] else ""

@@ -109,7 +109,7 @@ class Regression(Objective):
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
             raise InvalidValue(
                 f"objective 'regression' needs targets [n] or [n, d] of floats, not {kind_of(targets)}: "
-                "give labels.astype('float32')"
+                "give labels.astype('float32'), or kind=regression in table(...)"
             )
         if not torch.isfinite(targets).all():
             raise InvalidValue("objective 'regression': a target is NaN or infinite")
