@@ -314,7 +314,8 @@ def fedas(folder: Path) -> dict[str, float]:
     run.step()
     store = run.engine.store  # type: ignore[attr-defined]
     models_before = [store.read(k)["fedas_model"].clone() for k in range(CLIENTS)]
-    server, traces, fold = run.algorithm.model().clone(), {}, run.algorithm.fold
+    traces: dict[int, float] = {}
+    server, fold = run.algorithm.model().clone(), run.algorithm.fold
 
     def folding(round: Any, replies: Any) -> Any:
         traces.update(zip(replies.clients.tolist(), replies["fisher"].tolist(), strict=True))
