@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class Setting:
-    """What a definition knows of the federation. `speeds` are the clients' samples per second, where a clock runs."""
+    """The federation as a definition sees it. `speeds` are the clients' samples per second, where a clock runs."""
 
     layout: Layout
     module: nn.Module
@@ -88,11 +88,11 @@ class Definition:
         self.begin()
 
     def sends(self, round: Round) -> list[Message]:
-        """What each selected client is sent, by slot; names that are left out are not checked."""
+        """The tensors that each selected client is sent, by slot; names that are left out are not checked."""
         return [{"model": self.server_model} for _ in round.selected]
 
     def sends_idle(self, round: Round) -> Message:
-        """What a client that trains without uploading is sent."""
+        """The tensors that a client is sent which trains without uploading."""
         return {"model": self.server_model}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
@@ -116,7 +116,7 @@ class Definition:
         return getattr(self.method, "weighted", True)
 
     def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
-        """What is wrong in the client half of a wrapper, from the records of its clients and of those of its inner method.
+        """The faults in the client half of a wrapper, from the records of its clients and of those of its inner method.
         Clients that were `refused` remember nothing of the round."""
         return ""
 
@@ -436,7 +436,7 @@ def shuffled(pool: Sequence[Tensor], layout: Layout, generator: torch.Generator)
 
 
 class Personal(Definition):
-    """What travels is averaged by samples."""
+    """The mean by samples of the tensors that travel."""
 
     whole = False
 
@@ -562,7 +562,7 @@ class FedDBE(Personal):
 
 
 class Prototypes(Definition):
-    """What methods with class means keep: for each class the mean over the clients that have it."""
+    """Class means at the server: for each class the mean over the clients that have it."""
 
     whole = False
 
@@ -1260,7 +1260,7 @@ def definition(method: Algorithm, setting: Setting) -> Definition:
 
 
 def weights_of(selection: Selection, sizes: Sequence[int]) -> list[float]:
-    """What each selected client weighs, by slot."""
+    """The weights of the selected clients, by slot."""
     if selection.weights is not None:
         return list(selection.weights)
     return [float(sizes[client]) for client in selection.clients]

@@ -226,7 +226,7 @@ def size_of(message: dict[str, Tensor]) -> int:
 
 @dataclass
 class Outcome:
-    """How many cases agreed, and what deviated."""
+    """Return how many cases agreed, and what deviated."""
 
     agreed: int = 0
     deviations: list[tuple[Case, str]] = field(default_factory=list)
@@ -254,7 +254,7 @@ def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
 
 
 def table(outcome: Outcome) -> str:
-    """What was tried, wrapper by wrapper: the methods that it takes and refuses, those that were run in it, and the cases."""
+    """Return what was tried, wrapper by wrapper: the methods that it takes and refuses, those that were run in it, and the cases."""
     lines = ["| wrapper | takes | refuses | methods run | cases | deviations |", "|---|---|---|---|---|---|"]
     totals = Counter[str]()
     for wrapper in WRAPPERS:

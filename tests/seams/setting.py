@@ -215,7 +215,7 @@ PROOFS: dict[tuple[object, ...], Proof] = {}
 
 
 def proof_of(task: Task) -> Proof:
-    """Which shortcuts the task allows, found once for tasks of one kind: that takes as long as some rounds."""
+    """Return which shortcuts the task allows, found once for tasks of one kind: that takes as long as some rounds."""
     kind = (str(task.model), task.layout.dtype, task.layout.frozen, repr(task.training))
     if kind not in PROOFS:
         PROOFS[kind] = RowsEngine(task).proof
