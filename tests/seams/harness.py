@@ -254,7 +254,7 @@ def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
 
 
 def table(outcome: Outcome) -> str:
-    """Return what was tried, wrapper by wrapper: the methods that it takes and refuses, those that were run in it, and the cases."""
+    """Return what was tried, wrapper by wrapper: methods that it takes and refuses, those that were run in it, and the cases."""
     lines = ["| wrapper | takes | refuses | methods run | cases | deviations |", "|---|---|---|---|---|---|"]
     totals = Counter[str]()
     for wrapper in WRAPPERS:
