@@ -119,6 +119,8 @@ def plans() -> Iterator[Plan]:
         yield Plan(skewed._replace(participation=participation, batch=0), -1, 2 * printed, printed)
     yield Plan(Cell("cnn", 1, "iid", 0.1, 10), -2, 100, 34, 1)
     yield Plan(Cell("cnn", 5, "iid", 0.1, 10), -3, 60, 20, 1)
+    yield Plan(Cell("cnn", 5, "iid", 0.0, 10), -3, 150, 50, 1)
+    yield Plan(Cell("cnn", 1, "iid", 0.1, 50), -2, 130, 65, 1)
 
 
 def rate(position: int) -> float:
