@@ -22,7 +22,7 @@ import torch
 
 import fedloom as fl
 from fedloom.data import Dataset
-from outcome import tell
+from outcome import append, tell
 
 SEEDS = 3
 METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
@@ -155,8 +155,7 @@ def main() -> None:
     for seed, setting, method in () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS):
         if (setting, method, seed) not in done and (arguments.mnist or setting.data != "mnist"):
             done[setting, method, seed] = run = measure(setting, method, seed, arguments.mnist)
-            with arguments.record.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(run) + "\n")
+            append(arguments.record, run)
             print(f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %", flush=True)
     table(done)
 

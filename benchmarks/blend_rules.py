@@ -12,7 +12,6 @@ one line of the record, appended when it ends: started again, the script goes on
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from fedloom.data import Dataset
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
 from fedloom.task import make_dataset
 from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
+from outcome import append
 
 RECORD = Path(__file__).parent / "records" / "blend_rules.jsonl"
 MAP = RECORD.with_name("map.jsonl")
@@ -221,8 +221,7 @@ def main() -> None:
                 run = {"setting": list(setting), "method": rule, "seed": SEED}
                 run["accuracy"] = measure(setting, rule, data[setting.data])
                 done[setting, rule, SEED] = run
-                with options.record.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(run) + "\n")
+                append(options.record, run)
                 print(f"{rule}, {' '.join(map(str, setting))}: {late(run):.1f}", flush=True)
     print_tables(done)
 

@@ -28,6 +28,7 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.recording.round_models import CURVES
 from fedloom.task import make_dataset
+from outcome import append
 
 ROUNDS, SEEDS = 400, 5
 PARTITIONS = ("dirichlet(1.0)", "dirichlet(0.1)", "iid")
@@ -175,8 +176,7 @@ def main() -> None:
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for cell in missing:
         done[cell] = measure(cell, data[cell.data])
-        with arguments.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[cell]) + "\n")
+        append(arguments.record, done[cell])
         print(f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True)
     tables(done)
 

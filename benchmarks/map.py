@@ -32,7 +32,7 @@ from fedloom.data import Dataset
 from fedloom.flat.population import total_variance, weighted_mean
 from fedloom.round import Round
 from fedloom.task import make_dataset
-from outcome import tell
+from outcome import append, tell
 
 SEEDS = 3
 EVALUATIONS = 20
@@ -307,8 +307,7 @@ def main() -> None:
         if key in done or key[0].data not in data or time.monotonic() > until:
             continue
         done[key] = run = measure(*key, data[key[0].data])
-        with arguments.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
+        append(arguments.record, run)
     tables(done)
 
 

@@ -41,7 +41,7 @@ from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset
-from outcome import tell
+from outcome import append, tell
 
 SEEDS = 3
 RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl"
@@ -334,8 +334,7 @@ def main() -> None:
             if line is None:
                 return
             done[plan.cell, position, seed] = line
-            with RECORD.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append(RECORD, line)
             rounds = "not reached" if line["crossing"] is None else f"{line['crossing']:.1f}"
             print(
                 f"{plan.cell.text} rate {line['rate']:g} seed {seed}: {rounds} ({line['processor_seconds']} s)",

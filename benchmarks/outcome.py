@@ -1,15 +1,22 @@
-"""How every benchmark tells its outcome: a table for people and, last, one JSON line."""
+"""How benchmarks tell their outcome, a table for people and one JSON line, and keep the runs that have ended."""
 
 from __future__ import annotations
 
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+
+def append(record: Path, run: Mapping[str, Any]) -> None:
+    """Append a run to a record, one JSON line each."""
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
 
 
 def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

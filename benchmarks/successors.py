@@ -30,6 +30,7 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.report.significance import differences
 from fedloom.task import make_dataset
+from outcome import append
 
 SEEDS = 3
 GROUPS = {
@@ -180,8 +181,7 @@ def main() -> None:
         if cell in done:
             continue
         done[cell] = measure(cell, data[cell.data])
-        with arguments.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[cell]) + "\n")
+        append(arguments.record, done[cell])
         print(f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True)
     tables(done)
 
