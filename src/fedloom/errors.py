@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+GRAPH_IS_GONE = "backward through the graph a second time"
+"""PyTorch's words where an earlier batch's graph is differentiated again."""
+
 LONGEST_QUOTED = 200
 """Characters of a value, at most, that an error quotes."""
 
@@ -141,7 +144,7 @@ def first_line(error: BaseException) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return type and text of an error that fedloom did not raise, on one line; what is wrong where its remedy is none."""
-    if "backward through the graph a second time" in str(error):
+    if GRAPH_IS_GONE in str(error):
         return "what a loss or a client half keeps of an earlier batch holds that batch's graph: keep value.detach()"
     return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -75,13 +75,12 @@ class Secure(Wrapper):
             rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
             model = self._moved(replies.matrices["model"], rehearsal, replies.slots)
             replies = replace(replies, matrices={**replies.matrices, "model": model})
-            self.carried(rehearsal.bytes(layer_sizes(self.units(), self.plan.initial)))
+            self.carried(self._bytes(rehearsal))
         super().receive(round, replies)
 
     def finish(self, round: Round, exchange: Exchange) -> None:
         if self._rehearses(round, exchange.within().sent):
-            rehearsal = self.rehearse(round, round.selected, "before_train")
-            self.carried(rehearsal.bytes(layer_sizes(self.units(), self.plan.initial)))
+            self.carried(self._bytes(self.rehearse(round, round.selected, "before_train")))
         self._count(self.state["carried"])
         super().finish(round, exchange)
 
@@ -114,6 +113,9 @@ class Secure(Wrapper):
     def exchanges(self, when: str) -> bool:
         """Return True if clients exchange at this point: `before_train` or `before_upload`."""
         return self.when in ("both", when)
+
+    def _bytes(self, rehearsal: Rehearsal) -> int:
+        return rehearsal.bytes(layer_sizes(self.units(), self.plan.initial))
 
 
 def exchange_(

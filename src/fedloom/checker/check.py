@@ -307,7 +307,7 @@ class _ListeningEngine(RowsEngine):
         self.listener.unwatch(list(inbox))
         for name, location in self.client_memory.lost().items():
             self.listener.note("lost", name, location)
-        if isinstance(result, Fault) and not isinstance(result.error, NotFinite):
+        if isinstance(result, Fault) and not result.diverged:
             error = result.error
             location = (error_location(error) if error else "") or code_location(type(algorithm).train)
             self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))

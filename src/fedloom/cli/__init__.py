@@ -26,7 +26,7 @@ from fedloom.cli import (
     showing,
     tuning,
 )
-from fedloom.cli.options import RunsFailed, resuming_command
+from fedloom.cli.options import RunsFailed, resuming_command, short_help
 from fedloom.errors import DiskFull, Diverged, FedloomError, error_text, located, one_line
 from fedloom.rounds.termination import sigterm_interrupts
 
@@ -62,7 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in commands:
-    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)
+    app.command(short_help=short_help(command))(command)
 app.add_typer(federation_files.app)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Folder, option
+from fedloom.cli.options import Folder, option, short_help
 from fedloom.errors import InvalidValue, MissingExtra
 
 app = typer.Typer(
@@ -75,4 +75,4 @@ def run_app(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 for command in (keys, init):
-    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)
+    app.command(short_help=short_help(command))(command)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -72,6 +72,11 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, stop))
         yield watch, lambda: stopping
+
+
+def short_help(command: Callable[..., Any]) -> str:
+    """Return the first line of a command's help."""
+    return (command.__doc__ or "").partition("\n")[0]
 
 
 def folders_of(texts: Sequence[str] | None) -> dict[str, str]:

@@ -68,9 +68,7 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
 
     allowed("training with all weights in one vector", plain.difference(PLAIN))
     shortcuts = PLAIN
-    image = plain.samples[0].inputs[:1]
-    on_cpu = image.dim() == 4 and not image.is_cuda and image.is_floating_point()
-    if on_cpu and light_convolutions(plain.layout.copy(plain.module).eval(), image):
+    if plain.suits_channels_last():
         drawing = ", layers draw other numbers" if plain.draws else ""
         subject = f"images keep their layout in memory: with the channels last{drawing}"
         channels_last = allowed(subject, plain.difference(Shortcuts(channels_last=True)))
@@ -177,6 +175,13 @@ class _Comparison:
                 trained = self._cohort([k], flat).fit(self.start[k : k + 1])
             results.append([*trained, flat.integers()])
         return [torch.cat(rows) for rows in zip(*results, strict=True)]
+
+    def suits_channels_last(self) -> bool:
+        """Return True if the samples are images, on a CPU, that the model's convolutions take faster with the channels last."""
+        image = self.samples[0].inputs[:1]
+        if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
+            return False
+        return light_convolutions(self.layout.copy(self.module).eval(), image)
 
     def _plain(self) -> list[Tensor]:
         """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by plain PyTorch."""

@@ -33,7 +33,6 @@ from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import require_key
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
-from fedloom.recording.recorder import Recorder
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.card import model_card
@@ -391,7 +390,7 @@ class _RunPlan:
             task,
             self.schedule,
             in_process=not self.alone
-            or any(type(r).hook is not Recorder.hook and not r.inapplicable(self.method) for r in self.recorders),
+            or any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders),
             algorithm=self.method,
             begun=None if self.directory is None else self.directory.engine,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedloom.errors import InvalidValue, error_text
+from fedloom.errors import GRAPH_IS_GONE, InvalidValue, error_text
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name
@@ -218,7 +218,7 @@ class FlatModule:
         try:
             gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         except RuntimeError as error:
-            raise (InvalidValue(error_text(error)) if "a second time" in str(error) else error) from error
+            raise (InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error) from error
         return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
 
     def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:

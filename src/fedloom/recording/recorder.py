@@ -42,6 +42,10 @@ class RunContext:
         if not len(self.task.test):
             raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty")
 
+    def test_score(self, row: Tensor, integers: Tensor | None) -> dict[str, float]:
+        """Return the figures of the model `row [P]` on the global test set, in evaluation mode."""
+        return self.evaluator.score(row, self.task.test, integers)
+
     def client(self, number: int) -> int:
         """Return the client that the user calls by this number. Raises `InvalidValue` where none does or it never trains."""
         numbers = list(self.numbers)
@@ -89,6 +93,16 @@ class Recorder:
     def name(self) -> str:
         """The name of its measurements; two recorders of one run have different ones."""
         return self.kind
+
+    @property
+    def hooks_training(self) -> bool:
+        """True if it hooks into the clients' training, which then must take place in this process."""
+        return type(self).hook is not Recorder.hook
+
+    @property
+    def needs_models(self) -> bool:
+        """True if it needs the models that clients receive and upload."""
+        return type(self).measure is not Recorder.measure
 
     def inapplicable(self, method: Algorithm) -> str:
         """Return the reason why this method, not yet set up, has nothing to record; empty where it has."""

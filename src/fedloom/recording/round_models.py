@@ -38,13 +38,12 @@ class Aggregate(Recorder):
         scored = [exchange for exchange in exchanges if self.models is None or exchange.slot < self.models]
         if number % self.every or not scored:
             return None
-        score, test = context.evaluator.score, context.task.test
-        scores = [score(exchange.uploaded, test, exchange.uploaded_integers) for exchange in scored]
+        scores = [context.test_score(exchange.uploaded, exchange.uploaded_integers) for exchange in scored]
         values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
         return Measurement({"slots": [exchange.slot for exchange in scored], **values})
 
     def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
-        score = context.evaluator.score(method.model(), context.task.test, integers)
+        score = context.test_score(method.model(), integers)
         return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:

@@ -82,8 +82,7 @@ class Recording:
                 recorder.require(self._context)
             except InvalidValue as error:
                 raise InvalidValue(f"record: {recorder.name}: {error}") from None
-            needs_models = type(recorder).measure is not Recorder.measure
-            reason = recorder.inapplicable(method) or (partial if needs_models else "")
+            reason = recorder.inapplicable(method) or (partial if recorder.needs_models else "")
             if reason:
                 self.notices.append(f"{recorder.name} is not recorded for {method}: {reason}")
             else:

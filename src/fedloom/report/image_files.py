@@ -5,6 +5,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -37,12 +38,12 @@ def require_images(formats: Sequence[str]) -> None:
     """Raise `InvalidValue` unless images of these formats can be written on this machine."""
     for name in formats:
         require_one_of("image format", name, FORMATS)
-    import_extra("kaleido", "images", "drawing images")
+    _kaleido()
 
 
 def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)) -> list[Path]:
     """Write figures by name into `folder`; return the files, figure by figure."""
-    kaleido = import_extra("kaleido", "images", "drawing images")
+    kaleido = _kaleido()
     folder.mkdir(parents=True, exist_ok=True)
     images = [
         {"fig": figure, "path": folder / f"{name}.{form}", "opts": {"format": form, "scale": 1 + (form == "png")}}
@@ -57,6 +58,10 @@ def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequen
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InvalidValue(f"images cannot be drawn, which takes a Chromium or Chrome: {reason}") from None
     return [Path(image["path"]) for image in images]
+
+
+def _kaleido() -> Any:
+    return import_extra("kaleido", "images", "drawing images")
 
 
 def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:

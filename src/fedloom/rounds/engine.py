@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message
+from fedloom.errors import NotFinite
 from fedloom.flat.layout import Layout
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
@@ -71,6 +72,11 @@ class Fault:
     reason: str
     error: Exception | None = None
     sent: bool = True  # whether the message went out to it
+
+    @property
+    def diverged(self) -> bool:
+        """Return True if the client's training led to values that are not finite."""
+        return isinstance(self.error, NotFinite)
 
 
 @dataclass(frozen=True)

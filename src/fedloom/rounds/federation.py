@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithm import NOTHING, Algorithm, Exchange, Message, Plan, Replies, Selection, name_of, source_of
 from fedloom.algorithms.private import Accounted
-from fedloom.errors import CheckpointError, Diverged, InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
+from fedloom.errors import CheckpointError, Diverged, InvalidValue, RefusedReply, code_location, in_brackets
 from fedloom.flat.device import moved_back
 from fedloom.flat.population import capped
 from fedloom.round import Round
@@ -471,7 +471,7 @@ def _require_fit(algorithm: Algorithm, poisson: bool, over_selected: bool) -> No
 
 def _raise_unless_absent(algorithm: Algorithm, round: Round, faults: list[Fault]) -> None:
     """Raise why a round has no reply at all, unless its clients were merely absent."""
-    if faults and all(isinstance(fault.error, NotFinite) for fault in faults):
+    if faults and all(fault.diverged for fault in faults):
         raise _diverged(round, "no client's model is finite any more")
     for fault in faults:
         if isinstance(fault.error, RefusedReply):
