@@ -109,7 +109,7 @@ def ray_actors() -> Iterator[RayEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripts() -> Iterator[Scripts]:
     """A process that has loaded the package, and forks one for each script that a test runs."""
     from forking_scripts import serving

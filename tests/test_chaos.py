@@ -19,8 +19,8 @@ from chaos.trials import TRIALS, Rounds
 
 
 @pytest.mark.parametrize(
-    "name", sorted(TRIALS.keys() - {"actors", "supernodes"})
-)  # those take minutes: test_ray and test_flower_sites kill some
+    "name", sorted(TRIALS.keys() - {"actors", "supernodes", "workers"})
+)  # those take long: test_ray, test_flower_sites and test_processes kill some
 def test_nothing_goes_wrong_for_some_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rounds, "rounds", 60)
     tallies = run(seconds=0.3, seed=1, names=[name])

@@ -65,11 +65,11 @@ def test_the_code_on_a_page_prints_what_the_page_says(page: str, scripts: Script
 COMPARED = """
 import warnings; warnings.simplefilter("ignore")
 import fedloom as fl
-training = fl.Training(learning_rate=0.1, epochs=2, batch_size=10)
+training = fl.Training(learning_rate=0.1, epochs=1, batch_size=50)
 task = fl.make_task("digits", clients=4, partition="dirichlet(0.3)", model="mlp(hidden=[8])", training=training)
 for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
-    model = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=4, participation=0.5).model
-    expected = fl.run(wrapper.format("fedprox(mu=0.5)"), task, rounds=4, participation=0.5).model
+    model = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=3, participation=0.5).model
+    expected = fl.run(wrapper.format("fedprox(mu=0.5)"), task, rounds=3, participation=0.5).model
     for tensor, expected_tensor in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(tensor, expected_tensor)
     print(wrapper, "as FedProx")

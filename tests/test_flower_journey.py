@@ -124,8 +124,6 @@ def records(output: Path) -> list[dict[str, object]]:
 def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(kind: str, deployment: Deployment) -> None:
     app = make_app(deployment.folder, kind, f"{kind}-app")
     output = deployment.folder / "runs" / app.name
-    if kind == "table":
-        require_statistics(app, deployment)
     run = deployment.run(app, output=str(output), smallest=2)
     status = deployment.wait_for_run(run, 2 * PATIENCE, sign=output / "result.json")
     assert status == "finished:completed", deployment.logs()
@@ -196,6 +194,7 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     app = make_app(deployment.folder, "table", "journey", "rounds=4", "personal_every=1")
+    require_statistics(app, deployment)
     output = deployment.folder / "runs" / "journey"
     run = deployment.run(app, output=str(output), smallest=2)
 

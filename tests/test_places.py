@@ -75,14 +75,15 @@ GROUPS = {"processes": "processes", "ray": "waiting"}
 SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
-QUICK_ON_RAY = ("fedmr", "umf(feddc)")
+QUICK = {"ray": ("fedmr", "umf(feddc)"), "processes": ("fedmr", "umf(feddc)", "secure(fedmr)")}
+"""Of the representative methods, what runs in `make test`; test_processes.py runs all methods, on another model."""
 
 
 def _cases() -> Iterator[Any]:
     methods = [*((method, "NormNet") for method in REPRESENTATIVE), ("fedmr", "FrozenNet")]
     for place in PLACES:
         for method, model in [*methods, *((method, "NormNet") for method in OTHERS)]:
-            seldom = method in OTHERS or (place == "ray" and method not in QUICK_ON_RAY)
+            seldom = method in OTHERS or method not in QUICK.get(place, REPRESENTATIVE)
             groups = [pytest.mark.xdist_group(GROUPS[place])] if place in GROUPS else []
             yield pytest.param(place, method, model, marks=[pytest.mark.minutes, *groups] if seldom else groups)
 

@@ -132,7 +132,8 @@ def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
     run = digits("fedmr", 0.3, 200)
     assert run.notices[1:] == [CAME_APART]
     assert "T / S = 0." in run.notices[0]  # of round 30, long before
-    assert run.history[-1]["accuracy"] < max(record["accuracy"] for record in run.history) - 0.3
+    accuracies = [record["accuracy"] for record in run.history]
+    assert accuracies[-1] < 0.6 * max(accuracies)  # 0.3 to 0.45 of it on two kinds of processor
     assert run.history[-1]["pool_cosine"] < 0.7
 
 

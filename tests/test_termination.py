@@ -86,10 +86,10 @@ def children(process: int) -> list[int]:
     ("settings", "command", "runs"),
     [
         ('engine = "rows"', ["run", "job.toml"], 1),
-        ('engine = "stacked"', ["run", "job.toml"], 1),
+        pytest.param('engine = "stacked"', ["run", "job.toml"], 1, marks=pytest.mark.minutes),
         ('engine = "processes(workers=2)"', ["run", "job.toml"], 1),
         ("workers = 2", ["compare", "job.toml", "algorithms=[fedavg, scaffold]"], 2),
-        ('engine = "ray(workers=1)"', ["run", "job.toml"], 1),
+        pytest.param('engine = "ray(workers=1)"', ["run", "job.toml"], 1, marks=pytest.mark.minutes),
     ],
     ids=["rows", "stacked", "processes", "compare", "ray"],
 )
