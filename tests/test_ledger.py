@@ -10,13 +10,16 @@ import pytest
 
 import mcmahan
 import record_runs
+import successors
 from fedloom.errors import InvalidValue
 from fedloom.papers.ledger import STATES, ExhibitRecord, LedgerEntry, ledger, to_markdown
 from fedloom.papers.measure import Measured
 from fedloom.papers.paper_file import exhibit, exhibits
 from fedloom.papers.result_table import CellResult
 
-RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records" / "papers"
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+RECORDS = BENCHMARKS / "records" / "papers"
+RESULTS = (BENCHMARKS / "RESULTS.md").read_text()
 A2 = exhibit("fedumf.table-a2")
 CELLS = {cell.row: cell for cell in A2.cells if cell.column == "MNIST IID 15% to 95%"}
 
@@ -117,6 +120,15 @@ def test_a_cell_of_mcmahans_table_has_the_rate_that_the_search_chose() -> None:
     assert {column: rates[column] for column in chosen} == chosen
     stored = ExhibitRecord.read(RECORDS / "mcmahan.table-1-2nn.json")
     assert stored.results == record.results
+
+
+def test_the_tables_of_the_successors_are_those_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
+    successors.tables(successors.recorded(BENCHMARKS / "records" / "successors.jsonl"))
+    printed = capsys.readouterr().out.splitlines()
+    (section,) = re.findall(r"^## Do the successors help\?\n(.*?)\nOne round of the authors", RESULTS, re.M | re.S)
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in printed] == []
 
 
 def test_records_of_the_repository_are_explained_and_give_one_page() -> None:
