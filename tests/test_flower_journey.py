@@ -1,7 +1,7 @@
 """From a person's files to predictions over real sites, each with data of its own.
 
-Each message takes seconds between a SuperLink and SuperNodes, so `make test` has them train on tables; other kinds of data go
-the same way in this process, and between real sites in `make chaos`.
+Each message takes seconds between a SuperLink and SuperNodes, so in `make test` every kind of data goes the same way in this
+process (test_flower_sites.py has real sites there), and in `make chaos` between real sites.
 """
 
 from __future__ import annotations
@@ -118,9 +118,8 @@ def records(output: Path) -> list[dict[str, object]]:
     return json_lines(output / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    "kind", ["table", *(pytest.param(k, marks=pytest.mark.minutes) for k in KINDS if k != "table")]
-)
+@pytest.mark.minutes
+@pytest.mark.parametrize("kind", KINDS)
 def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(kind: str, deployment: Deployment) -> None:
     app = make_app(deployment.folder, kind, f"{kind}-app")
     output = deployment.folder / "runs" / app.name
