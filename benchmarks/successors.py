@@ -69,10 +69,13 @@ def plan() -> Iterator[Cell]:
                 yield Cell(group, data, partition, noise, method, seed)
 
 
+def rounds_of(data: str, group: str) -> int:
+    return SETS[data][1] * (LONGER if group == "long" else 1)
+
+
 def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
     """Run one cell. The accuracy is that of the test set, or of the clients' own models on their own test samples."""
-    model, rounds = SETS[cell.data]
-    rounds *= LONGER if cell.group == "long" else 1
+    model, rounds = SETS[cell.data][0], rounds_of(cell.data, cell.group)
     task = fl.make_task(
         data,
         clients=20,
@@ -114,6 +117,11 @@ def late(run: dict[str, Any]) -> float:
     return 100 * statistics.fmean(run["accuracy"][-LAST:])
 
 
+def best(run: dict[str, Any]) -> float:
+    """Return the best evaluation, in %."""
+    return 100 * float(max(run["accuracy"]))
+
+
 PAIRS = (
     ("fedkdmr", "fedavg"), ("fedkdmr", "fedmr"), ("fedntd(fedmr)", "fedavg"), ("fedntd(fedmr)", "fedmr"), ("fedmr", "fedavg"),
 )  # fmt: skip
@@ -129,21 +137,19 @@ def distillation(done: dict[Cell, dict[str, Any]]) -> None:
     for data, group in product(SETS, ("global", "long")):
         columns = []
         for method, other in PAIRS:
-            cells = [
-                cell
-                for cell in done
-                if (cell.data, cell.group) == (data, group) and cell.noise and cell.method == method
+            pairs = [
+                (run, done[key])
+                for cell, run in done.items()
+                if (cell.data, cell.group, cell.method) == (data, group, method) and cell.noise
+                if (key := cell._replace(method=other)) in done
             ]
-            pairs = [(done[cell], done[key]) for cell in cells if (key := cell._replace(method=other)) in done]
             if pairs:
                 leads = [late(run) - late(other_run) for run, other_run in pairs]
-                best = statistics.fmean(100 * (max(a["accuracy"]) - max(b["accuracy"])) for a, b in pairs)
-                columns.append(
-                    f"{statistics.fmean(leads):+.1f} ({sum(lead > 0 for lead in leads)} of {len(leads)}; {best:+.1f})"
-                )
+                best_lead = statistics.fmean(best(run) - best(other_run) for run, other_run in pairs)
+                ahead = sum(lead > 0 for lead in leads)
+                columns.append(f"{statistics.fmean(leads):+.1f} ({ahead} of {len(leads)}; {best_lead:+.1f})")
         if len(columns) == len(PAIRS):
-            rounds = SETS[data][1] * (LONGER if group == "long" else 1)
-            print(f"| {data}, {rounds} | {' | '.join(columns)} |")
+            print(f"| {data}, {rounds_of(data, group)} | {' | '.join(columns)} |")
 
 
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
@@ -184,8 +190,8 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
                 values = [v for (p, n, _), v in figures[method].items() if (p, n) == (partition, noise)]
                 spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
                 columns.append(f"{statistics.fmean(values):.1f}{spread}" if values else "-")
-            best = (100 * max(done[Cell(group, data, p, n, method, seed)]["accuracy"]) for p, n, seed in complete)
-            columns += [f"{statistics.fmean(best):.1f}", f"{rank:.1f}"]
+            runs = (done[Cell(group, data, p, n, method, seed)] for p, n, seed in complete)
+            columns += [f"{statistics.fmean(map(best, runs)):.1f}", f"{rank:.1f}"]
             test = tests.get(method)
             if test is not None:
                 p_values = [test.t_test_corrected, test.exact_corrected]

@@ -133,7 +133,7 @@ def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
     assert run.notices[1:] == [CAME_APART]
     assert "T / S = 0." in run.notices[0]  # of round 30, long before
     accuracies = [record["accuracy"] for record in run.history]
-    assert accuracies[-1] < 0.6 * max(accuracies)  # 0.3 to 0.45 of it on two kinds of processor
+    assert accuracies[-1] < 0.6 * max(accuracies)  # where the pool goes depends on how a processor rounds
     assert run.history[-1]["pool_cosine"] < 0.7
 
 
