@@ -1,7 +1,8 @@
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Round, algorithms
+from fedloom.exchange import Aggregate, Plan, Replies
 from fedloom.algorithms.qfedavg import ReportsLoss
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative
@@ -32,14 +33,14 @@ class AFL(ReportsLoss):
         shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64, device=plan.initial.device)
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         rows, shares = replies["model"], self.state["shares"]
         clients = replies.clients.to(shares.device)
         step = shares[clients].to(rows) @ (rows - self.state["model"])
         losses = torch.zeros_like(shares).index_copy_(0, clients, replies["loss"].double())
         return replies.aggregate(mean={}, total={"step": step.unsqueeze(0), "losses": losses.unsqueeze(0)})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         model = self.state["model"] + aggregate.total["step"]
         shares = on_simplex(self.state["shares"] + self.rate * aggregate.total["losses"])
         mean = torch.lerp(self.state["mean"], model, 1 / round.number)

@@ -3,7 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Probability
@@ -30,7 +31,7 @@ class APFL(PartlyShared):
     adaptive: bool = False
 
     needs = (require_constant_rate,)
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         rate, count = cohort.round.learning_rate, cohort.layout.trainable

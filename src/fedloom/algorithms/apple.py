@@ -4,7 +4,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
@@ -41,9 +42,7 @@ class Apple(EveryModel):
 
     needs = (*EveryModel.needs, require_constant_rate)
     own_model: ClassVar[str] = "apple_model"
-    needs_total_rounds: ClassVar[bool] = True
-    single_download: ClassVar[bool] = False
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(averages=False, needs_total_rounds=True, one_download=False, fits_once=False)
 
     # --- the server half ---
 

@@ -3,7 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative, NonNegativeInt
 
@@ -30,8 +31,7 @@ class CFL(Algorithm):
     first_round: NonNegativeInt = 20
 
     needs = (require_everybody,)
-    one_model_each: ClassVar[bool] = True
-    averages: ClassVar[bool] = False
+    facts = Facts(one_model_each=True, averages=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -49,7 +49,7 @@ class CFL(Algorithm):
 
     def receive(self, round: Round, replies: Replies) -> None:
         updates = replies["model"] - replies.sent("model")
-        moved = updates[:, : self.layout.trainable].double()
+        moved = updates[:, : self.plan.layout.trainable].double()
         models, cluster = list(self.state["models"]), self.state["cluster"].clone()
         for number in range(len(models)):
             order = replies.clients.argsort()  # so that clusters are numbered by their clients, not by the slots

@@ -2,7 +2,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative
@@ -27,7 +28,7 @@ class Ditto(PartlyShared):
     personal_epochs: Count = 2
 
     own_model: ClassVar[str] = "ditto_personal"
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         cohort.memory[self.own_model] = cohort.fit(

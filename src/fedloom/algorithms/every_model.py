@@ -2,7 +2,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Round
+from fedloom.algorithm import Facts, Round
+from fedloom.exchange import Plan, Replies
 from fedloom.algorithms.sharing import PartlyShared, require_everybody, take
 
 
@@ -10,7 +11,7 @@ class EveryModel(PartlyShared):
     """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
 
     needs: ClassVar[Any] = (require_everybody,)
-    averages: ClassVar[bool] = False
+    base_facts = Facts(averages=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -3,7 +3,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import SERVER_MODEL, Message, Plan, Replies, Round, algorithms, server_model
+from fedloom.algorithm import Facts, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies, server_model, start_is_changed
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.fedprox import proximal
 from fedloom.config.fields import NonNegative, Positive
@@ -35,7 +36,7 @@ class FedAMP(EveryModel):
     norm: Literal["squared", "plain"] = "squared"
 
     own_model: ClassVar[str] = "fedamp_model"
-    one_model_each: ClassVar[bool] = True
+    base_facts = Facts(averages=False, one_model_each=True)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -49,7 +50,7 @@ class FedAMP(EveryModel):
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
-        self.state["distances"] = squared_distances(self.state["models"][:, : self.layout.trainable]).double()
+        self.state["distances"] = squared_distances(self.state["models"][:, : self.plan.layout.trainable]).double()
 
     def diagnose(self) -> dict[str, float]:
         return {"fedamp_rescaled": float((self._pulls().sum(1) > 1).double().mean())}
@@ -59,8 +60,8 @@ class FedAMP(EveryModel):
         return ((self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)).fill_diagonal_(0)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        # The start that a wrapper has made counts; otherwise a client goes on from its own model.
-        model = start if SERVER_MODEL in inbox else cohort.memory.get(self.own_model, start)
+        # A start that a part has made counts; otherwise a client continues from its own model.
+        model = start if start_is_changed(inbox) else cohort.memory.get(self.own_model, start)
         context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
         strength = self.regularisation / self.alpha
         correction = proximal(strength) if self.norm == "squared" else _plain_proximal(strength / 2)

@@ -4,9 +4,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Cohort, Message, Replies, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Replies
 from fedloom.algorithms.kept_layers import KeepsHead
-from fedloom.algorithms.loss_terms import require_classes
+from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch, Net, data_loss
 
@@ -30,12 +31,12 @@ class FedAS(KeepsHead):
 
     needs = (require_classes,)
     own_model: ClassVar[str] = "fedas_model"
-    averages: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False, averages=False)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {**super().expects(round), "fisher": ()}
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         # Where nobody has anything to learn, all count alike.
         return replace(replies, weights=replies["fisher"].cpu().double().clamp_min(1e-30)).aggregate()
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.config.fields import NonNegative, Share
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
@@ -39,7 +40,7 @@ class FedSAM(Algorithm):
             self.state["swa_model"] = plan.initial.clone()
             self.state["swa_count"] = torch.zeros(1, dtype=torch.int64)
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         if self.swa:
             count, late = int(self.state["swa_count"]), round.number >= self.swa_start * round.rounds - 1e-9
@@ -50,8 +51,8 @@ class FedSAM(Algorithm):
         return self.state["swa_model" if self.swa else "model"]
 
     @property
-    def needs_total_rounds(self) -> bool:
-        return self.swa
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(fits_once=False, needs_total_rounds=self.swa)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         def gradient_fn(rows: Tensor, batch: Batch, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

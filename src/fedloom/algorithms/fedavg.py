@@ -1,4 +1,5 @@
-from fedloom.algorithm import AggregatedReplies, Algorithm, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Replies
 
 
 @algorithms.register("fedavg")
@@ -16,8 +17,8 @@ class FedAvg(Algorithm):
     weighted: bool = True
 
     @property
-    def anonymous_replies(self) -> bool:
-        return not self.weighted
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(anonymous=not self.weighted)
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         return replies.aggregate(weighted=self.weighted)

@@ -4,7 +4,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Round, algorithms
+from fedloom.algorithm import Round, algorithms
+from fedloom.exchange import Plan, Replies
 from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
 from fedloom.algorithms.sharing import take
 from fedloom.config.fields import Count, NonNegativeInt
@@ -45,8 +46,8 @@ class FedCross(Indep):
         require_schedule("alpha", self.alpha)
 
     @property
-    def anonymous_replies(self) -> bool:
-        return self.partner != "in_order"
+    def facts(self) -> Facts:  # type: ignore[override]
+        return replace(super().facts, anonymous=self.partner != "in_order")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -72,8 +73,8 @@ class FedCross(Indep):
     def blocks(self) -> list[Unit]:
         """Return the slices of a row whose cosines are added."""
         if self.similarity == "whole":
-            return [(slice(self.layout.trainable),)]
-        slices = {tensor.name: tensor.slice for tensor in self.layout.slices}
+            return [(slice(self.plan.layout.trainable),)]
+        slices = {tensor.name: tensor.slice for tensor in self.plan.layout.slices}
         ordered = [slices[name] for name in self.plan.module.state_dict() if name in slices]
         pairs = [tuple(ordered[k : k + 2]) for k in range(0, len(ordered), 2)]
         return pairs if len(ordered) % 2 else [*pairs, pairs[-1]]

@@ -4,7 +4,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
@@ -33,7 +34,7 @@ class FedDBE(PartlyShared):
     beta: Share = 1.0
 
     needs = (require_constant_rate,)
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -48,7 +49,7 @@ class FedDBE(PartlyShared):
         means = {} if len(self.state["consensus"]) else {"mean": (self._width,)}
         return {**super().expects(round), **means}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         if "mean" in aggregate.mean:
             self.state["consensus"] = aggregate.mean["mean"]
         else:

@@ -4,7 +4,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Plan, Round, algorithms, server_model
+from fedloom.algorithm import Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.local.cohort import Cohort, Context
@@ -37,9 +38,9 @@ class FedDC(Drifting):
         self.state["update"] = torch.zeros_like(self.state["drift"])
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "update": (self.layout.trainable,)}
+        return {"model": (self.plan.layout.size,), "update": (self.plan.layout.trainable,)}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         self.state["update"] = self.state["update"] + aggregate.total["update"] / self.plan.clients
 

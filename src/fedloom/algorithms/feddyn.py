@@ -3,7 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms, server_model
+from fedloom.algorithm import Algorithm, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
 from fedloom.local.cohort import Cohort, Context
@@ -27,14 +28,14 @@ class Drifting(Algorithm):
         self.state["drift"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
         self.state["mean_size"] = mean_size(plan)
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        trainable = slice(self.layout.trainable)
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        trainable = slice(self.plan.layout.trainable)
         totals = {name: replies[name] for name in replies.matrices if name != "model"}
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total={**totals, "moved": moved})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable = slice(self.layout.trainable)
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable = slice(self.plan.layout.trainable)
         self.state["drift"] = self.state["drift"] + aggregate.total["moved"] / self.plan.clients
         mean = aggregate.mean["model"]
         mean[trainable] += self.state["drift"]

@@ -3,7 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Plan, Replies
 from fedloom.config.fields import Positive
 
 
@@ -25,20 +26,20 @@ class FedExP(Algorithm):
     epsilon: Positive = 1e-3
     epsilon_by_clients: bool = False
 
-    averages: ClassVar[bool] = False
+    facts = Facts(averages=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.state["evaluated"] = plan.initial.clone()
         self.state["step"] = torch.ones(1, dtype=plan.initial.dtype, device=plan.initial.device)
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        trainable = slice(self.layout.trainable)
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        trainable = slice(self.plan.layout.trainable)
         length = (replies["model"][:, trainable] - self.state["model"][trainable]).square().sum(1)
         return replies.aggregate(mean={"model": replies["model"], "length": length})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable = slice(self.layout.trainable)
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable = slice(self.plan.layout.trainable)
         previous, following = self.state["model"], aggregate.mean["model"]
         mean = following[trainable] - previous[trainable]
         epsilon = self.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2

@@ -4,7 +4,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count, Probability, Share
@@ -35,13 +36,12 @@ class FedFomo(PartlyShared):
     exploration: Probability = 0.0
 
     own_model: ClassVar[str] = "fedfomo_model"
-    single_download: ClassVar[bool] = False
-    fits_once: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
+    base_facts = Facts(one_download=False, fits_once=False, averages=False)
 
     @property
-    def one_model_each(self) -> bool:
-        return self._sent() < len(self.state["known"])
+    def facts(self) -> Facts:  # type: ignore[override]
+        known = len(self.state["known"]) if hasattr(self, "state") and "known" in self.state else 0
+        return replace(super().facts, one_model_each=bool(known) and self._sent() < known)
 
     # --- the server half: S clients have uploaded, and only these have rows ---
 

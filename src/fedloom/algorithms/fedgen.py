@@ -8,7 +8,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies, TensorSpec
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.flat.layout import Layout, TensorSlice
@@ -73,7 +74,7 @@ class FedGen(Algorithm):
     noise: Width = 100
     hidden: Width = 512
 
-    averages: ClassVar[bool] = False
+    facts = Facts(averages=False)
 
     # --- the server half ---
 
@@ -89,12 +90,9 @@ class FedGen(Algorithm):
         generator = {"generator": self.state["generator"].unsqueeze(0)} if self.state["generator_trained"] else {}
         return {**super().send(round), **generator}
 
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "labels": (self.plan.classes,)}
-
-    @property
-    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        return {"labels": torch.int32}
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...] | TensorSpec]:
+        labels = TensorSpec((self.plan.classes,), torch.int32)
+        return {"model": (self.plan.layout.size,), "labels": labels}
 
     def receive(self, round: Round, replies: Replies) -> None:
         self._train_generator(round, replies["model"], replies["labels"].to(replies["model"].dtype))

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Cohort, Message, Round, algorithms
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.algorithms.loss_terms import divergence, require_classes, teacher_outputs
+from fedloom.algorithms.statistics import require_classes
+from fedloom.local.distillation import divergence, teacher_outputs
 from fedloom.config.fields import NonNegativeInt, Positive, Probability
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed

@@ -1,7 +1,7 @@
 """FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
 
 import math
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -9,11 +9,12 @@ import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
-from fedloom.flat.layout import UnitKind
+from fedloom.flat.layout import Unit, UnitKind
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
@@ -36,11 +37,17 @@ class Indep(Algorithm):
 
     local: Algorithm | None = field(default=None, kw_only=True)
 
-    wraps: ClassVar[tuple[str, ...]] = ("local",)
-    averages: ClassVar[bool] = False
-    fixed_participants: ClassVar[bool] = True
-    one_model_each: ClassVar[bool] = True
-    anonymous_replies: ClassVar[Any] = True
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        """Those of `local`, whose client half trains, with a pool on the server."""
+        return replace(
+            Facts() if self.local is None else self.local.facts,
+            averages=False,
+            fixed_participants=True,
+            one_model_each=True,
+            anonymous=True,
+            deploys=None,
+        )
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -59,7 +66,7 @@ class Indep(Algorithm):
         return weighted_mean(self.state["pool"])
 
     def diagnose(self) -> dict[str, float]:
-        return {"pool_cosine": float(mean_cosine_similarity(self.state["pool"][:, : self.layout.trainable]))}
+        return {"pool_cosine": float(mean_cosine_similarity(self.state["pool"][:, : self.plan.layout.trainable]))}
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return super().train(cohort, inbox) if self.local is None else self.local.train(cohort, inbox)
@@ -96,8 +103,8 @@ class FedMR(Indep):
             require_schedule("blend", self.blend)
 
     @property
-    def anonymous_replies(self) -> bool:
-        return self.blend != "auto"  # which averages by samples
+    def facts(self) -> Facts:  # type: ignore[override]
+        return replace(super().facts, anonymous=self.blend != "auto")  # which averages by samples
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -108,23 +115,26 @@ class FedMR(Indep):
         pool = replies.by_slot("model")
         if self.blend == "auto":
             average = weighted_mean(pool, replies.weights_by_slot())  # of the clients that answered
-            sent, trainable = replies.sent_by_slot("model"), self.layout.trainable
+            sent, trainable = replies.sent_by_slot("model"), self.plan.layout.trainable
             share = auto_blend(pool, sent, average, self.state["initial"], trainable, self.tolerance)
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
             average, share = None, blend_at(self.blend, round.number)
         self.state["pool"] = pool  # releases the models that were sent, since recombination needs memory
         # In place: the federation made this matrix for this round's replies, and nothing else uses it.
-        recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
+        recombine_(pool, self.units(), round.stream("recombine"))
         if share > 0:
             pool.lerp_(weighted_mean(pool) if average is None else average, share)
+
+    def units(self) -> list[Unit]:
+        return self.plan.layout.units(self.unit, self.fraction)
 
     def diagnose(self) -> dict[str, float]:
         figures = super().diagnose()
         if self.blend == "auto":
             figures["blend"] = float(self.state["blend"])
-        elif self.blend == 0.0:
-            figures["pool_progress"] = pool_progress(self.state["pool"], self.plan.initial, self.layout.trainable)
+        elif self.blend == 0.0 and self.plan.first_round == 1:  # a later stage begins with another model
+            figures["pool_progress"] = pool_progress(self.state["pool"], self.plan.initial, self.plan.layout.trainable)
         return figures
 
 
@@ -166,7 +176,7 @@ def blend_at(schedule: Schedule, number: int) -> float:
 
 def _require_local(local: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless the client half of `local` can train a model of the pool."""
-    if local.inner():
+    if local._inner():
         raise InvalidValue(f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
     message, expected = local.send(plan.opening()), dict(local.expects(plan.opening()))
     if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:

@@ -1,6 +1,7 @@
 from typing import ClassVar
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
 
@@ -24,8 +25,7 @@ class FedMut(Algorithm):
     beta: Probability = 0.3
     mutation_rounds: Count = 50
 
-    one_model_each: ClassVar[bool] = True
-    anonymous_replies: ClassVar[bool] = True
+    facts = Facts(one_model_each=True, anonymous=True)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -33,14 +33,14 @@ class FedMut(Algorithm):
 
     def send(self, round: Round) -> Message:
         # The two last means and the round's stream give the mutations, so the K models are not stored.
-        tensors = [tensor.slice for tensor in self.layout.slices if tensor.stop <= self.layout.trainable]
+        tensors = [tensor.slice for tensor in self.plan.layout.slices if tensor.stop <= self.plan.layout.trainable]
         skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
         direction = self.radius * (self.state["model"] - self.state["previous"])
         rows = self.plan.empty_rows(len(round.selected))
         return {"model": mutate(self.state["model"], direction, rows, tensors, skew, round.stream("mutate"))}
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         return replies.aggregate(weighted=False)
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         self.state = {"model": aggregate.mean["model"], "previous": self.state["model"]}

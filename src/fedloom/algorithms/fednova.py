@@ -1,6 +1,7 @@
 from collections.abc import Mapping
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Replies
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
 
 
@@ -18,17 +19,17 @@ class FedNova(Algorithm):
     needs = (require_sgd,)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "local_weight": (1,)}
+        return {"model": (self.plan.layout.size,), "local_weight": (1,)}
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        trainable, local = slice(self.layout.trainable), replies["local_weight"]
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        trainable, local = slice(self.plan.layout.trainable), replies["local_weight"]
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         # A client without steps has local weight 0 and has not moved: any divisor gives 0.
         step = moved / local.where(local > 0, 1)
         return replies.aggregate(mean={"model": replies["model"], "local_weight": local, "step": step})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable, mean = slice(self.layout.trainable), aggregate.mean
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable, mean = slice(self.plan.layout.trainable), aggregate.mean
         mean["model"][trainable] = self.state["model"][trainable] + mean["local_weight"] * mean["step"]
         self.state["model"] = mean["model"]
 

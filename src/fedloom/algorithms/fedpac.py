@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.fedproto import pulled_loss, with_means
 from fedloom.algorithms.kept_layers import FedRep
 from fedloom.algorithms.linear_head import LinearHead
@@ -39,8 +40,7 @@ class FedPAC(FedRep):
     upload_head: bool = field(init=False, default=True)
 
     sends: ClassVar[tuple[str, ...]] = ("model", "prototypes", "present")
-    one_model_each: ClassVar[bool] = True
-    averages: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False, averages=False, one_model_each=True)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

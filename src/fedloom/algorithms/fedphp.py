@@ -4,7 +4,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Probability
 from fedloom.flat.module import Batch, Net
@@ -34,7 +35,7 @@ class FedPHP(PartlyShared):
     deployed: Literal["history", "local"] = "history"
 
     own_model: ClassVar[str] = "fedphp_history"
-    needs_total_rounds: ClassVar[bool] = True
+    base_facts = Facts(needs_total_rounds=True)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)

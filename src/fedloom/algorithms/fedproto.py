@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch, Net
@@ -33,10 +34,7 @@ class FedProto(Algorithm):
     by: Literal["prototype", "head"] = "prototype"
 
     sends: ClassVar[tuple[str, ...]] = ("prototypes", "present")
-    fits_once: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
-    single_download: ClassVar[bool] = False
-    scores_start: ClassVar[bool] = False
+    facts = Facts(one_download=False, fits_once=False, averages=False, deploys="memory")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -50,14 +48,11 @@ class FedProto(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"means": (self.plan.classes, self.head.features), "counts": (self.plan.classes,)}
 
-    def returns_whole(self, round: Round) -> bool:
-        return False
-
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         weights = replies["counts"] if self.weighted else (replies["counts"] > 0).to(replies["counts"])
         return replies.aggregate(mean={}, total={"sums": weights.unsqueeze(2) * replies["means"], "weights": weights})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         self.state |= with_means(self.state, aggregate)
 
     def model(self) -> Tensor:
@@ -82,7 +77,7 @@ class FedProto(Algorithm):
         return torch.where(present.any(1, keepdim=True), folded, rows)
 
 
-def with_means(state: Message, aggregate: AggregatedReplies) -> Message:
+def with_means(state: Message, aggregate: Aggregate) -> Message:
     """Return the prototypes after a round by its totals, `sums [Y, d]` and `weights [Y]`; at weight 0 they stay."""
     weights = aggregate.total["weights"].unsqueeze(1)
     prototypes = torch.where(weights > 0, aggregate.total["sums"] / weights.clamp_min(1), state["prototypes"])

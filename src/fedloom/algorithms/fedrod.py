@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from fedloom.algorithm import Cohort, Message, Plan, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message, Plan
 from fedloom.algorithms.linear_head import NEVER, Head, LinearHead, two_heads
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
@@ -30,7 +31,7 @@ class FedRoD(PartlyShared):
     gamma: NonNegative = 1.0
 
     needs = (require_constant_rate,)
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

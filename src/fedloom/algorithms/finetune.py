@@ -4,7 +4,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms, server_model
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegative, NonNegativeInt
@@ -26,7 +27,7 @@ class FedAvgC(PartlyShared):
     finetune_epochs: NonNegativeInt = 10
     finetune_scope: Literal["init", "eval_only"] = "init"
 
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         if self.finetune_epochs == 0:

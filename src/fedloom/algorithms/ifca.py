@@ -4,7 +4,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Plan, Replies, Round, algorithms
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, Replies, TensorSpec
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
 from fedloom.models.structure import drawn_again
@@ -28,9 +29,7 @@ class IFCA(Algorithm):
     k: Count = 2
 
     sends: ClassVar[tuple[str, ...]] = ("models",)
-    single_download: ClassVar[bool] = False
-    fits_once: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
+    facts = Facts(one_download=False, fits_once=False, averages=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -46,20 +45,16 @@ class IFCA(Algorithm):
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self.send(round)
 
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "choice": ()}
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...] | TensorSpec]:
+        return {"model": (self.plan.layout.size,), "choice": TensorSpec((), torch.int64)}
 
-    @property
-    def reply_dtypes(self) -> Mapping[str, torch.dtype]:
-        return {"choice": torch.int64}
-
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         choice = replies["choice"]
         members = torch.arange(self.k, device=choice.device).unsqueeze(1) == choice
         total = {"models": (members.to(replies["model"]) @ replies["model"]), "chosen": members.sum(1)}
         return replies.aggregate(mean={}, total={name: rows.unsqueeze(0) for name, rows in total.items()})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         models, chosen = aggregate.total["models"], aggregate.total["chosen"]
         counts = chosen.to(models).unsqueeze(1)
         models = torch.where(counts > 0, models / counts.clamp_min(1), self.state["models"])

@@ -4,7 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.algorithm import Cohort, Message, algorithms, name_of
+from fedloom.algorithm import Cohort, Facts, algorithms, name_of
+from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
@@ -75,7 +76,7 @@ class LgFedAvg(PartlyShared):
 class KeepsHead(PartlyShared):
     """Base of methods that treat the classifier apart from the base under it, and keep it at the clients."""
 
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def private(self, module: nn.Module) -> frozenset[str]:
         return self.head_layers(module)

@@ -3,7 +3,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
@@ -39,7 +40,7 @@ class PartialFed(PartlyShared):
     cooling: Share = 0.965
 
     needs = (require_constant_rate,)
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable

@@ -2,7 +2,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, Facts, algorithms
+from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.flat.module import Batch, Context
@@ -33,7 +34,7 @@ class PerFedAvg(PartlyShared):
     delta: Positive = 1e-3
     passes: Count = 1
 
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         alpha = self._alpha(cohort)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
+from fedloom.algorithm import Cohort, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.linear_head import Head, LinearHead, discriminant
 from fedloom.config.fields import Positive
@@ -45,7 +46,7 @@ class PFedFDA(KeepsHead):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {**super().expects(round), "gaussians": tuple(self.state["gaussians"].shape)}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         self.state["gaussians"] = aggregate.mean["gaussians"]
 

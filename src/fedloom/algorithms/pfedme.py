@@ -3,7 +3,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Cohort, Message, Plan, Round, algorithms
+from fedloom.algorithm import Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
@@ -38,7 +39,7 @@ class PFedMe(PartlyShared):
 
     needs = (require_constant_rate,)
     own_model: ClassVar[str] = "pfedme_personal"
-    fits_once: ClassVar[bool] = False
+    base_facts = Facts(fits_once=False)
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -49,7 +50,7 @@ class PFedMe(PartlyShared):
         if share > 1:
             warnings.warn(f"{product}: above 1 the local model overshoots in every step", stacklevel=2)
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         previous = self.state["model"]
         super().update(round, aggregate)
         if self.beta != 1:

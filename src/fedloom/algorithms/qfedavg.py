@@ -1,18 +1,18 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Cohort, Message, Replies, Round, algorithms, server_model
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Replies, server_model
 from fedloom.config.fields import NonNegative
 
 
 class ReportsLoss(Algorithm):
     """Base of methods whose clients upload the loss of the received model on all of their samples beside their own model."""
 
-    fits_once: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
+    facts = Facts(fits_once=False, averages=False)
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "loss": ()}
+        return {"model": (self.plan.layout.size,), "loss": ()}
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         loss = cohort.loss(server_model(inbox))
@@ -34,8 +34,8 @@ class QFedAvg(ReportsLoss):
 
     q: NonNegative = 1.0
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
-        trainable = slice(self.layout.trainable)
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        trainable = slice(self.plan.layout.trainable)
         slopes = (self.state["model"][trainable] - replies["model"][:, trainable]) / round.learning_rate
         loss = replies["loss"] + 1e-10
         power = loss**self.q
@@ -43,7 +43,7 @@ class QFedAvg(ReportsLoss):
         total = {"slope": (power @ slopes).unsqueeze(0), "bound": bound}
         return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total=total)
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable, model = slice(self.layout.trainable), aggregate.mean["model"].clone()
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable, model = slice(self.plan.layout.trainable), aggregate.mean["model"].clone()
         model[trainable] = self.state["model"][trainable] - aggregate.total["slope"] / aggregate.total["bound"]
         self.state["model"] = model

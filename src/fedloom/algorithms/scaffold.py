@@ -4,7 +4,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Round, algorithms, server_model
+from fedloom.algorithm import Algorithm, Round, algorithms
+from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_gradient, mean_size, momentum_gain, relative_sizes, require_sgd
 from fedloom.config.fields import Positive
 from fedloom.flat.module import Batch
@@ -46,13 +47,13 @@ class Scaffold(Algorithm):
         return {name: tensor.unsqueeze(0) for name, tensor in self.state.items()}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "variate": (self.layout.trainable,)}
+        return {"model": (self.plan.layout.size,), "variate": (self.plan.layout.trainable,)}
 
-    def fold(self, round: Round, replies: Replies) -> AggregatedReplies:
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
         return replies.aggregate(weighted=False, total={"variate": replies["variate"]})
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable = slice(self.layout.trainable)
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable = slice(self.plan.layout.trainable)
         current, mean = self.state["model"], aggregate.mean["model"]
         mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
         self.state["model"] = mean

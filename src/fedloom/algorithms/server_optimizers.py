@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Plan, Round, algorithms
+from fedloom.algorithm import Round, algorithms
+from fedloom.exchange import Aggregate, Plan
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import BelowOne, Positive, Probability
 
@@ -13,8 +14,8 @@ from fedloom.config.fields import BelowOne, Positive, Probability
 class ServerOptimizer(FedAvg, ABC):
     """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged."""
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
-        trainable = slice(self.layout.trainable)
+    def update(self, round: Round, aggregate: Aggregate) -> None:
+        trainable = slice(self.plan.layout.trainable)
         current, following = self.state["model"][trainable], aggregate.mean["model"]
         following[trainable] = current + self.step(following[trainable] - current)
         self.state["model"] = following

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, AnyClient, Cohort, Message, Plan, Round, name_of
+from fedloom.algorithm import Algorithm, AnyClient, Cohort, Round, name_of
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.models.structure import block_parameters, layer_finder
@@ -65,6 +66,7 @@ class PartlyShared(Algorithm):
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
 
     own_model: ClassVar[str] = ""  # name in clients' memory of the personal model that they deploy, if any
+    base_facts: ClassVar[Facts] = Facts()  # without what clients deploy
 
     # --- what travels ---
 
@@ -83,11 +85,11 @@ class PartlyShared(Algorithm):
             raise InvalidValue(f"{name_of(self)}: all of {type(module).__name__} would stay with the clients")
         return unit
 
-    def travels(self, cohort: Cohort | AnyClient) -> Unit:
-        return self.unit(cohort.module, cohort.layout)
+    def shared(self, module: nn.Module, layout: Layout) -> Unit:
+        return self.unit(module, layout)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        unit = self.travels(cohort)
+        unit = self.shared(cohort.module, cohort.layout)
         if length(unit) == cohort.layout.size:
             return model
         stays = _complement(unit, cohort.layout)
@@ -111,7 +113,7 @@ class PartlyShared(Algorithm):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         return {"model": (length(self._unit),)}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         self.state["model"] = self.whole(self.state["model"], aggregate.mean["model"])
 
     def whole(self, model: Tensor, shared: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class PartlyShared(Algorithm):
 
     def upload(self, cohort: Cohort, model: Tensor) -> Message:
         """Return the reply, the travelling slices of `model [k, P]`, and remember the remaining ones."""
-        unit = self.travels(cohort)
+        unit = self.shared(cohort.module, cohort.layout)
         if length(unit) < cohort.layout.size:
             stays = _complement(unit, cohort.layout)
             cohort.memory[_private(stays)] = take(model, stays)
@@ -150,15 +152,15 @@ class PartlyShared(Algorithm):
         return model
 
     @property
-    def scores_start(self) -> bool:
-        return not self.own_model
+    def facts(self) -> Facts:  # type: ignore[override]
+        return replace(self.base_facts, deploys=self._deploys())
 
-    @property
-    def personal(self) -> bool:
-        names = ("personalise", "initialise", "complete")
-        overridden = any(getattr(type(self), name) is not getattr(PartlyShared, name) for name in names)
-        private = bool(self.own_model) or length(self._unit) < self.layout.size
-        return overridden or private or self.eval_point == "after_train"
+    def _deploys(self) -> Literal["received", "start", "memory"]:
+        if self.own_model:
+            return "memory"
+        changed = overrides(self, PartlyShared, ("personalise", "initialise", "complete"))
+        keeps_part = hasattr(self, "_unit") and length(self._unit) < self.plan.layout.size
+        return "start" if changed or keeps_part or self.eval_point == "after_train" else "received"
 
 
 def _private(stays: Unit) -> str:

@@ -56,6 +56,12 @@ def require_constant_rate(method: str, plan: Plan) -> None:
         raise InvalidValue(f"{method} takes steps of one rate a round: {needed}")
 
 
+def require_classes(name: str, plan: Plan) -> None:
+    """Raise `InvalidValue` unless the targets of the task are classes."""
+    if not plan.classes:
+        raise InvalidValue(f"{name} needs class labels: the targets of this task are none")
+
+
 def momentum_gain(training: Training) -> float:
     """Return the factor by which momentum lengthens steps in the long run: (1 - dampening) / (1 - momentum)."""
     if not training.momentum:

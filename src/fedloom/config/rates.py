@@ -23,7 +23,7 @@ def _argument(make: object, name: str, value: Any) -> Any:
     return build_rate_schedule(value) if name == "then" else plain(value)
 
 
-rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate schedule", "fedloom.config", _argument)
+rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate schedule", "fedloom.config", argument=_argument)
 
 
 @rate_schedules.register(CONSTANT)

@@ -84,15 +84,18 @@ class Registry(Generic[T]):
 
     Args:
         kind: The noun of error messages, such as `data set`.
-        package: The package whose modules define the entries.
+        packages: The packages whose modules define the entries.
         argument: Turns an argument of an expression into a value: (make, name of the parameter, argument) -> value.
     """
 
     def __init__(
-        self, kind: str, package: str, argument: Callable[[T, str, Any], Any] = lambda make, name, value: plain(value)
+        self,
+        kind: str,
+        *packages: str,
+        argument: Callable[[T, str, Any], Any] = lambda make, name, value: plain(value),
     ) -> None:
         self.kind = kind
-        self.package = package
+        self.packages = packages
         self.argument = argument
         self._entries: dict[str, Entry[T]] = {}
         self._imported = False
@@ -156,9 +159,10 @@ class Registry(Generic[T]):
     def _import_all(self) -> None:
         if self._imported:
             return
-        package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
-            importlib.import_module(module.name)
+        for name in self.packages:
+            package = importlib.import_module(name)
+            for module in pkgutil.iter_modules(package.__path__, f"{name}."):
+                importlib.import_module(module.name)
         self._imported = True  # a plugin may look things up while it is imported
         try:
             import_from_environment()

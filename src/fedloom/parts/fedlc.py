@@ -1,14 +1,17 @@
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
-from fedloom.algorithms.loss_terms import LossTerm, require_classes
+from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
+from fedloom.local.cohort import Cohort
+from fedloom.method import Facts, algorithms
+from fedloom.parts.loss_term import LossTerm
+from fedloom.parts.part import Inner
 
 
 @algorithms.register("fedlc")
@@ -27,9 +30,9 @@ class FedLC(LossTerm):
     tau: NonNegative = 1.0
 
     needs = (require_classes,)
-    fits_once: ClassVar[bool] = False
+    facts = Facts(fits_once=False)
 
-    def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
+    def context(self, cohort: Cohort, inbox: Message, inner: Inner) -> dict[str, Tensor]:
         counts = cohort.label_counts.to(cohort.initial)
         shift = counts.clamp_min(1) ** -0.25
         return {"shift": self.tau * torch.where(counts > 0, shift, 1e9)}

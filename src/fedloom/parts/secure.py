@@ -1,20 +1,20 @@
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange, Message, Plan, Replies, Round, Wrapper, algorithms
-from fedloom.algorithms.fedmr import FedMR, Indep
-from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan, Replies, Selection
 from fedloom.flat.layout import Unit
+from fedloom.method import Facts, algorithms
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes
 
 
 @algorithms.register("secure")
-class Secure(Wrapper):
+class Secure(Part):
     """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
 
     In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
@@ -41,11 +41,16 @@ class Secure(Wrapper):
     high: int | None = None
     when: Literal["both", "before_upload", "before_train"] = "both"
 
+    once: ClassVar[bool] = True
+    requires: ClassVar[tuple[str, ...]] = ("anonymous", "whole models", "only the model")
+    facts = Facts(anonymous=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rules()
-        _require_anonymous(self.method)
-        _exchanged_unit(self.method)
+
+    def hooks(self) -> frozenset[str]:
+        return super().hooks() - (set() if self.exchanges("before_train") else {"move"})
 
     def rules(self) -> Rules:
         """Return the rules of the exchange."""
@@ -53,36 +58,35 @@ class Secure(Wrapper):
 
     def units(self) -> list[Unit]:
         """Return the slices of a row that move together."""
-        return self.layout.units(*_exchanged_unit(self.method))
+        return self._units
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        self._units = inner.algorithm.units()
         self._count(0)
-        self.rules().bounds(len(self.units()))
-        expected = dict(self.method.expects(plan.opening()))
-        if expected != {"model": (plan.layout.size,)}:
-            raise InvalidValue(f"secure: clients of {self.method} do not return one whole model and nothing else")
+        self.rules().bounds(len(self._units))
 
-    def outgoing(self, round: Round, message: Message) -> Message:
-        if not self._rehearses(round, message):
+    def move(self, round: Round, message: Message) -> Message:
+        rows = message.get("model")
+        count = len(round.selected)
+        # Rows of their own, for two clients or more; over real sites, clients exchange layers themselves.
+        if self.plan.remote or rows is None or not len(rows) >= count > 1:
             return message
         # A row beyond those of the selected clients is for idle ones, which take no part.
         rehearsal = self.rehearse(round, round.selected, "before_train")
-        return {**message, "model": self._moved(message["model"], rehearsal, torch.arange(len(round.selected)))}
+        self.carried(self._bytes(rehearsal))
+        return {**message, "model": self._moved(rows, rehearsal, torch.arange(count))}
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        if self.exchanges("before_upload") and not self.plan.remote:
-            rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
-            model = self._moved(replies.matrices["model"], rehearsal, replies.slots)
-            replies = replace(replies, matrices={**replies.matrices, "model": model})
-            self.carried(self._bytes(rehearsal))
-        super().receive(round, replies)
+    def exchange(self, round: Round, replies: Replies) -> Replies:
+        if not self.exchanges("before_upload") or self.plan.remote:
+            return replies
+        rehearsal = self.rehearse(round, replies.clients.tolist(), "before_upload")
+        model = self._moved(replies.matrices["model"], rehearsal, replies.slots)
+        self.carried(self._bytes(rehearsal))
+        return replies.with_matrices({**replies.matrices, "model": model})
 
-    def finish(self, round: Round, exchange: Exchange) -> None:
-        if self._rehearses(round, exchange.within().sent):
-            self.carried(self._bytes(self.rehearse(round, round.selected, "before_train")))
+    def account(self, round: Round, selection: Selection) -> None:
         self._count(self.state["carried"])
-        super().finish(round, exchange)
 
     def carried(self, count: int) -> None:
         """Take note that clients exchanged layers in this round, and `count` bytes were carried between them."""
@@ -98,13 +102,8 @@ class Secure(Wrapper):
         exchange_(moved, rows, self.units(), rehearsal.sources, slots)
         return moved
 
-    def _rehearses(self, round: Round, message: Message) -> bool:
-        """Return True if this simulation moves the layers of what is sent: models of their own, for two clients or more."""
-        count = len(round.selected)
-        return not self.plan.remote and self.exchanges("before_train") and len(message["model"]) >= count > 1
-
     def diagnose(self) -> dict[str, float]:
-        return {**self.method.diagnose(), "peer_bytes": float(self.state["peer_bytes"])}
+        return {"peer_bytes": float(self.state["peer_bytes"])}
 
     def rehearse(self, round: Round, clients: Sequence[int], when: str) -> Rehearsal:
         """Return the exchange `when` of this round among these clients; a pure function of its arguments."""
@@ -127,22 +126,3 @@ def exchange_(
         origins = slots[torch.tensor(source, dtype=torch.int64, device=rows.device)]
         for piece in unit:
             moved[slots, piece] = rows[origins, piece]
-
-
-def _require_anonymous(method: Algorithm) -> None:
-    """Raise `InvalidValue`, naming the method to blame, unless all uploads of a round are treated alike."""
-    if method.anonymous_replies:
-        return
-    for inner in [] if isinstance(method, Indep) else method.inner():  # Indep's `local` receives no uploads
-        _require_anonymous(inner)
-    hint = ": give it weighted=false" if getattr(method, "weighted", False) else ""
-    raise InvalidValue(f"secure: {method} needs to know whose an upload is, which the exchange hides{hint}")
-
-
-def _exchanged_unit(method: Algorithm) -> tuple[Literal["layer", "tensor", "segment"], float]:
-    """Return FedMR's unit and fraction, or layers by default. Raise `InvalidValue` if stages differ in them."""
-    methods = [inner for inner in method.nested() if isinstance(inner, FedMR)]
-    units = {(inner.unit, inner.fraction if inner.unit == "segment" else 1.0) for inner in methods}
-    if len(units) > 1:
-        raise InvalidValue(f"secure: {method} moves different units; make each of its stages secure by itself")
-    return units.pop() if units else ("layer", 1.0)

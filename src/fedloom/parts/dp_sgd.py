@@ -5,13 +5,16 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import Message, Plan, Selection, algorithms, name_of, source_of
-from fedloom.algorithms.accounting import epsilon, noise_for
-from fedloom.algorithms.private import AccountedByClient, clip_factors, normal, secret_uniforms
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan, Selection
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
+from fedloom.method import Facts, algorithms
+from fedloom.parts.accounting import epsilon, noise_for
+from fedloom.parts.noise import clip_factors, normal, secret_uniforms
+from fedloom.parts.part import Inner
+from fedloom.parts.privacy import AccountedByClient
 
 NUMBERS = 1 << 24
 """Floats of samples' gradients in memory at a time: 64 MiB."""
@@ -40,19 +43,19 @@ class DPSGD(AccountedByClient):
     Use it where clients are few and hold data of many people each: hospitals rather than telephones.
     """
 
-    stackable: ClassVar[bool] = False
+    requires: ClassVar[tuple[str, ...]] = ("one fit", "only the model", "one update", "no integers")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (source := source_of(self.method, "fits_once")) is not None:
-            raise InvalidValue(_uncounted(name_of(source)))
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(needs_total_rounds=self.noise is None, stackable=False)
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
         if any(isinstance(layer, _BatchNorm) for layer in plan.module.modules()):
             raise InvalidValue("dp_sgd: batch norm mixes the samples of a batch: use group norm instead")
         if plan.remote and self.noise is None:
-            raise InvalidValue("dp_sgd: over real sites give noise: a site cannot choose it by the others' samples")
+            reason = "a site cannot choose it by the others' samples"
+            raise InvalidValue(f"dp_sgd: over real sites give noise: {reason}")
 
     def counted(self, selection: Selection) -> tuple[int, ...]:
         return (*selection.clients, *selection.idle)  # those that upload nothing too
@@ -80,9 +83,11 @@ class DPSGD(AccountedByClient):
         batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
         return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
 
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        private = PrivateCohort(cohort, self.bound(), self.noise_multiplier(), self.plan.remote, str(self.method))
-        reply = self.method.train(private, inbox)
+    def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        private = PrivateCohort(
+            cohort, self.bound(), self.noise_multiplier(), self.plan.remote, str(self.method)
+        )
+        reply = inner.train(private, inbox)
         cohort.metrics.clear()  # losses are of the client's data too
         return reply
 

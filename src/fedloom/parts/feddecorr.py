@@ -1,13 +1,12 @@
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
-from fedloom.algorithm import algorithms
-from fedloom.algorithms.loss_terms import LossTerm
 from fedloom.config.fields import NonNegative
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
+from fedloom.method import Facts, algorithms
+from fedloom.parts.loss_term import LossTerm
 
 
 @algorithms.register("feddecorr")
@@ -25,7 +24,7 @@ class FedDecorr(LossTerm):
 
     beta: NonNegative = 0.1
 
-    fits_once: ClassVar[bool] = False
+    facts = Facts(fits_once=False)
 
     def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         assert net.features is not None

@@ -7,16 +7,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Cohort, Message, Wrapper, algorithms, source_of, started_from
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.kept_layers import FedRep, SiloBN
 from fedloom.algorithms.sharing import put, put_, take
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, started_from
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, LossFn, data_loss
+from fedloom.local.cohort import Cohort
+from fedloom.method import Facts, Method, algorithms
 from fedloom.models.structure import block_parameters, head_name
+from fedloom.parts.part import Inner, Part
 
 
 class Blend(NamedTuple):
@@ -29,7 +32,7 @@ class Blend(NamedTuple):
 
 
 @algorithms.register("ala")
-class Ala(Wrapper):
+class Ala(Part):
     """Adaptive local aggregation: the inner method starts from a learned blend of the download and the client's last model.
 
     In the `p` highest blocks of what travels, start = old + (download - old) * W, elementwise; the lower ones are the
@@ -68,39 +71,32 @@ class Ala(Wrapper):
     start_round: Count = 1
 
     client_figures: ClassVar[tuple[str, ...]] = ("ala_epochs", "ala_loss")
-    fits_once: ClassVar[bool] = False
+    once: ClassVar[bool] = True
+    requires: ClassVar[tuple[str, ...]] = ("one download",)
+    facts = Facts(fits_once=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for method in self.method.nested():
-            if isinstance(method, Ala):
-                raise InvalidValue(f"ala({self.method}): the start is blended once, not twice")
-        if (inner := source_of(self.method, "single_download")) is not None:
-            raise InvalidValue(f"ala: clients of {inner} are not sent one model, which could be blended with their own")
-
-    # --- the client half ---
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        top = self.top(cohort)
-        blend = self.blend(cohort, inbox["model"], top)
-        reply = self.method.train(cohort, started_from(blend.start, inbox))
+    def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        top = self.top(cohort, inner)
+        blend = self.blend(cohort, inbox["model"], top, inner)
+        reply = inner.train(cohort, started_from(blend.start, inbox))
         memory, uploads = cohort.memory, cohort.uploads
         trained_before = memory.knows(_name("model", top))  # other clients had nothing to blend or to learn
-        memory.write(_name("model", top), take(self.method.complete(cohort, reply["model"]), top), uploads)
+        memory.write(_name("model", top), take(inner.algorithm.complete(cohort, reply["model"]), top), uploads)
         if blend.losses:
             memory.write(_name("weights", top), blend.weights, uploads & trained_before)
             memory.write(_name("learned", top), blend.learned, uploads & trained_before)
         self.report(cohort, blend)
         return reply
 
-    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        if self.method.scores_start:
-            inbox = started_from(self.blend(cohort, inbox["model"], self.top(cohort)).start, inbox)
-        return self.method.personalise(cohort, inbox)
+    def personalise(self, cohort: Cohort, inbox: Message, inner: Inner) -> Tensor:
+        if inner.algorithm.facts.deploys != "memory":
+            blend = self.blend(cohort, inbox["model"], self.top(cohort, inner), inner)
+            inbox = started_from(blend.start, inbox)
+        return inner.personalise(cohort, inbox)
 
-    def top(self, cohort: Cohort) -> Unit:
+    def top(self, cohort: Cohort, inner: Inner) -> Unit:
         """Return the slices that are blended: the parameters of the p highest blocks that travel. Raise where fewer do."""
-        layout, travels = cohort.layout, self.method.travels(cohort)
+        layout, travels = cohort.layout, inner.algorithm.shared(cohort.module, cohort.layout)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
         inside = {t.name for t in parameters if any(u.start <= t.start and t.stop <= u.stop for u in travels)}
         groups = [block for names in block_parameters(cohort.module) if (block := inside.intersection(names))]
@@ -109,10 +105,10 @@ class Ala(Wrapper):
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 
-    def blend(self, cohort: Cohort, received: Tensor, top: Unit) -> Blend:
+    def blend(self, cohort: Cohort, received: Tensor, top: Unit, inner: Inner) -> Blend:
         """Return the start in place of the download `received [k, m]`, after learning its weights."""
         memory = cohort.memory
-        rows = self.method.complete(cohort, received)
+        rows = inner.algorithm.complete(cohort, received)
         download = take(rows, top)
         weights = memory.get(_name("weights", top), torch.full_like(download[:1], self.initial_weight))
         learned = memory.get(_name("learned", top), torch.zeros(1, dtype=torch.bool))
@@ -128,7 +124,8 @@ class Ala(Wrapper):
             weights, losses = self._learned(cohort, top, state | {"update": update}, trained_before, ~learned.cpu())
             learned = learned | trained_before.to(learned.device)
         start = put(rows, top, previous + update * weights)
-        return Blend(take(start, self.method.travels(cohort)), weights, learned, losses)
+        shared = inner.algorithm.shared(cohort.module, cohort.layout)
+        return Blend(take(start, shared), weights, learned, losses)
 
     def _learned(
         self, cohort: Cohort, top: Unit, state: dict[str, Tensor], active: Tensor, initial_stage: Tensor
@@ -200,7 +197,7 @@ class FedALA(Ala):
         buffers: Keep batch-norm statistics at the clients (`local`, the authors' code) or `average` them.
     """
 
-    method: Algorithm = field(init=False)
+    method: Method = field(init=False)
     buffers: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
@@ -221,7 +218,7 @@ class FedAH(Ala):
         buffers: Keep batch-norm statistics at the clients (`local`) or `average` them.
     """
 
-    method: Algorithm = field(init=False)
+    method: Method = field(init=False)
     percent: Annotated[float, Field(gt=0, le=100)] = 100.0
     max_epochs: Count = 1
     buffers: Literal["local", "average"] = "local"

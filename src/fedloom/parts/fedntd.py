@@ -1,14 +1,19 @@
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Plan, algorithms, server_model
-from fedloom.algorithms.loss_terms import LossTerm, divergence, require_classes, teacher_outputs
+from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative, Positive
-from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, server_model
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
+from fedloom.local.cohort import Cohort
+from fedloom.local.distillation import divergence, teacher_outputs
+from fedloom.method import algorithms
+from fedloom.parts.loss_term import LossTerm
+from fedloom.parts.part import Inner
 
 
 @algorithms.register("fedntd")
@@ -30,13 +35,10 @@ class FedNTD(LossTerm):
 
     needs = (require_classes,)
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        if not self.single_download or "model" not in self.send(plan.opening()):
-            raise InvalidValue(f"fedntd: clients of {self.method} are not sent one model, which is the teacher")
+    requires: ClassVar[tuple[str, ...]] = ("one download",)
 
-    def context(self, cohort: Cohort, inbox: Message) -> dict[str, Tensor]:
-        return {"teacher": self.complete(cohort, server_model(inbox))}
+    def context(self, cohort: Cohort, inbox: Message, inner: Inner) -> dict[str, Tensor]:
+        return {"teacher": inner.algorithm.complete(cohort, server_model(inbox))}
 
     def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
         true = torch.arange(net.outputs.shape[-1], device=batch.labels.device) == batch.labels.unsqueeze(-1)

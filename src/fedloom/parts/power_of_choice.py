@@ -1,17 +1,19 @@
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
-from fedloom.algorithm import Algorithm, Cohort, Message, Plan, Replies, Round, Selection, Wrapper, algorithms, uniform
-from fedloom.algorithms.private import Accounted
 from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan, Replies, Selection
+from fedloom.local.cohort import Cohort
+from fedloom.method import Facts, algorithms
+from fedloom.parts.part import Inner, Part, Poll
+from fedloom.round import Round
 
 
 @algorithms.register("power_of_choice")
-class PowerOfChoice(Wrapper):
+class PowerOfChoice(Part):
     """A method whose participants are the clients of highest loss among `candidates`, drawn by their numbers of samples.
 
     Before each round the candidates are sent the model that they would use, and answer its loss on their samples; who does not
@@ -32,16 +34,14 @@ class PowerOfChoice(Wrapper):
     ask: bool = True
     samples: Count | None = None
 
-    foreseeable: ClassVar[bool] = False
+    once: ClassVar[bool] = True
+    facts = Facts(independent=False, foreseeable=False)
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        opening = plan.opening()
-        for method in self.method.nested():
-            if plan.poisson or method.select(opening) != Selection(uniform(opening)):
-                raise InvalidValue(f"power_of_choice: {method} chooses its clients itself, or by chance")
-            if isinstance(method, Accounted):
-                raise InvalidValue(f"power_of_choice: losses of clients would pass by the privacy of {method}")
+    def hooks(self) -> frozenset[str]:
+        return super().hooks() - ({"observe"} if self.ask else {"poll"})
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
         if self.candidates is not None and self.candidates < plan.participants:
             least = f"{plan.participants}, the participants"
             raise InvalidValue(f"power_of_choice: candidates must be at least {least}, not {self.candidates}")
@@ -57,39 +57,24 @@ class PowerOfChoice(Wrapper):
         keys = torch.rand(round.clients, generator=round.stream("candidates"), dtype=torch.float64).log() / sizes
         return tuple(keys.topk(count).indices.tolist())
 
-    def question(self, round: Round) -> tuple[Algorithm, tuple[int, ...]] | None:
-        question = LossQuestion(self.method, self.samples)
-        question.plan, question.state = self.plan, {}
-        return (question, self.drawn(round)) if self.ask else None
+    def poll(self, round: Round) -> Poll:
+        return Poll(self, self.drawn(round))
 
-    def hear(self, replies: Replies) -> None:
+    def answer(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        asked, _ = divided(cohort, "asked", lambda count: self.samples or count, lasting=False)
+        return {"loss": asked.loss(inner.personalise(cohort, inbox))}
+
+    def on_poll(self, replies: Replies) -> None:
         silent = torch.full_like(self.state["losses"], -torch.inf)
         self.state["losses"] = silent.index_copy(0, replies.clients, replies["loss"].to(silent))
 
-    def select(self, round: Round) -> Selection:
+    def select(self, round: Round, inner: Inner) -> Selection:
         candidates = torch.tensor(self.drawn(round))
         order = self.state["losses"][candidates].argsort(descending=True, stable=True)
         clients = tuple(candidates[order[: round.participants]].tolist())
         return Selection(clients, weights=(1.0,) * len(clients))
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        if not self.ask and "training_loss" in replies.metrics:
+    def observe(self, round: Round, replies: Replies) -> None:
+        if "training_loss" in replies.metrics:
             losses = replies.metrics["training_loss"].nan_to_num(0)
             self.state["losses"] = self.state["losses"].index_copy(0, replies.clients, losses)
-        super().receive(round, replies)
-
-
-class LossQuestion(Wrapper):
-    """What clients are asked: the loss of the model that each would use, on `samples` of its samples or on all."""
-
-    samples: Count | None = None
-
-    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"loss": ()}
-
-    def returns_whole(self, round: Round) -> bool:
-        return False
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
-        asked, _ = divided(cohort, "asked", lambda count: self.samples or count, lasting=False)
-        return {"loss": asked.loss(self.method.personalise(cohort, inbox))}

@@ -1,19 +1,21 @@
 import math
-from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Plan, Replies, Round, Wrapper, algorithms, source_of
 from fedloom.config.fields import Count, Positive
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Replies
 from fedloom.flat.population import squared_distances
+from fedloom.method import Facts, algorithms
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
 
 
 @algorithms.register("robust")
-class Robust(Wrapper):
+class Robust(Part):
     """Robust aggregation around any method that averages: an estimate of the mean replaces what clients sent.
 
     Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What clients send beside the model
@@ -40,20 +42,19 @@ class Robust(Wrapper):
     radius: Positive | None = None
     steps: Count = 1
 
+    requires: ClassVar[tuple[str, ...]] = ("averages",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (inner := source_of(self.method, "averages")) is not None:
-            hint = f": put {type(inner).__name__.lower()} around robust" if inner.inner() else ""
-            raise InvalidValue(f"robust: {inner} needs the single replies, not an estimate of their mean{hint}")
         if self.rule != "clipping" and (self.radius is not None or self.steps != 1):
             raise InvalidValue(f"robust: radius and steps belong to rule=clipping, not to {self.rule}")
 
     @property
-    def anonymous_replies(self) -> bool:
-        return self.rule in ("median", "trimmed_mean")
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(anonymous=self.rule in ("median", "trimmed_mean"))
 
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
         self.state["left_out"] = torch.zeros(1, dtype=torch.int64)
         awaited = plan.participants if plan.awaited is None else plan.awaited
         if awaited < (least := self.least(awaited)):
@@ -68,10 +69,10 @@ class Robust(Wrapper):
         """Return the least number of replies that outvotes the malicious ones among `count`."""
         return 2 * self.expected_malicious(count) + (3 if "krum" in self.rule else 1)
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def rewrite(self, round: Round, replies: Replies) -> Replies | None:
         if len(replies) < self.least(len(replies)):
             self.state["left_out"] = self.state["left_out"] + 1
-            return
+            return None
         models, sent = replies["model"], replies.sent("model")
         center = sent.mean(0)
         if len(sent) > 1:  # updates are measured from what each client was sent
@@ -87,16 +88,16 @@ class Robust(Wrapper):
             origin = center.to(flat) if name == "model" else torch.zeros_like(flat[0])
             estimate = self.estimate(flat, origin) if chosen is None else flat[chosen].mean(0)
             matrices[name] = estimate.to(rows.dtype).reshape(rows.shape[1:]).expand(matrix.shape)
-        super().receive(round, replace(replies, matrices=matrices))
+        return replies.with_matrices(matrices)
 
-    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+    def integers(self, rows: Tensor, current: Tensor) -> Tensor:
         """Return the median of the clients' counters, which a minority cannot move far; `current` where too few replied."""
         enough = len(rows) >= self.least(len(rows))
         return torch.maximum(current, rows.sort(0).values[(len(rows) - 1) // 2]) if enough else current
 
     def diagnose(self) -> dict[str, float]:
         left_out = float(self.state["left_out"])
-        return super().diagnose() | ({"rounds_left_out": left_out} if left_out else {})
+        return {"rounds_left_out": left_out} if left_out else {}
 
     def estimate(self, rows: Tensor, center: Tensor) -> Tensor:
         """Return an estimate `[P]` of the mean of `rows [K, P]`, by coordinate or by clipping around `center`."""

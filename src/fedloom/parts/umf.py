@@ -1,20 +1,22 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
-from fedloom.algorithm import Message, Plan, Selection, Wrapper, algorithms, exchanges_models, started_from
 from fedloom.config.fields import Probability
-from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Selection, started_from
 from fedloom.local.cohort import Cohort
+from fedloom.method import Facts, algorithms, components
+from fedloom.parts.part import Inner, Part
 from fedloom.round import Round
 
 NEVER = -1
 
 
 @algorithms.register("umf")
-class Umf(Wrapper):
+class Umf(Part):
     """FedUmf (unauthorised model fusion) over any method: idle clients train too, and fuse their last update when selected.
 
     Every client receives each round's model w_t. A selected client that was idle in the round before starts from
@@ -36,48 +38,28 @@ class Umf(Wrapper):
     alpha: Probability = 1.0
     simulate_all: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(isinstance(method, Umf) for method in self.method.nested()):
-            raise InvalidValue(f"umf({self.method}): idle clients cannot fuse their updates twice")
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        for method in reversed([*self.method.nested()]):  # from inside: the message names the method that refuses
-            message, reason = method.send(plan.opening()), ""
-            if not (method.single_download and exchanges_models(method, plan)):
-                reason = "do not exchange one whole model, which a stored update could move"
-            elif addressed := sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1):
-                reason = f"are sent {addressed[0]!r} of their own, which idle clients cannot be"
-            if reason:
-                raise InvalidValue(f"umf: clients of {method} {reason}")
+    once: ClassVar[bool] = True
+    requires: ClassVar[tuple[str, ...]] = ("one download", "whole models", "common messages")
 
     @property
-    def needs_total_rounds(self) -> bool:
-        return not self._trains_all or super().needs_total_rounds  # no idle client trains in the last round
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(needs_total_rounds=not self._trains_all)  # no idle client trains in the last round
 
     @property
     def _trains_all(self) -> bool:
         """True if all idle clients train, instead of only those that the next round selects."""
-        return self.simulate_all or not self.method.foreseeable
+        return self.simulate_all or not all(inner.facts.foreseeable for inner in components(self.method))
 
-    def select(self, round: Round) -> Selection:
-        chosen = self.method.select(round)
+    def select(self, round: Round, inner: Inner) -> Selection:
+        chosen = inner.select(round)
         candidates: Iterable[int] = range(round.clients)
         if not self._trains_all:
             following = round.at(round.number + 1)
-            candidates = self.method.select(following).clients if round.number < round.rounds else ()
+            candidates = inner.select(following).clients if round.number < round.rounds else ()
         idle = tuple(client for client in candidates if client not in set(chosen.clients))
         return replace(chosen, idle=idle, receivers=round.clients)
 
-    def outgoing(self, round: Round, message: Message) -> Message:
-        single = self.method.one_model_each and len(round.selected) == 1  # whose model is not for the idle ones
-        if single or len(message["model"]) != 1:
-            rows = self.plan.empty_rows(len(message["model"]) + 1)
-            message["model"] = torch.cat([message["model"], self.method.model().unsqueeze(0)], out=rows)
-        return message
-
-    def train(self, cohort: Cohort, inbox: Message) -> Message:
+    def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
         sent, trainable = inbox["model"], cohort.layout.trainable
         idle, number = ~cohort.uploads, cohort.round.number
         update = cohort.memory.get("umf_update", sent.new_zeros(1, trainable))
@@ -88,7 +70,7 @@ class Umf(Wrapper):
         start[:, :trainable] += update.mul(self.alpha * ratio).mul_(fuses.to(update).unsqueeze(1))
         shielded = copy.copy(cohort)
         shielded.memory = cohort.memory.shielded(cohort.uploads)  # what idle clients write is dropped
-        reply = self.method.train(shielded, started_from(start, inbox))
+        reply = inner.train(shielded, started_from(start, inbox))
         update = reply["model"][:, :trainable] - start[:, :trainable]
         usable = idle & torch.isfinite(update.sum(1)).cpu()
         cohort.memory["umf_update"] = update.mul_(usable.to(update).unsqueeze(1)).nan_to_num_(0, 0, 0)

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan, Replies, Round, Selection, Wrapper, algorithms, exchanges_models, uniform
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Replies, Selection
+from fedloom.method import Facts, Method, algorithms
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
 
 BLOCK_NUMBERS = 1 << 23
 """Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""
@@ -22,7 +24,7 @@ Distribution = dict[int, int]
 
 
 @algorithms.register("clustered")
-class Clustered(Wrapper):
+class Clustered(Part):
     """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its own.
 
     Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i / sum_j n_j. Each draw weighs
@@ -46,41 +48,37 @@ class Clustered(Wrapper):
     distance: Literal["cosine", "l1", "l2"] = "cosine"
     weight: Literal["uniform", "size"] = "uniform"
 
-    averages: ClassVar[bool] = False
-    fixed_participants: ClassVar[bool] = True
+    once: ClassVar[bool] = True
 
     @property
-    def foreseeable(self) -> bool:
-        return self.by == "size" and super().foreseeable
+    def facts(self) -> Facts:  # type: ignore[override]
+        by_size = self.by == "size"
+        return Facts(
+            fixed_participants=True, independent=False, foreseeable=by_size, anonymous=by_size
+        )
+
+    def hooks(self) -> frozenset[str]:
+        hooks = super().hooks()
+        return hooks if self.by == "similarity" else hooks - {"observe"}
 
     @property
-    def anonymous_replies(self) -> bool:
-        return self.by == "size" and self.method.anonymous_replies
+    def requires(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("whole models",) if self.by == "similarity" else ()
 
-    @property
-    def folds(self) -> bool:
-        return self.by == "size" and self.method.folds and type(self).receive is Clustered.receive
-
-    def setup(self, plan: Plan) -> None:
-        super().setup(plan)
-        opening = plan.opening()
-        for method in self.method.nested():
-            if method.select(opening) != Selection(uniform(opening)):
-                hint = ": put clustered inside it" if method.inner() else ""
-                raise InvalidValue(f"clustered: {method} chooses its clients itself{hint}")
-        self._sends_each = any(len(rows) > 1 for rows in self.method.send(opening).values())
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
         self.sizes: list[int] = plan.sizes(torch.arange(plan.clients)).tolist()
+        message = inner.algorithm.send(plan.opening())
+        self._sends_each = any(len(rows) > 1 for rows in message.values())
         if self.by == "similarity":
-            for method in self.method.nested():
-                if not exchanges_models(method, plan):
-                    raise InvalidValue(f"clustered: clients of {method} do not exchange whole models: use by=size")
-            self.state["distance"] = torch.zeros(plan.clients, plan.clients, dtype=torch.float64)
+            shape = plan.clients, plan.clients
+            self.state["distance"] = torch.zeros(shape, dtype=torch.float64)
         else:
             self._clusters = clusters_by_size(self.sizes, plan.participants)
 
-    def select(self, round: Round) -> Selection:
+    def select(self, round: Round, inner: Inner) -> Selection:
         generator, clusters = round.stream("select"), self.clusters(round)
-        if self.method.one_model_each or self._sends_each:
+        if self._sends_each or inner.algorithm.facts.one_model_each:
             return Selection(_draw_distinct(clusters, round.clients, generator))
         drawn = [_draw(cluster, generator) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
@@ -96,14 +94,13 @@ class Clustered(Wrapper):
         order = torch.randperm(round.clients, generator=round.stream("clusters")).tolist()
         return clusters_of_groups(groups, order, self.sizes, self.plan.participants)
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        if self.by == "similarity":
-            trainable = slice(self.layout.trainable)
-            moved = replies["model"][:, trainable] - replies.sent("model")[:, trainable]
-            clients = replies.clients.tolist()
-            self.state |= {f"displacement{client}": moved[k].clone() for k, client in enumerate(clients)}
-            self.state["distance"] = self._updated_distances(clients)
-        super().receive(round, replies)
+    def observe(self, round: Round, replies: Replies) -> None:
+        trainable = slice(self.plan.layout.trainable)
+        moved = replies["model"][:, trainable] - replies.sent("model")[:, trainable]
+        clients = replies.clients.tolist()
+        for k, client in enumerate(clients):
+            self.state[f"displacement{client}"] = moved[k].clone()
+        self.state["distance"] = self._updated_distances(clients)
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
         """Return the N x N distances after new displacements of `clients`; 0 for clients without one."""
@@ -133,7 +130,7 @@ class CluSamp(Clustered):
     Use it when few of many unlike clients take part in a round: it represents the federation better than a uniform draw.
     """
 
-    method: Algorithm = field(init=False, default_factory=FedAvg)
+    method: Method = field(init=False, default_factory=FedAvg)
 
 
 def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:

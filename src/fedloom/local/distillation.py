@@ -1,0 +1,30 @@
+"""Distillation: the outputs of a teacher and their divergence from those of the trained model."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedloom.flat.module import Batch
+from fedloom.local.changed_loss import Observed
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: Tensor | None = None) -> Tensor:
+    """Return the mean over samples of KL(softmax(teacher / temperature) || softmax(student / temperature)).
+
+    Args:
+        teacher: Outputs `[..., Y]`.
+        student: Outputs of the same shape.
+        temperature: Divisor of both.
+        excluded: Classes that both leave out, bool `[..., Y]`.
+    """
+    if excluded is not None:
+        teacher, student = (outputs.masked_fill(excluded, -torch.inf) for outputs in (teacher, student))
+    teacher, student = (F.log_softmax(outputs / temperature, -1) for outputs in (teacher, student))
+    difference = teacher - student if excluded is None else (teacher - student).masked_fill(excluded, 0)
+    return (teacher.exp() * difference).sum(-1).mean()
+
+
+@torch.no_grad()
+def teacher_outputs(net: Observed, row: Tensor, batch: Batch) -> Tensor:
+    """Return the outputs of the model `row [P]` on the batch, in evaluation mode."""
+    return net.at(row)(batch.inputs)

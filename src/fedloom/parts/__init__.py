@@ -1,0 +1,1 @@
+"""Parts: what can happen around an algorithm at the fixed moments of a round."""

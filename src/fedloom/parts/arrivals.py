@@ -1,0 +1,103 @@
+"""Base of parts with which the server proceeds when some clients have replied, while others still train."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.config.fields import Count
+from fedloom.errors import InvalidValue
+from fedloom.exchange import Exchange, Plan, Replies, Selection, uniform
+from fedloom.method import Facts
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
+
+
+class Arrivals(Part):
+    """A round is one step of the server: it ends when k of the C clients that train have replied.
+
+    C is the number of participants. Clients that have replied are replaced by as many others, drawn
+    uniformly from those that do not train. Replies are stored until their time on the clock
+    (`[clock]`), of simultaneous ones those of lower-numbered clients first. Without a clock all work
+    takes equally long. Bytes and losses are recorded with the round in which the work began. With the
+    clock's `deadline` the server may proceed with fewer than k.
+
+    Over real sites a round's selection is all C clients, in their slots: those that train already are
+    sent nothing. A reply is taken, and recorded, when it arrives; a site that fails is asked again,
+    from the model that it was sent.
+    """
+
+    k: Count = 1
+
+    once: ClassVar[bool] = True
+    facts = Facts(fixed_participants=True, independent=False, foreseeable=False)
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        if self.k > plan.participants:
+            most = f"the {plan.participants} clients that train at a time"
+            raise InvalidValue(f"k must be at most {most}, not {self.k}")
+        none = torch.full((plan.participants,), -1)
+        until = torch.zeros(plan.participants, dtype=torch.float64)
+        self.state = {
+            "client": none,  # by slot; -1: no client
+            "since": torch.zeros_like(none),  # the version that it trains from
+            "until": until,  # when it answers
+            "now": until.new_zeros(1),
+        }
+
+    def free(self) -> Tensor:
+        """Return the slots without a client."""
+        return (self.state["client"] < 0).nonzero()[:, 0]
+
+    def store(self, slots: Tensor, **rows: Tensor) -> None:
+        """Replace rows of the state, by name, at these slots."""
+        for name, values in rows.items():
+            stored = self.state[name]
+            self.state[name] = stored.index_copy(0, slots.to(stored.device), values)
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        busy = set(self.state["client"].tolist())
+        free = self.free()
+        drawn = [client for client in uniform(round) if client not in busy][: len(free)]
+        if self.plan.remote:
+            drawn = self.state["client"].index_copy(0, free, torch.tensor(drawn)).tolist()
+        return Selection(tuple(drawn))
+
+    def enter(self, version: int, exchange: Exchange) -> None:
+        """Over real sites, store who was sent this `version` of the model, and what."""
+        free = self.free()
+        if self.plan.remote and len(free):
+            clients = torch.tensor(exchange.selection.clients)[free]
+            never = torch.full((len(free),), torch.inf, dtype=torch.float64)
+            self.store(free, client=clients, since=torch.full_like(free, version), until=never)
+            if "sent" in self.state:
+                rows = exchange.moved["model"]
+                self.store(free, sent=rows[free.to(rows.device)])
+
+    def begin(self, version: int, replies: Replies) -> Tensor:
+        """Store whose replies, to this `version` of the model, are under way. Return their slots."""
+        if self.plan.remote:
+            assert replies.exchange is not None, "the federation gives it"
+            self.enter(version, replies.exchange)
+            self.store(replies.slots, until=self.state["now"].expand(len(replies)))
+            return replies.slots
+        slots = self.free()[replies.slots]
+        until = self.state["now"].expand(len(replies)) + 1 if replies.finish is None else replies.finish
+        self.store(slots, client=replies.clients, since=torch.full_like(slots, version), until=until)
+        return slots
+
+    def arrived(self, round: Round) -> Tensor:
+        """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
+        client, until = self.state["client"], self.state["until"]
+        busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
+        finish, clients = until[busy].tolist(), client[busy].tolist()
+        taken, end = round.on_time(finish, clients, self.k, float(self.state["now"]))
+        slots = busy[taken]
+        self.state["now"] = torch.tensor([end], dtype=torch.float64)
+        self.state["client"] = self.state["client"].index_fill(0, slots, -1)
+        return slots
+
+    def report(self) -> dict[str, float]:
+        return {"simulated_seconds": float(self.state["now"])}
+

@@ -1,0 +1,78 @@
+"""Methods from expressions such as `stages(fedavg:100, fedmr(unit=segment))`."""
+
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+from fedloom.config.expression import Call, parse, show
+from fedloom.config.fields import type_hints
+from fedloom.config.plugins import found_at
+from fedloom.errors import InvalidValue, quoted
+from fedloom.method import Method, algorithms
+from fedloom.parts.stages import Stages
+
+
+def build(expression: str | Call | Method) -> Method:
+    """Return the method of an expression.
+
+    Args:
+        expression: Such as `fedmr(unit=segment, fraction=0.5)` or `my_methods:HalfStep(step=0.9)`;
+            a method is returned as it is.
+
+    Returns:
+        An algorithm, or parts around one.
+
+    Raises:
+        UnknownName: If nothing is registered under a name.
+        InvalidValue: If a value or a parameter does not fit.
+    """
+    if isinstance(expression, Method):
+        return expression
+    if not isinstance(expression, str | Call):
+        kind = "class" if isinstance(expression, type) else type(expression).__name__
+        remedy = "give an object such as FedMR(), or text such as 'fedmr'"
+        raise InvalidValue(f"no method but a {kind}: {remedy}")
+    call = parse(expression) if isinstance(expression, str) else expression
+    if call.until is not None:
+        until = quoted(call.until, str)
+        raise InvalidValue(f"{quoted(call, str)}: a last round (:{until}) belongs inside stages(...)")
+    name = call.name
+    if ":" in name and name not in algorithms:
+        name = _registered(name)
+    entry = algorithms[name]
+    positional: tuple[Any, ...] = call.positional
+    if entry.make is Stages:
+        positional = ([_stage(value) for value in call.positional],)
+    options = entry.options(positional, call.named)
+    for field in options.keys() & method_fields(entry.make):
+        if isinstance(options[field], Call):
+            options[field] = build(options[field])
+    return cast(Method, algorithms.build(Call(name, named=options)))
+
+
+def method_fields(kind: type[Method]) -> set[str]:
+    """Return the names of the fields of a method that hold other methods."""
+    hints = type_hints(kind)
+    return {name for name, hint in hints.items() if any(map(_is_method, (hint, *get_args(hint))))}
+
+
+def _is_method(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Method)
+
+
+def _registered(path: str) -> str:
+    """Return the name under which the class at `module:Class` is registered, or else register it by its path."""
+    kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        reason = "is no method: a method is a class that extends fedloom.Algorithm"
+        raise InvalidValue(f"algorithm {quoted(path)} {reason}")
+    entry = algorithms.of(kind)
+    if entry is None:
+        algorithms.register(path)(kind)
+    return path if entry is None else entry.name
+
+
+def _stage(value: Any) -> tuple[Method, Any]:
+    if not isinstance(value, Call):
+        example = "is not a method with its last round, such as fedavg:100"
+        raise InvalidValue(f"{quoted(value, show)} {example}")
+    return build(replace(value, until=None)), value.until

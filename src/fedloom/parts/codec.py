@@ -1,0 +1,148 @@
+"""Base of parts that code uploads in fewer bits, fewer numbers or matrices of low rank."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.exchange import Message, Specs, TensorSpec
+from fedloom.flat.layout import Layout
+from fedloom.local.cohort import Cohort
+from fedloom.method import name_of
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
+
+CODE_NUMBERS = ("values", "factors")
+"""Names of floats in a code, which another code may code again."""
+
+Streams = Callable[[], list[torch.Generator]]
+"""Returns a random stream for each client of a cohort."""
+
+
+class Codec(Part):
+    """Codes uploads.
+
+    A client codes its update d_i = w_i - w of the trainable parameters, with w the model that it
+    received, and every tensor of that length (SCAFFOLD's variate). Batch-norm statistics, which would
+    stop being variances, travel in full as `rest`, and other tensors unchanged. The server continues
+    with w + decoded(d_i) as the client's model. With `feedback` a client adds the coding error e_i to
+    its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i - decoded(c_i).
+    """
+
+    once: ClassVar[bool] = True
+    recodes: ClassVar[bool] = False
+    """True if the part codes the numbers of another code again."""
+    code_types: ClassVar[Mapping[str, torch.dtype]] = {}
+    """Types of tensors in the code, where they are not that of the model."""
+    requires: ClassVar[tuple[str, ...]] = ("one update",)
+
+    @abstractmethod
+    def code_shapes(self, size: int, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of each tensor in the code of `size` numbers."""
+
+    @abstractmethod
+    def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
+        """Return the code, tensors `[k, ...]`, of `rows [k, n]`."""
+
+    @abstractmethod
+    def decode_rows(self, code: Mapping[str, Tensor], size: int, layout: Layout) -> Tensor:
+        """Return the rows `[k, size]` of a code."""
+
+    # --- what is coded ---
+
+    def sizes(self, shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[str, int]:
+        """Return which tensors of a reply are coded, and how many of their numbers.
+
+        The numbers of another code, if there is one; else the model and tensors as long as it.
+        """
+        if self.recodes:
+            codes = {name: shape[0] for name, shape in shapes.items() if name.endswith(CODE_NUMBERS)}
+            if codes:
+                return codes
+        return update_sizes(shapes, inner)
+
+    def coded(self, round: Round, specs: Specs, inner: Inner) -> Specs:
+        layout = inner.algorithm.plan.layout
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        coded = dict(specs)
+        for name, size in self.sizes(shapes, inner).items():
+            (total,) = coded.pop(name).shape
+            if total > size:
+                coded[f"{name}.rest"] = TensorSpec((total - size,), layout.dtype)
+            for key, shape in self.code_shapes(size, layout).items():
+                coded[f"{name}.{key}"] = TensorSpec(shape, self.code_types.get(key, layout.dtype))
+        return coded
+
+    # --- coding at the clients, decoding on the server ---
+
+    def encode(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
+        coded = dict(reply)
+        shapes = {name: tuple(rows.shape[1:]) for name, rows in reply.items()}
+        for name, size in self.sizes(shapes, inner).items():
+            rows = coded.pop(name)
+            if name == "model":
+                rows = rows - inbox["model"]
+            coded |= packed(name, rows, size, self._code(cohort, name, rows[:, :size]))
+        return coded
+
+    def _code(self, cohort: Cohort, name: str, rows: Tensor) -> dict[str, Tensor]:
+        """Return the code of `rows [k, n]`, with feedback of the errors before."""
+        layout, size, own_name = cohort.layout, rows.shape[1], name_of(self)
+        feedback, error_name = getattr(self, "feedback", False), f"{own_name}_error_{name}_{size}"
+        if feedback:
+            rows = rows + cohort.memory.get(error_name, torch.zeros_like(rows[:1]))
+        code = self.encode_rows(rows, partial(cohort.stream, f"{own_name}/{name}"), layout)
+        if feedback:
+            error = rows - self.decode_rows(code, size, layout)
+            cohort.memory.write(error_name, error, cohort.uploads)
+        return code
+
+    def decode(self, round: Round, specs: Specs, message: Message, inner: Inner) -> Message:
+        layout = inner.algorithm.plan.layout
+        tensors = dict(message)
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        for name, size in self.sizes(shapes, inner).items():
+            code = {key: tensors.pop(f"{name}.{key}") for key in self.code_shapes(size, layout)}
+            tensors[name] = with_rest(tensors, name, self.decode_rows(code, size, layout))
+        return tensors
+
+
+def update_sizes(shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[str, int]:
+    """Return which tensors are an update of the model or as long as one, and their trainable numbers."""
+    plan = inner.algorithm.plan
+    trainable = plan.layout.trainable
+    sizes = {}
+    for name, shape in shapes.items():
+        if name == "model":
+            sizes[name] = shared_trainable(inner)
+        elif tuple(shape) == (trainable,):
+            sizes[name] = trainable
+    return sizes
+
+
+def shared_trainable(inner: Inner) -> int:
+    """Return how many of the numbers that travel as "model" are trainable parameters."""
+    plan = inner.algorithm.plan
+    trainable = plan.layout.trainable
+    size = 0
+    for columns in inner.algorithm.shared(plan.module, plan.layout):
+        size += min(columns.stop, trainable) - min(columns.start, trainable)
+    return size
+
+
+def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Message:
+    """Return the code of the first `size` numbers of `rows`, and the other numbers as `rest`."""
+    message = {f"{name}.{key}": tensor for key, tensor in code.items()}
+    if rows.shape[1] > size:
+        message[f"{name}.rest"] = rows[:, size:]
+    return message
+
+
+def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
+    """Return decoded `rows` with the other numbers of the tensor, which are removed from the message."""
+    if f"{name}.rest" in message:
+        return torch.cat([rows, message.pop(f"{name}.rest")], 1)
+    return rows

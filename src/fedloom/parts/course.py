@@ -1,0 +1,181 @@
+"""The course of a run: which pipeline makes which round."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.errors import CheckpointError
+from fedloom.exchange import Message, Plan
+from fedloom.method import Method, restore_state, state_of
+from fedloom.parts.part import Part
+from fedloom.parts.pipeline import STAGE, Pipeline, Watch
+from fedloom.parts.requirements import require_combination, require_stages
+from fedloom.parts.stages import Stages, stages_in
+
+Choose = Callable[[Stages], int]
+"""Returns the stage of `Stages` that leads."""
+
+
+def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
+    """Return the pipeline of an expression, in which `choose` decides between stages.
+
+    Stages are a part of the pipeline where they end by themselves, since clients then return a loss.
+    """
+    parts: list[Part] = []
+    stage = None
+    while not isinstance(method, Algorithm):
+        if isinstance(method, Stages):
+            leading = choose(method)
+            if method.waits(leading):
+                parts.append(method)
+            if method.automatic:
+                stage = leading, len(parts)
+            method = method.stages[leading][0]
+        else:
+            assert isinstance(method, Part), f"{method} is neither an algorithm nor a part"
+            parts.append(method)
+            method = method.method
+    return Pipeline(method, parts, stage, number)
+
+
+def pipelines(method: Method) -> Iterator[Pipeline]:
+    """Yield the pipelines of all stages, the first one first."""
+    for chosen in _choices(method):
+        yield flatten(method, lambda stages, chosen=chosen: chosen[id(stages)])  # type: ignore[misc]
+
+
+def _choices(method: Method) -> Iterator[dict[int, int]]:
+    """Yield the leading stages, by the id of each `Stages`, of all pipelines."""
+    if isinstance(method, Algorithm):
+        yield {}
+    elif isinstance(method, Stages):
+        for k, (inner, _) in enumerate(method.stages):
+            for chosen in _choices(inner):
+                yield {id(method): k, **chosen}
+    else:
+        assert isinstance(method, Part), f"{method} is neither an algorithm nor a part"
+        yield from _choices(method.method)
+
+
+def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
+    """Return the pipeline of a round at a site, which reads a chosen stage from its inbox."""
+
+    def choose(stages: Stages) -> int:
+        return int(inbox[STAGE].max()) if stages.automatic else stages.stage_of(number)
+
+    return flatten(method, choose, number)
+
+
+class Course:
+    """The pipelines of a run by round, and the state of all of them.
+
+    Parts around stages are the same objects in all stages, so their state goes on. A stage is set up
+    when it begins, from the global model of the stage before, and has no state before and after.
+
+    Attributes:
+        method: The expression as written.
+        watch: Watches the work of clients in this process.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.watch: Watch | None = None
+
+    def setup(self, plan: Plan) -> None:
+        """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit together."""
+        self.plan = plan
+        first, *others = all_pipelines = list(pipelines(self.method))
+        for stages in stages_in(self.method):
+            stages.begin(0)
+        _set_up(first, first.parts, plan)
+        for pipeline in others:
+            outside = {id(part) for part in first.parts}
+            inside = [part for part in pipeline.parts if id(part) not in outside]
+            _set_up(pipeline, inside, plan)
+        for pipeline in all_pipelines:
+            require_combination(pipeline)
+        require_stages(self.method, all_pipelines)
+        for stages in stages_in(self.method):
+            stages.forget()
+
+    def at(self, number: int) -> Pipeline:
+        """Return the pipeline of a round; where the run chooses stages, that of the present stage."""
+
+        def choose(stages: Stages) -> int:
+            return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)
+
+        pipeline = flatten(self.method, choose, number)
+        pipeline.following = self.at
+        pipeline.watch = self.watch
+        return pipeline
+
+    def next(self, number: int) -> None:
+        """Begin the stage of the round after `number`, if it is another one."""
+        for stages in reversed(self._leading_stages()):
+            successor = stages.successor(number)
+            if successor != int(stages.state["stage"]):
+                model = self._present().model().clone()
+                stages.begin(successor, model, number + 1)
+                for nested in stages_in(stages.stages[successor][0]):
+                    nested.begin(nested.stage_of(number + 1))
+                stages.forget()
+                self._set_up_stage(stages)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of all components that have one, by path."""
+        return state_of(self.method)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned. Raises `CheckpointError` for the state of another version."""
+        needed = set() if any(stages_in(self.method)) else self.state().keys()
+        restore_state(self.method, state)
+        if missing := sorted(needed - state.keys()):
+            reason = f"has no {missing[0]!r}: another version of fedloom wrote it; use another folder"
+            raise CheckpointError(f"the state of {self.method} {reason}")
+        for stages in self._leading_stages():
+            stages.forget()
+            if "initial" in stages.state:
+                self._set_up_stage(stages)
+                restore_state(self.method, state)
+
+    def _present(self) -> Pipeline:
+        return flatten(self.method, _present_stage)
+
+    def _leading_stages(self) -> list[Stages]:
+        """Return the stages on the way to the present algorithm, outermost first."""
+        leading: list[Stages] = []
+
+        def choose(stages: Stages) -> int:
+            leading.append(stages)
+            return _present_stage(stages)
+
+        flatten(self.method, choose)
+        return leading
+
+    def _set_up_stage(self, stages: Stages) -> None:
+        """Set up the present stage of `stages` and all that is inside."""
+        plan = self.plan
+        for outer in self._leading_stages():
+            if "initial" in outer.state:
+                first_round = int(outer.state["first_round"])
+                plan = replace(plan, initial=outer.state["initial"], first_round=first_round)
+        pipeline = self._present()
+        around = {id(part) for part in flatten(stages, _present_stage).parts}
+        inside = [part for part in pipeline.parts if id(part) in around]
+        states = {id(nested): nested.state for nested in stages_in(stages)}
+        _set_up(pipeline, inside, plan)
+        for nested in stages_in(stages):
+            nested.state = states[id(nested)]
+
+
+def _present_stage(stages: Stages) -> int:
+    return int(stages.state["stage"])
+
+
+def _set_up(pipeline: Pipeline, parts: Sequence[Part], plan: Plan) -> None:
+    """Set up the algorithm of a pipeline and these of its parts, from inside."""
+    pipeline.algorithm.setup(plan)
+    for part in reversed(parts):
+        part.setup(plan, pipeline.inside(part))

@@ -1,0 +1,37 @@
+"""Base of parts that change the loss of local training, around any algorithm whose clients take gradients."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fedloom.exchange import Message
+from fedloom.flat.module import Batch
+from fedloom.local.changed_loss import Observed
+from fedloom.local.cohort import Cohort
+from fedloom.parts.part import Inner, Part
+
+
+class LossTerm(Part):
+    """Clients train on `change(loss, ...)` instead of every loss."""
+
+    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss to train on.
+
+        Args:
+            loss: A client's loss on a batch, a scalar.
+            net: Its model, with `features` and `outputs` of the batch.
+            batch: The batch.
+            context: The client's rows of what `context` returned.
+
+        Returns:
+            A scalar.
+        """
+        raise NotImplementedError
+
+    def context(self, cohort: Cohort, inbox: Message, inner: Inner) -> dict[str, Tensor]:
+        """Return the tensors `[k, ...]` that `change` reads."""
+        return {}
+
+    def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        changed = cohort.with_loss(self.change, self.context(cohort, inbox, inner))
+        return inner.train(changed, inbox)

@@ -1,0 +1,216 @@
+"""The interface of a part: a hook for each moment of a round."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm
+from fedloom.exchange import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
+from fedloom.local.cohort import Cohort
+from fedloom.method import Method
+from fedloom.round import Round
+
+
+class Inner(Protocol):
+    """What a part may ask of the algorithm and of the parts inside it."""
+
+    algorithm: Algorithm
+
+    def select(self, round: Round) -> Selection:
+        """Return the selection without the parts outside."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        """Train clients without the parts outside, and without coding their replies."""
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        """Return the models that clients would use without the parts outside."""
+
+    def expected_names(self, round: Round) -> set[str]:
+        """Return the names of what clients reply, before it is coded."""
+
+
+@dataclass(frozen=True)
+class Poll:
+    """A question to clients before the selection: `part` answers it at each client (`answer`)."""
+
+    part: "Part"
+    clients: tuple[int, ...]
+
+
+class Part(Method):
+    """Something that happens around an algorithm: it overrides the hooks of the moments in which it acts.
+
+    A part has one state and one file, and imports no other part. The pipeline calls a hook over all
+    parts, in the order of the expression; "outermost first" is the order of the text. In `train`,
+    `personalise` and `select` a part calls `inner` to go on with the parts inside it.
+
+    Args:
+        method: Inner method.
+    """
+
+    method: Method
+
+    once: ClassVar[bool] = False
+    """True if a pipeline may contain the part only once."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Names of `REQUIREMENTS` that the algorithm and the parts inside must meet."""
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        """Check and store the plan, and make the initial state. The parts inside are set up before."""
+        self._require_plan(plan)
+        self.state = {}
+
+    def hooks(self) -> frozenset[str]:
+        """Return the names of the hooks in which the part acts: by default those that it overrides."""
+        return frozenset(name for name in HOOKS if getattr(type(self), name) is not getattr(Part, name))
+
+    # --- before training, on the server ---
+
+    def poll(self, round: Round) -> Poll | None:
+        """Ask clients something before the selection. The outermost poll counts."""
+        return None
+
+    def answer(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        """Answer the poll at the clients, with rows `[k]`: one number each."""
+        raise NotImplementedError
+
+    def on_poll(self, replies: Replies) -> None:
+        """Read the answers to the poll, at least one."""
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        """Return the clients of the round. A function of the round and the state, called several times."""
+        return inner.select(round)
+
+    def message(self, round: Round, message: Message) -> Message:
+        """Return what is sent instead of the algorithm's message. Innermost first."""
+        return message
+
+    def move(self, round: Round, message: Message) -> Message:
+        """Return the message after clients have exchanged layers before training."""
+        return message
+
+    def encode_down(self, round: Round, message: Message, inner: Inner) -> Message:
+        """Return the message as it travels. Innermost first."""
+        return message
+
+    # --- at the clients ---
+
+    def decode_down(self, round: Round, inbox: Message, inner: Inner) -> Message:
+        """Return the inbox of what has travelled. Outermost first."""
+        return inbox
+
+    def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        """Train the clients: change the cohort or the inbox, call `inner.train`, and look at the reply."""
+        return inner.train(cohort, inbox)
+
+    def personalise(self, cohort: Cohort, inbox: Message, inner: Inner) -> Tensor:
+        """Return the model `[k, P]` that each client would use."""
+        return inner.personalise(cohort, inbox)
+
+    def corrupt(self, cohort: Cohort, inbox: Message, reply: Message) -> Message:
+        """Return what malicious clients send instead, in a simulation."""
+        return reply
+
+    def encode(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
+        """Return the reply as it travels. Innermost first."""
+        return reply
+
+    # --- after training, on the server ---
+
+    def expects(self, round: Round, specs: Specs) -> Specs:
+        """Return what replies contain, given what the algorithm and the parts inside expect."""
+        return specs
+
+    def coded(self, round: Round, specs: Specs, inner: Inner) -> Specs:
+        """Return what coded replies contain, given what they contain before."""
+        return specs
+
+    def decode(self, round: Round, specs: Specs, message: Message, inner: Inner) -> Message:
+        """Return the replies, with these specifications, that were coded as `message`. Outermost first."""
+        return message
+
+    def exchange(self, round: Round, replies: Replies) -> Replies:
+        """Return the replies after clients have exchanged layers before the upload, in a simulation."""
+        return replies
+
+    def close(self, exchange: Exchange, replies: Replies | None) -> Replies | None:
+        """Return the replies with which the server makes its step; None for no step in this round."""
+        return replies
+
+    def observe(self, round: Round, replies: Replies) -> None:
+        """Read the replies of the round."""
+
+    def rewrite(self, round: Round, replies: Replies) -> Replies | None:
+        """Return replies instead of these; None if the round is left out. Outermost first."""
+        return replies
+
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        """Return what `release` needs of some replies."""
+        raise NotImplementedError
+
+    def release(self, round: Round, aggregate: Aggregate) -> Replies:
+        """Return replies instead of those in the aggregate, which only one part may read (`private`)."""
+        raise NotImplementedError
+
+    def integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        """Return the server's integer buffers `[Z]` from those of the replies, `[r, Z]`."""
+        raise NotImplementedError
+
+    def mix(self, round: Round, algorithm: Algorithm) -> None:
+        """Change the models after the server's step."""
+
+    # --- accounting ---
+
+    def account(self, round: Round, selection: Selection) -> None:
+        """Count what the round has used."""
+
+    def report(self) -> dict[str, float]:
+        """Return figures that are recorded after every round."""
+        return {}
+
+    @property
+    def spent(self) -> bool:
+        """True if no further round is allowed."""
+        return False
+
+    @property
+    def releases_once(self) -> bool:
+        """True if no round may be repeated after a failure, so each is saved before the next begins."""
+        return False
+
+
+HOOKS = (
+    "poll",
+    "select",
+    "message",
+    "move",
+    "encode_down",
+    "decode_down",
+    "train",
+    "personalise",
+    "corrupt",
+    "encode",
+    "expects",
+    "coded",
+    "decode",
+    "exchange",
+    "close",
+    "observe",
+    "rewrite",
+    "release",
+    "integers",
+    "mix",
+    "account",
+    "report",
+)
+"""Hooks in the order in which a round calls them."""
+
+
+def parts_of(method: Method) -> Iterator[Part]:
+    """Yield the parts of an expression in the order of its text."""
+    if isinstance(method, Part):
+        yield method
+    for inner in method._inner():
+        yield from parts_of(inner)

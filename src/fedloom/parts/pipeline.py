@@ -1,0 +1,409 @@
+"""The pipeline of a round: one algorithm, and the parts around it in the order of the expression."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithm import Algorithm, as_spec, is_personal, overrides
+from fedloom.errors import InvalidValue, code_location, in_brackets
+from fedloom.exchange import (
+    INTEGERS,
+    NOTHING,
+    Aggregate,
+    Exchange,
+    Message,
+    Plan,
+    Replies,
+    Selection,
+    Specs,
+    TensorSpec,
+    block_slots,
+    merged_integers,
+    uniform,
+)
+from fedloom.local.cohort import Cohort
+from fedloom.method import Method
+from fedloom.parts.part import Part
+from fedloom.round import Round
+
+STAGE = "@stage"
+"""Name in a message of the number of the stage, where the run chooses when a stage ends."""
+
+Watch = Callable[[Callable[[Cohort, Message], Message], Cohort, Message], Message]
+"""Called instead of a client's work, with the work, the cohort and the inbox."""
+
+
+class Pipeline:
+    """The only class that knows the moments of a round; it calls each hook over the parts.
+
+    Attributes:
+        algorithm: The algorithm.
+        parts: The parts around it, outermost first.
+        stage: Number of the stage if clients are told it, and how many parts are outside the stages.
+        number: The round of the pipeline, where it changes from round to round.
+        following: Returns the pipeline of another round, on the server.
+        around: The part that this pipeline is inside of.
+        watch: Watches the work of clients in this process.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        parts: Sequence[Part] = (),
+        stage: tuple[int, int] | None = None,
+        number: int = 0,
+        following: "Callable[[int], Pipeline] | None" = None,
+        around: Part | None = None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.parts = tuple(parts)
+        self.stage = stage
+        self.number = number
+        self.following = following
+        self.around = around
+        self.watch: Watch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what only the server needs, and what is derived."""
+        absent = {"following": None, "around": None, "watch": None}
+        return {name: getattr(self, name) for name in ("algorithm", "parts", "stage", "number")} | absent
+
+    def __str__(self) -> str:
+        return str(self.parts[0] if self.parts else self.algorithm)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the run or, within stages, of the stage."""
+        return self.algorithm.plan
+
+    def components(self) -> Iterator[Method]:
+        """Yield the parts and the algorithm."""
+        yield from self.parts
+        yield self.algorithm
+
+    def inside(self, part: Part) -> "Pipeline":
+        """Return the pipeline of the algorithm and the parts inside `part`; itself for another part."""
+        return self._inside.get(id(part), self)
+
+    @cached_property
+    def _inside(self) -> "dict[int, Pipeline]":
+        inside = {}
+        for k, part in enumerate(self.parts):
+            stage = None
+            if self.stage is not None and self.stage[1] > k:
+                stage = self.stage[0], self.stage[1] - k - 1
+            parts = self.parts[k + 1 :]
+            inner = Pipeline(self.algorithm, parts, stage, self.number, self.following, part)
+            inside[id(part)] = inner
+        return inside
+
+    @cached_property
+    def _by_hook(self) -> dict[str, list[Part]]:
+        by_hook: dict[str, list[Part]] = {}
+        for part in self.parts:
+            for name in part.hooks():
+                by_hook.setdefault(name, []).append(part)
+        return by_hook
+
+    def acting(self, hook: str) -> "list[Part]":
+        """Return the parts that act in a hook, outermost first."""
+        return self._by_hook.get(hook, [])
+
+    # --- facts ---
+
+    @property
+    def one_model_each(self) -> bool:
+        """True if every selected client is sent a model of its own."""
+        return bool(self.algorithm.facts.one_model_each)
+
+    @property
+    def unstackable(self) -> Method | None:
+        """The component that trains one client at a time, or None."""
+        return next((method for method in self.components() if not method.facts.stackable), None)
+
+    @property
+    def personal(self) -> bool:
+        """True if clients may use other models than the one that they receive."""
+        return is_personal(self.algorithm) or bool(self.acting("personalise"))
+
+    @property
+    def waits(self) -> bool:
+        """True if a round ends before all replies are in."""
+        return bool(self.acting("close"))
+
+    @property
+    def step_replies(self) -> int | None:
+        """Number of replies with which the server makes a step; None where a round waits for all."""
+        return next((int(getattr(part, "k", 1)) for part in self.acting("close")), None)
+
+    @property
+    def spent(self) -> bool:
+        """True if no further round is allowed."""
+        return any(part.spent for part in self.parts)
+
+    @property
+    def releases_once(self) -> bool:
+        """True if no round may be repeated after a failure."""
+        return any(part.releases_once for part in self.parts)
+
+    @property
+    def updates_without_replies(self) -> bool:
+        """True if a round without replies changes the state too."""
+        return any(method.facts.updates_without_replies for method in self.components())
+
+    @property
+    def folds(self) -> bool:
+        """True if replies may be folded as they arrive, so that not all of them are stored."""
+        if self.acting("release"):
+            return True
+        reads = any(self.acting(hook) for hook in ("exchange", "close", "observe", "rewrite"))
+        return not reads and not overrides(self.algorithm, Algorithm, ("receive",))
+
+    @property
+    def block_size(self) -> int:
+        """Number of consecutive slots whose replies are in one matrix."""
+        return block_slots(self.plan.layout.row_bytes) if self.folds else sys.maxsize
+
+    # --- the round on the server ---
+
+    def select(self, round: Round) -> Selection:
+        """Return the clients of a round, also of a later one."""
+        pipeline = self._of_round(round.number)
+        for part in pipeline.acting("select"):
+            return part.select(round, pipeline.inside(part))
+        return Selection(uniform(round))
+
+    def _of_round(self, number: int) -> "Pipeline":
+        if self.following is None or number == self.number:
+            return self
+        later = self.following(number)
+        if self.around is None:
+            return later
+        return later.inside(self.around) if self.around in later.parts else self
+
+    def open(self, round: Round, selection: Selection) -> Exchange:
+        """Return the record of a round with its messages: as made, as moved, and as they travel."""
+        sent = self._checked_names(round, dict(self.algorithm.send(round)))
+        moved = self._with_stage(sent)
+        for part in reversed(self.acting("message")):
+            moved = part.message(round, moved)
+        if selection.receivers is not None:
+            moved = self._with_idle_row(round, moved)
+        for part in self.acting("move"):
+            moved = part.move(round, moved)
+        wire = dict(moved)
+        for part in reversed(self.acting("encode_down")):
+            wire = part.encode_down(round, wire, self.inside(part))
+        return Exchange(round, selection, sent, moved, wire)
+
+    def _checked_names(self, round: Round, message: Message) -> Message:
+        for name in (*message, *self.algorithm.expects(round)):
+            if name.startswith("@"):
+                kind = type(self.algorithm)
+                location = in_brackets(code_location(kind.send if name in message else kind.expects))
+                reason = f"names that begin with @ are fedloom's own{location}"
+                raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
+        return message
+
+    def _with_stage(self, message: Message) -> Message:
+        return message if self.stage is None else {**message, STAGE: torch.tensor([[self.stage[0]]])}
+
+    def _with_idle_row(self, round: Round, message: Message) -> Message:
+        """Add a row for idle clients, the global model, where each client is sent a model of its own."""
+        model = message.get("model")
+        if model is None or (len(model) == 1 and not (self.one_model_each and len(round.selected) == 1)):
+            return message
+        rows = self.plan.empty_rows(len(model) + 1)
+        torch.cat([model, self.model().unsqueeze(0)], out=rows)
+        return {**message, "model": rows}
+
+    def expected(self, round: Round) -> dict[str, TensorSpec]:
+        """Return what a reply must contain as it travels.
+
+        Integer buffers, such as batch norm's counters, travel with whole models only.
+        """
+        specs = self._specs(round)
+        for part in self._coders:
+            specs = part.coded(round, specs, self.inside(part))
+        integers = self.plan.layout.integers
+        if integers and self.returns_whole(round):
+            return {**specs, INTEGERS: TensorSpec((integers,), torch.int64)}
+        return dict(specs)
+
+    def expected_names(self, round: Round) -> set[str]:
+        """Return the names of what clients reply, before it is coded."""
+        return set(self._specs(round))
+
+    def returns_whole(self, round: Round) -> bool:
+        """Return True if a reply contains a whole model, which integer buffers then accompany."""
+        layout = self.plan.layout
+        model = self.algorithm.expects(round).get("model")
+        return model is not None and as_spec(model, layout).shape == (layout.size,)
+
+    def _specs(self, round: Round) -> Specs:
+        layout = self.plan.layout
+        expects = self.algorithm.expects(round).items()
+        specs: Specs = {name: as_spec(value, layout) for name, value in expects}
+        for part in reversed(self.acting("expects")):
+            specs = part.expects(round, specs)
+        return specs
+
+    @cached_property
+    def _coders(self) -> list[Part]:
+        """The parts that code replies in the order of coding: noise first, then codes, innermost first."""
+        coders = list(reversed(self.acting("encode")))
+        return sorted(coders, key=lambda part: "coded" in part.hooks())
+
+    def decoded(self, round: Round, message: Message) -> Message:
+        """Return what coded replies contain, with updates instead of models."""
+        specs, chain = self._specs(round), []
+        for part in self._coders:
+            chain.append((part, specs))
+            specs = part.coded(round, specs, self.inside(part))
+        for part, before in reversed(chain):
+            if "decode" in part.hooks():
+                message = part.decode(round, before, message, self.inside(part))
+        return message
+
+    def _decoded(self, round: Round, replies: Replies) -> Replies:
+        if not self.acting("decode") or not len(replies):
+            return replies
+        coded = "model" not in replies.matrices
+        matrices = dict(self.decoded(round, dict(replies.matrices)))
+        if coded and "model" in matrices:
+            matrices["model"] += replies.received_by_slot("model")
+        return replies.with_matrices(matrices)
+
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        """Return what the server's step needs of some replies."""
+        replies = self._decoded(round, replies)
+        for part in self.acting("release"):
+            return part.fold(round, replies)
+        return self.algorithm.fold(round, replies)
+
+    def close(self, exchange: Exchange, outcome: Replies | Aggregate | None) -> None:
+        """Make the server's step with the replies, or with their aggregate where they were folded."""
+        round = exchange.round
+        if self.acting("release"):
+            self._release(exchange, outcome)
+        elif isinstance(outcome, Aggregate):
+            self.algorithm.update(round, replace(outcome, exchange=exchange))
+        else:
+            self._step(exchange, outcome)
+
+    def _release(self, exchange: Exchange, outcome: Replies | Aggregate | None) -> None:
+        (part,) = self.acting("release")
+        if isinstance(outcome, Replies):
+            blocks = outcome.blocks(self.block_size)
+            folded = (self.fold(exchange.round, block) for block in blocks)
+            outcome = reduce(Aggregate.joined, folded, NOTHING)
+        aggregate = replace(outcome or NOTHING, exchange=exchange)
+        self._receive(exchange.round, part.release(exchange.round, aggregate))
+
+    def _step(self, exchange: Exchange, outcome: Replies | None) -> None:
+        round, replies = exchange.round, outcome
+        if replies is not None:
+            replies = self._decoded(round, replies)
+            for part in self.acting("exchange"):
+                replies = part.exchange(round, replies)
+        for part in self.acting("close"):
+            replies = part.close(exchange, replies)
+        if replies is not None:
+            for part in reversed(self.acting("observe")):
+                part.observe(round, replies)
+            self._receive(round, replies)
+
+    def _receive(self, round: Round, replies: Replies) -> None:
+        rewritten: Replies | None = replies
+        for part in self.acting("rewrite"):
+            if rewritten is not None:
+                rewritten = part.rewrite(round, rewritten)
+        if rewritten is not None:
+            self.algorithm.receive(round, rewritten)
+
+    def finish(self, exchange: Exchange) -> None:
+        """End a round, also one without replies: mix models and count what was used."""
+        for part in reversed(self.acting("mix")):
+            part.mix(exchange.round, self.algorithm)
+        for part in reversed(self.acting("account")):
+            part.account(exchange.round, exchange.selection)
+
+    def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
+        """Return the server's integer buffers `[Z]` from those of the replies, `[r, Z]`."""
+        for part in self.acting("integers"):
+            return part.integers(rows, current)
+        return merged_integers(rows, current)
+
+    def model(self) -> Tensor:
+        """Return the global model, `[P]`."""
+        return self.algorithm.model()
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        """Return the message from which clients personalise before `round`."""
+        return self._with_stage(dict(self.algorithm.deploy(round, clients)))
+
+    def diagnose(self) -> dict[str, float]:
+        """Return figures about the server's state."""
+        figures = dict(self.algorithm.diagnose())
+        for part in reversed(self.parts):
+            figures |= part.diagnose()
+        return figures if self.stage is None else figures | {"stage": float(self.stage[0])}
+
+    def report(self) -> dict[str, float]:
+        """Return figures that are recorded after every round."""
+        figures: dict[str, float] = {}
+        for part in reversed(self.acting("report")):
+            figures |= part.report()
+        return figures
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of all components by position, for a worker that folds replies."""
+        return {
+            f"{k}.{name}": tensor
+            for k, method in enumerate(self.components())
+            for name, tensor in method.state.items()
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take the state that `state` returned."""
+        for k, method in enumerate(self.components()):
+            prefix = f"{k}."
+            names = [name for name in state if name.startswith(prefix)]
+            method.state = {name.removeprefix(prefix): state[name] for name in names}
+
+    # --- the clients ---
+
+    def work(self, cohort: Cohort, inbox: Message) -> Message:
+        """Return the replies of a cohort to what has travelled: decode, train, corrupt and encode."""
+        if self.watch is not None:
+            return self.watch(self._work, cohort, inbox)
+        return self._work(cohort, inbox)
+
+    def _work(self, cohort: Cohort, inbox: Message) -> Message:
+        received = {name: rows for name, rows in inbox.items() if name != STAGE}
+        for part in self.acting("decode_down"):
+            received = part.decode_down(cohort.round, received, self.inside(part))
+        reply = self.train(cohort, received)
+        for part in reversed(self.acting("corrupt")):
+            reply = part.corrupt(cohort, received, reply)
+        for part in self._coders:
+            reply = part.encode(cohort, received, reply, self.inside(part))
+        return reply
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        """Train a cohort; the replies are not coded."""
+        for part in self.acting("train"):
+            return part.train(cohort, inbox, self.inside(part))
+        return self.algorithm.train(cohort, inbox)
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        """Return the model `[k, P]` that each client would use."""
+        inbox = {name: rows for name, rows in inbox.items() if name != STAGE}
+        for part in self.acting("personalise"):
+            return part.personalise(cohort, inbox, self.inside(part))
+        return self.algorithm.personalise(cohort, inbox)

@@ -1,0 +1,109 @@
+"""Base of parts whose releases cost privacy."""
+
+from abc import abstractmethod
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedloom.config.fields import NonNegative, Positive
+from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Selection
+from fedloom.method import Facts, name_of
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
+
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Accounted(Part):
+    """Counts the releases of a run, of which each is (epsilon, `delta`)-private.
+
+    Epsilon grows with the releases, and every round records it. Checkpoints store the number of
+    releases and, over real sites, a ledger beside them (`fedloom.state.released`).
+
+    Args:
+        clip: C, the largest length of an update.
+        noise: Standard deviation of the noise in units of C; none chooses it before round 1 for
+            `target_epsilon` after all rounds.
+        delta: Probability of a larger loss, well below 1 over the number of clients.
+        target_epsilon: Largest epsilon; with `noise` the run ends before the round that would exceed it.
+    """
+
+    clip: Positive = 1.0
+    noise: NonNegative | None = None
+    delta: OpenShare = 1e-5
+    target_epsilon: Positive | None = None
+
+    counts_privacy: ClassVar[bool] = True
+    earlier = 0.0
+    """Sum of 1 / noise^2 of the statistics of columns that were released of each row before round 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._solved = self.noise
+        if self.noise is None and self.target_epsilon is None:
+            choices = "give noise, such as 0.8 (times clip), or target_epsilon, to choose it"
+            raise InvalidValue(f"{name_of(self)}: {choices}")
+
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(needs_total_rounds=self.noise is None)
+
+    @abstractmethod
+    def cost(self, extra: int = 0) -> float:
+        """Return epsilon so far, or after `extra` more releases."""
+
+    @abstractmethod
+    def solve(self, target: float, rounds: int) -> float:
+        """Return the noise with which `rounds` rounds cost `target`."""
+
+    def bound(self) -> float:
+        """Return the length of the longest update."""
+        return self.clip
+
+    def noise_multiplier(self) -> float:
+        """Return the noise in units of the clip."""
+        if self._solved is None:
+            assert self.target_epsilon is not None, "`__post_init__` raises"
+            self._solved = self.solve(self.target_epsilon, self.plan.rounds)
+        return self._solved
+
+    def counted(self, selection: Selection) -> tuple[int, ...] | None:
+        """Return the clients that a round costs one release each; None if it is one release for all."""
+        return None
+
+    def report(self) -> dict[str, float]:
+        return {"epsilon": self.cost()}
+
+    @property
+    def spent(self) -> bool:
+        if self.target_epsilon is None:
+            return False
+        # Over real sites a repeated round costs again, so the chosen noise may not last for all rounds.
+        limited = self.noise is not None or self.plan.remote
+        return limited and self.cost(extra=1) > self.target_epsilon
+
+    @property
+    def releases_once(self) -> bool:
+        return self.plan.remote
+
+
+class AccountedByClient(Accounted):
+    """Counts the releases of each client, where clients add the noise."""
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        self.cost(extra=1)  # chooses the noise and needs the library: errors come before training
+        return inner.select(round)
+
+    def counted(self, selection: Selection) -> tuple[int, ...]:
+        return selection.clients
+
+    def account(self, round: Round, selection: Selection) -> None:
+        counts = self.state["releases"].clone()
+        counts[list(self.counted(selection))] += 1
+        self.state["releases"] = counts

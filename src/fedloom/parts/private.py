@@ -1,0 +1,129 @@
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.config.fields import Positive
+from fedloom.errors import InvalidValue
+from fedloom.exchange import Aggregate, Plan, Replies, Selection, uniform
+from fedloom.method import Facts, algorithms
+from fedloom.parts.accounting import epsilon, noise_for
+from fedloom.parts.noise import clipped, normal
+from fedloom.parts.part import Inner
+from fedloom.parts.privacy import Accounted, OpenShare
+from fedloom.round import Round
+
+
+@algorithms.register("private")
+class Private(Accounted):
+    """Central differential privacy of clients, around any method that averages: clipped updates, a noisy sum, a fixed divisor.
+
+    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected participants, every reply becomes
+
+        w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
+
+    so that the models do not reveal whether a client took part. All clients count alike, whatever their samples. Each must
+    take part independently with probability q (`participation_mode = "poisson"`), or all in every round; empty rounds add noise.
+
+    Noise comes from the run's streams in a simulation, and from the system's cryptographic generator over real sites. The
+    server sees updates without noise, and is trusted. Losses and accuracies that it records are not private, and neither are
+    the participants of each round: publishing them gives up the amplification by sampling, and epsilon is then that of
+    participation 1.
+    Source: McMahan et al. 2018, "Learning differentially private recurrent language models", algorithm 1; Andrew et al. 2021,
+    "Differentially private learning with adaptive clipping", algorithm 1.
+    Use it when the model is given to others, and hundreds of clients can take part in a round.
+
+    Args:
+        quantile: g, the share of updates that C should not clip: with b_k = 1 where |u_k| <= C, else 0, each round ends with
+            C <- C exp(-`clip_learning_rate` (b - g)), b = 1/2 + (sum_k (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of
+            the sum is raised to (z^-2 - (2 s)^-2)^(-1/2), so that both together cost as much as z. None keeps C.
+        clip_learning_rate: Step size of C (Andrew et al.: 0.2).
+    """
+
+    quantile: OpenShare | None = None
+    clip_learning_rate: Positive = 0.2
+
+    requires: ClassVar[tuple[str, ...]] = (
+        "only the model",
+        "one update",
+        "no integers",
+        "averages",
+        "one model for all",
+    )
+
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        return Facts(
+            needs_total_rounds=self.noise is None,
+            needs_every_reply=True,
+            updates_without_replies=True,
+        )
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        self.state["releases"] = torch.zeros(1, dtype=torch.int64)
+        if self.quantile is not None:
+            self.state["clip"] = torch.tensor([self.clip], dtype=torch.float64)
+        self.select(plan.opening(), inner)
+
+    def cost(self, extra: int = 0) -> float:
+        share = self.plan.participants / self.plan.clients
+        return epsilon(self.noise_multiplier(), share, int(self.state["releases"]) + extra, self.delta)
+
+    def solve(self, target: float, rounds: int) -> float:
+        return noise_for(target, self.plan.participants / self.plan.clients, rounds, self.delta)
+
+    def bound(self) -> float:
+        return self.clip if self.quantile is None else float(self.state["clip"])
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        selection = inner.select(round)
+        if not round.poisson and round.participants < round.clients:
+            remedy = "set participation_mode to poisson, or participation to 1"
+            count = f"{round.participants} of {round.clients}"
+            raise InvalidValue(f"private: {remedy}, not {count} clients in every round")
+        if selection.clients != uniform(round) or selection.weights is not None:
+            reason = "chooses its clients itself, which epsilon leaves out"
+            raise InvalidValue(f"private: {self.method} {reason}")
+        self.cost(extra=1)  # chooses the noise and needs the library: errors come before training
+        return selection
+
+    def fold(self, round: Round, replies: Replies) -> Aggregate:
+        clip = self.bound()
+        updates, lengths = clipped(replies["model"] - replies.sent("model"), clip)
+        below = (lengths <= clip).double().sum(0, keepdim=True) - len(replies) / 2
+        total = {"update": updates.double().sum(0), "below": below}
+        return Aggregate({}, total, len(replies), len(replies))
+
+    def release(self, round: Round, aggregate: Aggregate) -> Replies:
+        assert aggregate.exchange is not None, "the pipeline gives it"
+        sent, expected, clip = aggregate.sent("model")[0], round.participants, self.bound()
+        nothing = torch.zeros_like(sent, dtype=torch.float64)  # for a round without replies
+        multiplier, total = self.noise_multiplier(), aggregate.total.get("update", nothing)
+        if self.quantile is not None:
+            below = aggregate.total.get("below", nothing[:1])
+            multiplier = self._adapt(round, self.quantile, multiplier, below)
+        total = total + multiplier * clip * self._normal(round, "noise", total)
+        mean = sent + (total / expected).to(sent)
+        self.state["releases"] = torch.full((1,), round.number, dtype=torch.int64)
+        exchange = aggregate.exchange.among(tuple(range(expected)))
+        slots, rows = torch.arange(expected), mean.expand(expected, *mean.shape)
+        return Replies({"model": rows}, slots, slots, torch.ones_like(slots), exchange)
+
+    def _adapt(self, round: Round, quantile: float, multiplier: float, below: Tensor) -> float:
+        """Move the clip towards the quantile, and return the noise of the sum that is left beside that of the count `below`."""
+        spread = round.participants / 20
+        if multiplier >= 2 * spread:
+            least = f"more than {10 * multiplier:g} clients in a round, not {round.participants}"
+            raise InvalidValue(f"private: quantile needs {least}")
+        below = below + spread * self._normal(round, "clip", below)
+        factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / round.participants - quantile))
+        self.state["clip"] = self.state["clip"] * factor
+        return (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
+
+    def _normal(self, round: Round, purpose: str, like: Tensor) -> Tensor:
+        return normal(like, None if self.plan.remote else round.stream(f"privacy {purpose}"))
+
+    def diagnose(self) -> dict[str, float]:
+        return {} if self.quantile is None else {"clip": self.bound()}

@@ -1,0 +1,257 @@
+"""Which parts fit which algorithms and each other: one table of requirements, and the rules for pairs of parts."""
+
+from collections.abc import Callable
+
+from fedloom.algorithm import as_spec
+from fedloom.errors import InvalidValue
+from fedloom.method import Method, components, name_of
+from fedloom.parts.part import Part
+from fedloom.parts.pipeline import Pipeline
+
+Requirement = Callable[[Pipeline], str]
+"""Returns the reason why an algorithm and the parts inside do not fit, or "". {0} is the algorithm."""
+
+
+def _one_download(inner: Pipeline) -> str:
+    if inner.algorithm.facts.one_download and "model" in inner.algorithm.send(inner.plan.opening()):
+        return ""
+    return "clients of {0} are not sent one model"
+
+
+def _one_update(inner: Pipeline) -> str:
+    opening, algorithm = inner.plan.opening(), inner.algorithm
+    expected = algorithm.expects(opening).get("model")
+    sent = algorithm.send(opening).get("model")
+    if expected is not None and sent is not None:
+        if tuple(sent.shape[1:]) == as_spec(expected, inner.plan.layout).shape:
+            return ""
+    return "clients of {0} do not return an update of one model that they are sent"
+
+
+def _whole_model(inner: Pipeline) -> str:
+    if exchanges_models(inner):
+        return ""
+    return "clients of {0} do not exchange one whole model"
+
+
+def _returns_whole_model(inner: Pipeline) -> str:
+    return "" if inner.returns_whole(inner.plan.opening()) else "clients of {0} do not return whole models"
+
+
+def _only_the_model(inner: Pipeline) -> str:
+    extra = sorted(inner.expected_names(inner.plan.opening()) - {"model"})
+    return f"clients of {{0}} upload {extra[0]!r} too, which would leak" if extra else ""
+
+
+def _no_integers(inner: Pipeline) -> str:
+    if inner.plan.layout.integers:
+        return "the model counts its batches (batch norm), which would leak: use group norm"
+    return ""
+
+
+def _averages(inner: Pipeline) -> str:
+    if inner.algorithm.facts.averages:
+        return ""
+    return "{0} needs the single replies, not an estimate of their mean"
+
+
+def _one_model_for_all(inner: Pipeline) -> str:
+    if inner.algorithm.facts.one_model_each:
+        return "one client less changes what {0} sends to others"
+    return ""
+
+
+def _one_fit(inner: Pipeline) -> str:
+    for method in inner.components():
+        if not method.facts.fits_once:
+            name = name_of(method)
+            return (
+                f"clients of {name} do more with their samples than one local training, which epsilon leaves out"
+            )
+    return ""
+
+
+def _anonymous(inner: Pipeline) -> str:
+    if inner.algorithm.facts.anonymous:
+        return ""
+    hint = ": give it weighted=false" if getattr(inner.algorithm, "weighted", False) else ""
+    return f"{{0}} needs to know whose an upload is, which the exchange hides{hint}"
+
+
+def _averages_only(inner: Pipeline) -> str:
+    """Stale replies fit only algorithms that average whole models and nothing else."""
+    opening, algorithm = inner.plan.opening(), inner.algorithm
+    exchanges = algorithm.send(opening).keys() == {"model"} == inner.expected_names(opening)
+    one_model = not algorithm.facts.one_model_each and exchanges_models(inner)
+    if exchanges and one_model and algorithm.facts.averages:
+        return ""
+    return "{0} does more than average whole models, which stale replies do not fit"
+
+
+def _common_messages(inner: Pipeline) -> str:
+    message = inner.algorithm.send(inner.plan.opening())
+    addressed = sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1)
+    if addressed:
+        return f"clients of {{0}} are sent {addressed[0]!r} of their own, which idle clients cannot be"
+    return ""
+
+
+REQUIREMENTS: dict[str, Requirement] = {
+    "one download": _one_download,
+    "one update": _one_update,
+    "whole models": _whole_model,
+    "whole replies": _returns_whole_model,
+    "only the model": _only_the_model,
+    "no integers": _no_integers,
+    "averages": _averages,
+    "one model for all": _one_model_for_all,
+    "one fit": _one_fit,
+    "anonymous": _anonymous,
+    "only averages": _averages_only,
+    "common messages": _common_messages,
+}
+"""Requirements by the names in `Part.requires`."""
+
+
+def exchanges_models(pipeline: Pipeline) -> bool:
+    """Return True if clients are sent a whole model and return one."""
+    opening, size = pipeline.plan.opening(), pipeline.plan.layout.size
+    sent = pipeline.algorithm.send(opening).get("model")
+    return sent is not None and tuple(sent.shape[1:]) == (size,) and pipeline.returns_whole(opening)
+
+
+def require_combination(pipeline: Pipeline) -> None:
+    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each other."""
+    for rule in _RULES:
+        rule(pipeline)
+    for part in reversed(pipeline.parts):
+        inner = pipeline.inside(part)
+        for name in part.requires:
+            if reason := REQUIREMENTS[name](inner):
+                raise InvalidValue(f"{name_of(part)}: {reason.format(inner.algorithm)}")
+
+
+def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
+    """Raise `InvalidValue` unless the stages of an expression fit together and the parts around them."""
+    if len(pipelines) == 1:
+        return
+    for pipeline in pipelines:
+        for part in pipeline.acting("close"):
+            raise InvalidValue(f"{part} decides who trains when: it cannot be in stages or around them")
+    for part in (part for part in components(method) if isinstance(part, Part) and "move" in part.hooks()):
+        around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
+        units = [pipeline.algorithm.units() for pipeline in around]
+        if any(unit != units[0] for unit in units):
+            name, inner = name_of(part), around[0].inside(part)
+            remedy = "make each of its stages secure by itself"
+            raise InvalidValue(f"{name}: {part.method} moves different units in its stages; {remedy}: {inner}")
+
+
+# --- rules for pairs of parts ---
+
+
+def _no_part_twice(pipeline: Pipeline) -> None:
+    for k, part in enumerate(pipeline.parts):
+        for other in pipeline.parts[k + 1 :]:
+            if part.once and (isinstance(other, type(part)) or isinstance(part, type(other))):
+                raise InvalidValue(f"{name_of(part)}({part.method}): {name_of(other)} acts once, not twice")
+
+
+def _one_sampler(pipeline: Pipeline) -> None:
+    samplers = [part for part in pipeline.parts if not part.facts.independent]
+    if len(samplers) > 1:
+        raise InvalidValue(f"{name_of(samplers[0])}: {samplers[1]} chooses its clients itself")
+    for part in samplers:
+        if pipeline.plan.poisson and not part.facts.fixed_participants:
+            raise InvalidValue(f"{name_of(part)}: poisson participation chooses the clients by chance")
+
+
+def _closing_is_outermost(pipeline: Pipeline) -> None:
+    for part in pipeline.acting("close"):
+        outside = pipeline.parts[: _position(pipeline, part)]
+        changing = {"select", "poll", "move", "exchange", "release", "observe", "close"}
+        for other in pipeline.parts:
+            outer = any(other is candidate for candidate in outside)
+            if other is not part and (other.hooks() & changing or (outer and "rewrite" in other.hooks())):
+                reason = "decides who trains when, so nothing else may change the clients of a round"
+                raise InvalidValue(f"{part} {reason}: leave out {name_of(other)}")
+
+
+def _codes(pipeline: Pipeline) -> None:
+    coders = pipeline.acting("coded")
+    for outer, inner in zip(coders, coders[1:], strict=False):
+        if not getattr(outer, "recodes", False):
+            raise InvalidValue(f"{name_of(outer)}: {inner} is coded already; only quantised goes around it")
+    exchanging = pipeline.acting("exchange")
+    if coders and exchanging:
+        reason = f"clients of {exchanging[0]} upload layers of each other, no updates"
+        raise InvalidValue(f"{name_of(coders[0])}: {reason}")
+
+
+def _exchange_hides_names(pipeline: Pipeline) -> None:
+    for part in pipeline.acting("exchange"):
+        for other in pipeline.parts:
+            reads = other.hooks() & {"observe", "rewrite", "release"}
+            if reads and not other.facts.anonymous:
+                reason = f"{other} needs to know whose an upload is, which the exchange hides"
+                raise InvalidValue(f"{name_of(part)}: {reason}")
+
+
+def _privacy(pipeline: Pipeline) -> None:
+    accounts = [part for part in pipeline.parts if getattr(part, "counts_privacy", False)]
+    if len(accounts) > 1:
+        outer, inner = name_of(accounts[0]), name_of(accounts[1])
+        raise InvalidValue(f"{outer}: {inner} counts an epsilon of its own: take one of them")
+    for part in accounts:
+        for poll in pipeline.acting("poll"):
+            raise InvalidValue(f"{name_of(poll)}: losses of clients would pass by the privacy of {part}")
+
+
+def _release_is_outermost(pipeline: Pipeline) -> None:
+    for part in pipeline.acting("release"):
+        for other in pipeline.parts:
+            if "exchange" in other.hooks():
+                reason = f"in {other} an upload holds layers of several clients, unclipped"
+                raise InvalidValue(f"{name_of(part)}: {reason}")
+            if not other.facts.independent:
+                reason = f"{other} chooses its clients itself, which epsilon leaves out"
+                raise InvalidValue(f"{name_of(part)}: {reason}")
+        for other in pipeline.parts[: _position(pipeline, part)]:
+            if other.hooks() & {"rewrite", "observe"}:
+                name = name_of(other)
+                remedy = f"put {name_of(part)} around {name}"
+                raise InvalidValue(
+                    f"{name_of(part)}: {name} would change what is summed or released: {remedy}"
+                )
+
+
+def _position(pipeline: Pipeline, part: Part) -> int:
+    return next(k for k, other in enumerate(pipeline.parts) if other is part)
+
+
+_RULES = (
+    _no_part_twice,
+    _one_sampler,
+    _closing_is_outermost,
+    _codes,
+    _exchange_hides_names,
+    _privacy,
+    _release_is_outermost,
+)
+
+
+def require_participation(method: Method, poisson: bool, over_selected: bool) -> None:
+    """Raise `InvalidValue` unless a method accepts that the number of clients or replies varies by round."""
+    if not (poisson or over_selected):
+        return
+    for component in reversed(list(components(method))):
+        if component.facts.fixed_participants:
+            draws = "participation_mode = poisson draws another number of clients in each round"
+            drops = "clock.over_selection drops the last replies of every round"
+            closes = isinstance(component, Part) and "close" in component.hooks()
+            needs = "needs as many clients each time, and the replies of all"
+            needs = "says itself whose replies it takes" if closes else needs
+            raise InvalidValue(f"{draws if poisson else drops}, but {component} {needs}")
+        if over_selected and component.facts.needs_every_reply:
+            reason = f"one client less lets another in, which the epsilon of {component} does not count"
+            raise InvalidValue(f"clock.over_selection takes the first replies of a round: {reason}: leave it out")

@@ -1,0 +1,63 @@
+"""Base of asynchronous parts around algorithms that average: stale replies are moved to the present model."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedloom.exchange import Exchange, Message, Plan, Replies
+from fedloom.parts.arrivals import Arrivals
+from fedloom.parts.part import Inner
+from fedloom.round import Round
+
+
+class StaleReplies(Arrivals):
+    """Hands the first k replies to the algorithm inside, as if they were replies to the present model.
+
+    `moved` gives the models that replace them, with tau the versions by which the model is ahead.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("only averages",)
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        rows = plan.initial.new_zeros(plan.participants, plan.layout.size)
+        self.state |= {
+            "replies": rows,
+            "sent": rows.clone(),
+            "weights": torch.zeros(plan.participants, dtype=torch.int64),
+            "version": torch.zeros(1, dtype=torch.int64),
+        }
+
+    def message(self, round: Round, message: Message) -> Message:
+        if not self.plan.remote:
+            return message
+        busy = (self.state["client"] >= 0).unsqueeze(1).to(message["model"].device)
+        return {**message, "model": torch.where(busy, self.state["sent"], message["model"])}
+
+    def close(self, exchange: Exchange, replies: Replies | None) -> Replies | None:
+        version = int(self.state["version"])
+        if replies is not None:
+            sent = exchange.moved["model"]
+            sent = sent if len(sent) == 1 else sent[replies.slots.to(sent.device)]
+            rows, weights = replies["model"], replies.weights.to(torch.int64)
+            slots = self.begin(version, replies)
+            self.store(slots, replies=rows, sent=sent.expand(len(rows), -1), weights=weights)
+        self.enter(version, exchange)
+        clients, slots = self.state["client"], self.arrived(exchange.round)
+        return self._arrivals(exchange, clients[slots], slots) if len(slots) else None
+
+    def _arrivals(self, exchange: Exchange, clients: Tensor, slots: Tensor) -> Replies:
+        index = slots.to(self.state["sent"].device)
+        model, rows = exchange.sent["model"], self.state["replies"][index]
+        stale = (self.state["version"] - self.state["since"][slots]).to(rows)
+        self.state["version"] = self.state["version"] + 1
+        rows = self.moved(model, self.state["sent"][index], rows, stale[:, None])
+        among = exchange.among(tuple(clients.tolist()))
+        weights = self.state["weights"][slots]
+        return Replies({"model": rows}, clients, torch.arange(len(slots)), weights, among)
+
+    @abstractmethod
+    def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
+        """Return models in place of replies `rows [k, P]` to `sent`, `stale [k, 1]` versions behind `model [1, P]`."""
