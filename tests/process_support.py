@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
+from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
+from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 from fedloom.training import Training
 from small_task import CLASSES, KeepsClientMemory, small_task
@@ -108,3 +111,31 @@ class Peeking(FedAvg):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {"model": self.state["model"].unsqueeze(0)}
+
+
+@dataclass
+class Reporting(FedAvg):
+    """A client half that keeps in its memory the plan and the round that it sees."""
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        seen = {"plan": described(self.plan), "round": described(cohort.round)}
+        text = torch.tensor(list(json.dumps(seen).encode()), dtype=torch.uint8)
+        cohort.memory["seen"] = text.repeat(len(cohort.clients), 1)
+        return super().train(cohort, inbox)
+
+
+def described(record: Any) -> dict[str, str]:
+    """Return the fields of a plan or of a round as text that is equal for equal values."""
+    return {field.name: _text(getattr(record, field.name)) for field in fields(record)}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.tolist()}"
+    if isinstance(value, Layout):
+        return repr((value.size, value.slices, value.integer_slices))
+    if isinstance(value, PoolFiles):
+        return f"at most {value.budget} bytes"
+    if callable(value) and not isinstance(value, nn.Module):  # the sizes of clients
+        return str(value(torch.arange(6)).tolist())
+    return repr(value)

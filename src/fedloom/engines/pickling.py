@@ -4,6 +4,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import prod
 from typing import Any
 
@@ -13,18 +14,28 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Plan
+from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
 Packed = tuple[bytes, list[Any]]
 """A message as `dump` leaves it."""
+
+FROM_TASK = {
+    "layout": "layout",
+    "initial": "initial",
+    "sizes": "sizes",
+    "module": "model",
+    "training": "training",
+}
+"""Fields of a `Plan` that are not sent, and the attributes of the receiver's task that replace them."""
 
 
 def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
     """Pickle a message. Return the bytes, and the memory of each of its tensors and arrays, each once.
 
     Classes and functions of the main program are pickled by value, all others by name. A method is sent without its server
-    state, and its `Plan` as the few numbers that define it. `common` maps the ids of tensors that the receiver has to their
-    indices in the receiver's list. Raises whatever pickling raises.
+    state, and its `Plan` without the fields that the receiver's task provides. Pool files are sent as their budget. `common`
+    maps the ids of tensors that the receiver has to their indices in the receiver's list. Raises whatever pickling raises.
     """
     file, memory = io.BytesIO(), list[Any]()
     _Pickler(file, common or {}, memory).dump(message)
@@ -45,7 +56,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is Tensor and id(value) in self._common:
             return "common", self._common[id(value)]
         if isinstance(value, Plan):
-            return "plan", value.clients, value.participants, value.rounds, value.seed, value.classes
+            names = [field.name for field in fields(Plan) if field.name not in FROM_TASK]
+            return "plan", {name: getattr(value, name) for name in names}
         return None
 
     def reducer_override(self, value: Any) -> Any:
@@ -56,6 +68,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             bits = stored.view(torch.int16) if value.dtype == torch.bfloat16 else stored  # NumPy lacks this type
             memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)).data)
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
+        if isinstance(value, PoolFiles):  # the files stay with their owner
+            return PoolFiles, (None, value.budget)
         if isinstance(value, Algorithm):
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             make, arguments, attributes, *iterators = reduced
@@ -85,6 +99,5 @@ class _Unpickler(pickle.Unpickler):
         if kind == "common":
             return self._common[values[0]]
         assert self._task is not None, "a method comes after the task that its plan is of"
-        task, (clients, participants, rounds, seed, classes) = self._task, values
-        sizes = clients, participants, rounds, seed, classes
-        return Plan(task.layout, task.initial, *sizes, task.sizes, task.model, training=task.training)
+        provided = {name: getattr(self._task, source) for name, source in FROM_TASK.items()}
+        return Plan(**provided, **values[0])

@@ -6,8 +6,7 @@ Its state between two messages is on disk, since Flower may start a process for 
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,38 +18,29 @@ import fedloom
 from fedloom.algorithm import Algorithm, Plan
 from fedloom.algorithms.building import build
 from fedloom.data.columns import TableInputs
-from fedloom.data.noise import label_noises
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply, quoted
 from fedloom.experiment.federated_statistics import Values, answer, client_columns, columns_of
-from fedloom.randomness import stream_seed
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
 from fedloom.secure import from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
-from fedloom.sites.agreement import Deployment, deployment, layout_digest, read_configuration
+from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.messages import Refusal, Words, pack, whole_number
 from fedloom.sites.node_config import Identity, NodeConfig
 from fedloom.sites.secure_round import exchanges_layers, layer_exchange
-from fedloom.sites.site_data import DataAgreement, own_table, table_roles
+from fedloom.sites.site_data import own_table, table_roles
 from fedloom.sites.site_peer import SitePeer
+from fedloom.sites.site_task import KeptTask, OwnData, SiteTask, own_task, simulated_task
 from fedloom.state.client_files import ClientFiles
-from fedloom.task import Task, make_task, mislabelled
+from fedloom.task import Task
 
 _EVERYTHING = 1 << 62  # bytes of memory kept in memory
 
 _logger = logging.getLogger("flwr.fedloom")
-
-
-@dataclass(frozen=True)
-class SiteTask(Task):
-    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are empty here."""
-
-    def __post_init__(self) -> None:
-        """Empty shares are what they should be."""
 
 
 class Site:
@@ -202,7 +192,8 @@ class Site:
 
         Its memory has a file for each round that wrote something, so that a site that trains twice in a round answers the same.
         """
-        task = self._task(words, client)
+        kept = self._kept(words)
+        task = kept.for_client(self._share, client, self.settings.clients)
         _require_sound(task, inbox)
         memory = ClientFiles(self.config.folder(words.get("federation")))
         version = whole_number(words, "memory", 0, round.number)
@@ -211,7 +202,7 @@ class Site:
         except DamagedCheckpoint as error:
             reason = f"its memory of round {version} is lost ({error}); it begins anew"
             raise Refusal({"refused": reason, "lost": True}) from None
-        engine = RowsEngine(task, memory_budget=_EVERYTHING)
+        engine = RowsEngine(task, kept.proof, memory_budget=_EVERYTHING)
         engine.begin(task, None)
         if remembered:
             engine.store.write(client, remembered)
@@ -232,46 +223,18 @@ class Site:
 
     def _task(self, words: Words, client: int) -> SiteTask:
         """Return the task in which this client has this site's samples."""
+        return self._kept(words).for_client(self._share, client, self.settings.clients)
+
+    @property
+    def _share(self) -> int:
+        """Client of the kept task whose samples this site has."""
+        return self.number if self.config.data is None else 0
+
+    def _kept(self, words: Words) -> KeptTask:
+        """Return the task that this process keeps for the deployment."""
         if self.config.data is None:
-            return one_client_task(_simulated(self.settings.text), self.number, client, self.settings.clients)
-        settings = self.settings.configuration
-        dataset = DataAgreement.read(words.get("data")).dataset(self.config.data, settings)
-        train, test = dataset.train, dataset.test
-        samples = train.concatenate(test) if len(test) else train
-        task = make_task(
-            replace(dataset, train=samples, test=samples[:0]),
-            partition=Partition.of([np.arange(len(train))]),
-            model=settings.model,
-            training=settings.training,
-            local_test=None if len(test) else settings.data.local_test,
-            metrics=settings.metrics,
-            seed=settings.seed,
-        )
-        if len(test):
-            task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
-        noise = label_noises.build_unless_none(settings.data.label_noise)
-        if noise is not None:
-            task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=self.number))
-        return one_client_task(task, 0, client, self.settings.clients)
-
-
-def one_client_task(task: Task, index: int, client: int, clients: int) -> SiteTask:
-    """Return the task in which client `client` of `clients` has the samples of this task's client `index`."""
-
-    def share(partition: Partition) -> Partition:
-        sizes = np.zeros(clients, np.int64)
-        sizes[client] = len(partition[index])
-        return Partition.from_sizes(partition[index], sizes)
-
-    local_test = None if task.local_test is None else share(task.local_test)
-    return SiteTask(task.dataset, task.train, task.test, share(task.partition), task.model, task.training, local_test)
-
-
-@lru_cache(maxsize=1)
-def _simulated(text: str) -> Task:
-    """Return the task of a configuration; cached for sites that share a process, as in tests."""
-    settings = read_configuration(text)
-    return settings.task(settings.seed)
+            return simulated_task(self.settings.text)
+        return own_task(OwnData.of(self.settings, self.config, words.get("data")))
 
 
 def _shapes(value: Any) -> dict[str, TensorSpec] | None:

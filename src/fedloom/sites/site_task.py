@@ -1,0 +1,174 @@
+"""Task of a site: made once for a deployment, kept in the process, and copied for each message."""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.data.noise import label_noises
+from fedloom.data.partition import Partition
+from fedloom.engines.proof import Proof, prove
+from fedloom.engines.rows import RowsEngine
+from fedloom.models.structure import copied
+from fedloom.randomness import stream_seed
+from fedloom.sites.agreement import Deployment, read_configuration
+from fedloom.sites.node_config import NodeConfig
+from fedloom.sites.site_data import DataAgreement
+from fedloom.task import Task, make_task, mislabelled
+
+MOST_TASKS = 16
+"""Most tasks of sites with data of their own that a process keeps. It has one site, except in tests."""
+
+FileState = tuple[str, int, int, int]
+"""Path of a file, its size, and when its content and its entry in the file system changed."""
+
+
+@dataclass(frozen=True)
+class SiteTask(Task):
+    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are empty here."""
+
+    def __post_init__(self) -> None:
+        """Accept empty shares."""
+
+
+@dataclass(frozen=True)
+class KeptTask:
+    """A task that the process keeps between messages, with the proof of its shortcuts.
+
+    Messages get copies of its model, so that none sees changes that another one made.
+    """
+
+    task: Task
+
+    @cached_property
+    def proof(self) -> Proof:
+        """Shortcuts that the task allows in the engine of a site."""
+        task = self.task
+        return prove(task.model, task.dataset, task.train, task.training, stack=RowsEngine.stacks)
+
+    def for_client(self, index: int, client: int, clients: int) -> SiteTask:
+        """Return the task of one message.
+
+        Args:
+            index: Client of the kept task whose samples the site has.
+            client: Number of this client in the federation.
+            clients: Number of clients in the federation.
+        """
+        task = self.task
+        frozen = {id(weight): weight for weight in task.model.parameters() if not weight.requires_grad}
+
+        def share(partition: Partition) -> Partition:
+            sizes = np.zeros(clients, np.int64)
+            sizes[client] = len(partition[index])
+            return Partition.from_sizes(partition[index], sizes)
+
+        return SiteTask(
+            task.dataset,
+            task.train,
+            task.test,
+            share(task.partition),
+            copied(task.model, frozen),
+            task.training,
+            None if task.local_test is None else share(task.local_test),
+        )
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Everything that decides the task of a site with data of its own.
+
+    Attributes:
+        text: Configuration of the federation, as TOML or as the path of a file.
+        output: Output folder of the federation, which differs between deployments of one configuration.
+        memory: Memory folder of the site.
+        number: Number of the site, by which its label noise is drawn.
+        source: Path or function of the site's data.
+        files: State of the data's files; empty for a function, which is called once.
+        agreed: Agreement of the sites about their data, as JSON.
+    """
+
+    text: str
+    output: Path
+    memory: Path
+    number: int
+    source: str
+    files: tuple[FileState, ...]
+    agreed: str
+
+    @classmethod
+    def of(cls, settings: Deployment, config: NodeConfig, agreed: Any) -> "OwnData":
+        """Describe the data of a site, with the agreement as the server sent it."""
+        source = config.data
+        assert source is not None, "the site has data of its own"
+        return cls(
+            settings.text,
+            settings.output,
+            config.memory,
+            config.number,
+            source,
+            _file_states(source),
+            json.dumps(agreed, sort_keys=True),
+        )
+
+
+@lru_cache(maxsize=MOST_TASKS)
+def own_task(own: OwnData) -> KeptTask:
+    """Return the task of a site with data of its own, whose only client is the site.
+
+    Raises:
+        RefusedReply: The server does not describe the data.
+        DataError: The data cannot be read.
+        InvalidValue: The data do not fit the federation.
+    """
+    settings = read_configuration(own.text)
+    dataset = DataAgreement.read(json.loads(own.agreed)).dataset(own.source, settings)
+    train, test = dataset.train, dataset.test
+    samples = train.concatenate(test) if len(test) else train
+    task = make_task(
+        replace(dataset, train=samples, test=samples[:0]),
+        partition=Partition.of([np.arange(len(train))]),
+        model=settings.model,
+        training=settings.training,
+        local_test=None if len(test) else settings.data.local_test,
+        metrics=settings.metrics,
+        seed=settings.seed,
+    )
+    if len(test):
+        task = replace(task, local_test=Partition.of([np.arange(len(train), len(samples))]))
+
+    noise = label_noises.build_unless_none(settings.data.label_noise)
+    if noise is not None:
+        task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=own.number))
+    return KeptTask(task)
+
+
+@lru_cache(maxsize=1)
+def simulated_task(text: str) -> KeptTask:
+    """Return the task of a configuration, of which sites without data of their own take shares.
+
+    Sites that share a process, as in tests, share the task.
+    """
+    settings = read_configuration(text)
+    return KeptTask(settings.task(settings.seed))
+
+
+def _file_states(source: str) -> tuple[FileState, ...]:
+    """Return the states of a file, or of a folder and what is in it; nothing for a path that does not exist.
+
+    Folders behind symbolic links are not searched, since links may form a circle.
+    """
+    paths = [Path(source)]
+    for folder, folders, files in os.walk(source):
+        paths += [Path(folder, name) for name in (*folders, *files)]
+
+    states = []
+    for path in sorted(paths):
+        with suppress(OSError):
+            status = path.stat()
+            states.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(states)
