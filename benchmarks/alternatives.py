@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.stacked import StackedEngine
 from fedloom.flat.linear_chain import FoldedSGD, linear_layers
 from fedloom.flat.module import Batch
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from outcome import tell

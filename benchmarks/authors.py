@@ -38,13 +38,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedpac import head_shares
 from fedloom.algorithms.pfedfda import classifier as discriminant_head
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
-from fedloom.rounds.engine import ClientTask, inbox_of
+from fedloom.parts.building import build
+from fedloom.rounds.engine import Job, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -154,7 +154,7 @@ def personal(federation: Federation, client: int) -> Tensor:
     """Return the model that a client would deploy."""
     upcoming = federation._first.at(federation.finished + 1)
     message = federation.algorithm.deploy(upcoming, (client,))
-    task = ClientTask(client, None, inbox_of(message, 0))
+    task = Job(client, None, inbox_of(message, 0))
     assert isinstance(federation.engine, RowsEngine)
     ((_, row, _),) = federation.engine.personalised(federation.algorithm, upcoming, [task])
     return row
@@ -175,7 +175,7 @@ def fedbabu(folder: Path) -> dict[str, float]:
         tuned = copy.deepcopy(server)
         trainers[1].train(tuned, body_lr=RATE, head_lr=RATE, local_eps=2)
     run.step()
-    return {"base after a round": gap(server, run.algorithm.model()), "tuned model": gap(tuned, personal(run, 1))}
+    return {"base after a round": gap(server, run.model()), "tuned model": gap(tuned, personal(run, 1))}
 
 
 def fedproto(folder: Path) -> dict[str, float]:
@@ -232,7 +232,7 @@ def fedntd(folder: Path) -> dict[str, float]:
             trainer.train()
             uploads.append(torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()]))
     run.step()
-    return {"model after a round": float((torch.stack(uploads).mean(0) - run.algorithm.model()).abs().max())}
+    return {"model after a round": float((torch.stack(uploads).mean(0) - run.model()).abs().max())}
 
 
 def ifca(folder: Path) -> dict[str, float]:
@@ -289,7 +289,7 @@ def fedpac(folder: Path) -> dict[str, float]:
     rows = torch.stack([torch.cat([head[key].flatten() for key in keys]) for head in heads])
     state = run.algorithm.state
     return {
-        "averaged model": gap(theirs, run.algorithm.model()),
+        "averaged model": gap(theirs, run.model()),
         "heads": float((rows - state["heads"]).abs().max()),
         "prototypes": max(float((p - state["prototypes"][c]).abs().max()) for c, p in means.items()),
     }
@@ -315,7 +315,7 @@ def fedas(folder: Path) -> dict[str, float]:
     store = run.engine.store  # type: ignore[attr-defined]
     models_before = [store.read(k)["fedas_model"].clone() for k in range(CLIENTS)]
     traces: dict[int, float] = {}
-    server, fold = run.algorithm.model().clone(), run.algorithm.fold
+    server, fold = run.model().clone(), run.algorithm.fold
 
     def folding(round: Any, replies: Any) -> Any:
         traces.update(zip(replies.clients.tolist(), replies["fisher"].tolist(), strict=True))
@@ -404,7 +404,7 @@ def pfedfda(folder: Path) -> dict[str, float]:
     gaussians = torch.cat([torch.stack(means).mean(0), torch.stack(covariances).mean(0)])
     return {
         "head": max(heads),
-        "averaged base": float((base - run.algorithm.model()[: len(base)]).abs().max()),
+        "averaged base": float((base - run.model()[: len(base)]).abs().max()),
         "averaged Gaussians": float((gaussians - run.algorithm.state["gaussians"]).abs().max()),
     }
 

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedloom.algorithm import Message, Selection
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Message, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoints

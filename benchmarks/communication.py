@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fedloom.algorithm import algorithms
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -35,7 +35,7 @@ def in_the_paper(name: str, method: Federation, participants: int) -> tuple[str,
     if name == "scaffold":
         return "2K models + 2K variates", 2 * participants * (1 + layout.trainable / layout.size)
     if name == "fedgen":
-        generator = method.algorithm.full_state()["generator"].numel()
+        generator = method.server_state()["generator"].numel()
         return "2K models + K generators", participants * (2 + generator / layout.size)
     return "2K models", 2.0 * participants
 

@@ -33,12 +33,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import engines
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.flat.device import keep_pages
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

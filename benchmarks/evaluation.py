@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Message
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.rounds.evaluation import Evaluation

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from memory import imports, peak

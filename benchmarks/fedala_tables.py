@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.papers.paper_file import printed
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_dataset, make_task

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Message, Replies, Selection, uniform
-from fedloom.algorithms.building import build
 from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Message, Replies, Selection, uniform
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.papers.paper_file import paper, printed
 from fedloom.papers.protocols import Setting
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from engines import TASKS, resnet_task
-from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import find_device, keep_pages
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

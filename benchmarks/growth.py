@@ -26,10 +26,11 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Plan, Replies, Selection
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
+from fedloom.exchange import Plan, Replies, Selection
 from fedloom.flat.layout import Layout
+from fedloom.method import components
+from fedloom.parts.building import build
 from fedloom.report.page import render, write_page
 from outcome import tell
 
@@ -86,7 +87,7 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
     everybody = torch.arange(clients)
     rounds = [replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1) for number in (1, 2)]
     rounds = [replace(round, selected=tuple(range(clients))) for round in rounds]
-    types = {tensor: dtype for inner_method in method.nested() for tensor, dtype in inner_method.reply_dtypes.items()}
+    types = {tensor: dtype for inner_method in components(method) for tensor, dtype in inner_method.reply_dtypes.items()}
 
     def replies(round: Any) -> Replies:
         tensors = {}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -26,9 +26,9 @@ class Counting(RowsEngine):
 
     trained = 0
 
-    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
-        self.trained += len(client_tasks)
-        return super().train(algorithm, round, client_tasks)
+    def train(self, algorithm, round, jobs):  # type: ignore[no-untyped-def]
+        self.trained += len(jobs)
+        return super().train(algorithm, round, jobs)
 
 
 def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, Any], torch.Tensor]:
@@ -40,7 +40,7 @@ def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, 
     seconds = (time.perf_counter() - began) / schedule.rounds
     accuracy = run.history[-1]["accuracy"]
     row = {"method": expression, "trained_a_round": engine.trained / schedule.rounds, "seconds_a_round": seconds}
-    return row | {"accuracy": accuracy}, run.algorithm.model()
+    return row | {"accuracy": accuracy}, run.model()
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def training(name: str, task: Task, threads: int, rounds: int) -> dict[str, str 
     module = copy.deepcopy(task.model)
     pairs = []
     for _ in range(rounds + 1):
-        bare = bare_seconds(module, task, federation.algorithm.model())
+        bare = bare_seconds(module, task, federation.model())
         began = time.perf_counter()
         federation.step()
         pairs.append((bare, time.perf_counter() - began))

@@ -27,8 +27,8 @@ import torch
 
 import fedloom as fl
 from blend import noisy_task
-from fedloom.algorithm import Replies
 from fedloom.data import Dataset
+from fedloom.exchange import Replies
 from fedloom.flat.population import total_variance, weighted_mean
 from fedloom.round import Round
 from fedloom.task import make_dataset

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import Diverged
@@ -36,6 +35,7 @@ from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import Measured
 from fedloom.papers.paper_file import exhibit
 from fedloom.papers.result_table import CellResult
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from engines import TASKS, random_task
-from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
 from fedloom.flat.population import mean_cosine_similarity, recombine_, squared_distances, weighted_mean
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

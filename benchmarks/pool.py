@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from engines import random_task
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from memory import imports, status
@@ -87,7 +87,7 @@ def measure(model: str, clients: int, rounds: int, budget: str | None, directory
             "whole_s": elapsed / rounds,
             "written_gb": 0.0 if written is None else int(written[1]) / 1e9,
             "files_gb": watch.files / 1e9,
-            "model": hashlib.sha256(federation.algorithm.model().numpy().tobytes()).hexdigest()[:12],
+            "model": hashlib.sha256(federation.model().numpy().tobytes()).hexdigest()[:12],
         }
 
 

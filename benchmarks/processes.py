@@ -28,7 +28,7 @@ from fedloom.data import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
-from fedloom.rounds.engine import ClientTask, Engine
+from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
 from limit import CLIENTS, bare_seconds, cnn, mlp, random_task
@@ -41,8 +41,8 @@ BARE = "bare steps, 1 thread"
 class ArrivalOrder(ProcessesEngine):
     """Clients go to the workers in the order of the selection."""
 
-    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        return [[client_task] for client_task in client_tasks]
+    def _groups(self, algorithm: Algorithm, jobs: Sequence[Job]) -> list[list[Job]]:
+        return [[job] for job in jobs]
 
 
 def unequal(task: Task, seed: int = 1) -> Task:

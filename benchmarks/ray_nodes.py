@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm, Exchange
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Exchange
+from fedloom.parts.building import build
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, FoldedBlock, Reply, Result
+from fedloom.rounds.engine import Answer, FoldedBlock, Job, Result
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
@@ -46,10 +47,10 @@ class Counting(RayEngine):
     cluster: Any = None
 
     def train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+        self, algorithm: Algorithm, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        for result in super().train(algorithm, round, client_tasks, fold):
-            self.received += isinstance(result, FoldedBlock) or (isinstance(result, Reply) and bool(result.tensors))
+        for result in super().train(algorithm, round, jobs, fold):
+            self.received += isinstance(result, FoldedBlock) or (isinstance(result, Answer) and bool(result.tensors))
             yield result
             if self.victim is not None and round.number == 2:
                 self.cluster.remove_node(self.victim, allow_graceful=False)
@@ -82,7 +83,7 @@ def on_nodes(task: Task, nodes: int, rounds: int, expected: Federation, kill: bo
         "round_s": statistics.median(times),
         "over_one_process": statistics.median(times) / seconds_expected,
         "rows_received": engine.received // rounds,
-        "same": torch.equal(result.algorithm.model(), expected.algorithm.model()),
+        "same": torch.equal(result.model(), expected.model()),
     }
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -49,19 +49,19 @@ class Poisoned(RowsEngine):
         super().__init__(task)
         self.malicious, self.attack = set(malicious), attack
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        for result in super().train(algorithm, round, client_tasks):
-            if isinstance(result, Reply) and result.client_task.client in self.malicious:
-                tensors = {**result.tensors, "model": self._poisoned(round, result.client_task, result.tensors)}
+    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+        for result in super().train(algorithm, round, jobs):
+            if isinstance(result, Answer) and result.job.client in self.malicious:
+                tensors = {**result.tensors, "model": self._poisoned(round, result.job, result.tensors)}
                 result = replace(result, tensors=tensors)
             yield result
 
-    def _poisoned(self, round: Round, client_task: ClientTask, tensors: Mapping[str, Tensor]) -> Tensor:
-        sent, trained = client_task.inbox["model"][0], tensors["model"]
+    def _poisoned(self, round: Round, job: Job, tensors: Mapping[str, Tensor]) -> Tensor:
+        sent, trained = job.inbox["model"][0], tensors["model"]
         if self.attack == "sign flip":
             return sent - 4 * (trained - sent)
         if self.attack == "noise":
-            return sent + torch.randn(sent.shape, generator=round.stream("attack", client_task.client))
+            return sent + torch.randn(sent.shape, generator=round.stream("attack", job.client))
         return trained
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from engines import TASKS
-from fedloom.algorithms.building import build
 from fedloom.engines.choose import make_engine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import mean_steps, step_multiply_adds
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from outcome import tell

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from engines import cnn_task, digits_task, logistic_task, mlp_task, random_task, resnet_task
-from fedloom.algorithms.building import build
 from fedloom.engines.choose import choice, make_engine
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.work import most_workers, step_threads, using_threads
 from fedloom.flat.device import keep_pages
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.choose import make_engine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import make_task
 from outcome import tell

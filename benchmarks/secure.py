@@ -21,13 +21,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.algorithm import Message, Replies
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
-from fedloom.algorithms.secure_recombination import Secure
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Message, Replies
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import squared_distances
+from fedloom.parts.building import build
+from fedloom.parts.secure import Secure
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation, Schedule

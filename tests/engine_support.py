@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fedloom.algorithm import Algorithm
+from fedloom.exchange import INTEGERS
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Engine
+from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -43,7 +44,7 @@ def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0
     if not tolerance:
         assert actual.history == expected.history
         assert actual.client_history == expected.client_history
-    states = actual.algorithm.full_state(), expected.algorithm.full_state()
+    states = actual.server_state(), expected.server_state()
     memories = actual.engine.memory(), expected.engine.memory()
     for actual_tensors, expected_tensors in (states, memories):
         assert actual_tensors.keys() == expected_tensors.keys()
@@ -51,11 +52,11 @@ def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0
             torch.testing.assert_close(actual_tensors[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
 
 
-def client_tasks(engine: Engine) -> tuple[Round, list[ClientTask]]:
+def jobs(engine: Engine) -> tuple[Round, list[Job]]:
     """Return a round in which every client takes part, and what each of them is sent: the initial model."""
     inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
     selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [ClientTask(k, k, inbox) for k in selected]
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Job(k, k, inbox) for k in selected]
 
 
 def set_up(engine: Engine, algorithm: Algorithm) -> Algorithm:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fedloom
 from every_method import EVERYBODY
-from fedloom.algorithm import uniform
-from fedloom.algorithms.building import build
+from fedloom.exchange import uniform
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -121,7 +121,7 @@ def schedule(settings: Deployment) -> Schedule:
 def assert_close(run: Federation, expected: Federation, except_for: Collection[str] = ()) -> None:
     """Assert equal models and figures to tolerance (without the figures `except_for`), and exactly equal bytes, clients
     and faults."""
-    torch.testing.assert_close(run.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(run.model(), expected.model(), rtol=0, atol=1e-5)
     torch.testing.assert_close(run.integers, expected.integers)
     histories = [
         [{n: v for n, v in record.items() if n not in except_for} for record in f.history] for f in (run, expected)

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import INTEGERS
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from naive_world import FEATURES, SmallWorld
@@ -96,11 +97,11 @@ class World(SmallWorld):
         message = algorithm.deploy(upcoming, everybody)
         if layout.integers:
             message[INTEGERS] = federation.integers.unsqueeze(0)
-        client_tasks = [
-            ClientTask(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
+        jobs = [
+            Job(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
             for i in everybody
         ]
-        personal = [engine.personalised(algorithm, upcoming, [client_task])[0][1] for client_task in client_tasks]
+        personal = [engine.personalised(algorithm, upcoming, [job])[0][1] for job in jobs]
         return Moment(algorithm.model()[: layout.trainable].clone(), [row.clone() for row in personal])
 
     def round(self, number: int) -> Round:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.state.pool_files import PoolFiles

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
 
 SCRIPT = """
@@ -50,7 +50,7 @@ assert not engine.session.started
 def model(engine):
     federation = Federation(Own(), task, engine, Schedule(rounds=2, participation=1.0, seed=1))
     federation.run()
-    return federation.algorithm.model()
+    return federation.model()
 
 
 assert torch.equal(model(engine), model(RowsEngine(task)))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.sites.template import write_app
 from fedloom.state.tensors import read_tensors
@@ -96,7 +96,7 @@ class Trial:
 
     def require_same(self, expected: Federation) -> None:
         """Assert that the run's global model, to the last bit, and its counted bytes equal `expected`."""
-        module = expected.task.module(expected.algorithm.model())
+        module = expected.task.module(expected.model())
         state = self.model()
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
@@ -111,10 +111,10 @@ class Absences(RowsEngine):
         super().__init__(task)
         self.absent = absent
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
         gone = self.absent.get(round.number, [])
-        yield from super().train(algorithm, round, [task for task in client_tasks if task.client not in gone])
+        yield from super().train(algorithm, round, [task for task in jobs if task.client not in gone])
         gone_before = self.absent.get(round.number - 1, [])  # they are not sent anything
-        for client_task in client_tasks:
-            if client_task.client in gone:
-                yield Fault(client_task, "absent", sent=client_task.client not in gone_before)
+        for job in jobs:
+            if job.client in gone:
+                yield Fault(job, "absent", sent=job.client not in gone_before)

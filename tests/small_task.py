@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
 from fedloom.task import Task
 from fedloom.training import Training

@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 import naive_methods as methods
 from fedloom.algorithm import algorithms
-from fedloom.algorithms.ala import Ala, FedALA
-from fedloom.algorithms.ala import Blend as LearnedBlend
-from fedloom.algorithms.building import build
-from fedloom.algorithms.compression import Compressed
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.private import Accounted
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
+from fedloom.parts.ala import Ala, FedALA
+from fedloom.parts.ala import Blend as LearnedBlend
+from fedloom.parts.building import build
+from fedloom.parts.codec import Compressed
+from fedloom.parts.private import Accounted
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fedloom.algorithms.asynchronous import FedBuff
 from torch import Tensor
 
-from fedloom.algorithm import uniform
-from fedloom.algorithms.asynchronous import FedBuff
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import uniform
 from fedloom.experiment.run import run
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
@@ -72,7 +72,7 @@ def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int)
     simulation.run()
     model, times = naive(6, k, asynchronous=k == 1)
     assert [record["simulated_seconds"] for record in simulation.history] == pytest.approx(times, rel=1e-12)
-    assert torch.allclose(simulation.algorithm.model(), model, atol=1e-6)
+    assert torch.allclose(simulation.model(), model, atol=1e-6)
     assert int((6 - simulation.algorithm.state["since"]).max()) >= 2, "nobody was late, so nothing was shown"
 
 
@@ -81,7 +81,7 @@ def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
     """Bit for bit, with its times."""
     waits, plain = trained(method), trained(limit)
     assert waits.history == plain.history
-    assert torch.equal(waits.federation.algorithm.model(), plain.federation.algorithm.model())
+    assert torch.equal(waits.federation.model(), plain.federation.model())
 
 
 def test_fedmr_recombines_the_returned_models_and_keeps_every_layer() -> None:
@@ -124,7 +124,7 @@ def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() ->
     assert all(end - start <= 2.0 + 1e-9 for start, end in zip([0.0, *times], times, strict=False))
     assert not any(record["faults"] for record in simulation.history)
     assert any(len(record["clients"]) < 4 for record in simulation.history)
-    assert not torch.equal(simulation.algorithm.model(), task().initial)
+    assert not torch.equal(simulation.model(), task().initial)
 
 
 def test_batch_norm_and_clients_that_drop_out() -> None:

@@ -108,7 +108,7 @@ def outcome(run: Federation) -> tuple[Any, ...]:
         for name, tensor in engine.store.read(client).items()
     }
     lines = [(run.checkpoints.directory / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]  # type: ignore[union-attr]
-    return run.algorithm.model().tolist(), run.integers.tolist(), remembered, run.history, run.client_history, lines
+    return run.model().tolist(), run.integers.tolist(), remembered, run.history, run.client_history, lines
 
 
 def killed(directory: Path, deadly: int, inline: bool) -> bool:
@@ -216,8 +216,8 @@ class InterruptedEngine(RowsEngine):
 
     interrupt = -1
 
-    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
-        for index, result in enumerate(super().train(algorithm, round, client_tasks)):
+    def train(self, algorithm, round, jobs):  # type: ignore[no-untyped-def]
+        for index, result in enumerate(super().train(algorithm, round, jobs)):
             if index == 1 and round.number == self.interrupt:
                 raise KeyboardInterrupt
             yield result

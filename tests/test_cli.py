@@ -16,7 +16,6 @@ from rich.console import Console
 
 import fedloom
 from fedloom.algorithm import algorithms
-from fedloom.algorithms.families import FAMILIES
 from fedloom.cli import commands
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
@@ -24,6 +23,7 @@ from fedloom.experiment import cores
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.progress import Display, Lines, display
 from fedloom.models import models
+from fedloom.parts.families import FAMILIES
 from forking_cli import Say, saying
 
 JOB = """

@@ -16,8 +16,11 @@ from scipy.cluster.hierarchy import fcluster, ward
 from scipy.spatial.distance import pdist
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
-from fedloom.algorithms.clustered import (
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.engines.rows import RowsEngine
+from fedloom.errors import InvalidValue
+from fedloom.parts.building import build
+from fedloom.parts.clustered import (
     CluSamp,
     Clustered,
     Distribution,
@@ -26,9 +29,6 @@ from fedloom.algorithms.clustered import (
     displacement_distances,
     similar_groups,
 )
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.engines.rows import RowsEngine
-from fedloom.errors import InvalidValue
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from every_method import EVERY_METHOD
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -69,7 +69,7 @@ def test_a_nesting_runs_and_resumes_bit_for_bit(expression: str, tmp_path: Path)
     resumed.run()
     assert resumed.history == uninterrupted.history
     assert all(record["faults"] == [] for record in uninterrupted.history)
-    expected, state = uninterrupted.algorithm.full_state(), resumed.algorithm.full_state()
+    expected, state = uninterrupted.server_state(), resumed.server_state()
     assert state.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -96,7 +96,7 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
     schedule = Schedule(rounds=3, participation=1.0, seed=3)
     run = Federation(build(expression), task, RowsEngine(task), schedule)
     for _ in range(3):
-        state = run.algorithm.full_state()
+        state = run.server_state()
         original = {name: tensor.clone() for name, tensor in state.items()}
         run.step()
         for name, tensor in original.items():
@@ -113,7 +113,7 @@ def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
     run = world.run(build(name))
     record = run.federation.history[-1]
     count = len(record["clients"])
-    layout, state = run.federation.task.layout, run.federation.algorithm.full_state()
+    layout, state = run.federation.task.layout, run.federation.server_state()
     down = up = layout.size * 8
     if name == "scaffold":
         down, up = down + layout.trainable * 8, up + layout.trainable * 8

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithm import Message
-from fedloom.algorithms.building import build
-from fedloom.algorithms.compression import Compressed, LowRank, Quantised, Sparse, dequantise, low_rank, quantise
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
+from fedloom.parts.codec import Compressed, LowRank, Quantised, Sparse, dequantise, low_rank, quantise
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -133,10 +133,10 @@ def watched(code: type[Compressed], **options: Any) -> tuple[Federation, Watched
     Watched.updates = {}
     schedule = Schedule(rounds=3, participation=1.0)
     simulation = Federation(code(inner, **options), task(), RowsEngine(task()), schedule)
-    models = [simulation.algorithm.model().clone()]
+    models = [simulation.model().clone()]
     for _ in range(3):
         simulation.step()
-        models.append(simulation.algorithm.model().clone())
+        models.append(simulation.model().clone())
     return simulation, inner, models
 
 
@@ -177,11 +177,11 @@ def test_error_feedback_remembers_the_unsent_remainder(code: type[Compressed], o
 
 
 def test_full_share_full_rank_and_buckets_of_one_are_the_inner_method() -> None:
-    expected = run_federation("fedavg").algorithm.model()
+    expected = run_federation("fedavg").model()
     for text in ("sparse(fedavg, share=1.0)", "lowrank(fedavg, rank=100)"):
-        torch.testing.assert_close(run_federation(text).algorithm.model(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run_federation(text).model(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        run_federation("quantised(fedavg, bucket=1)").algorithm.model(), expected, rtol=1e-4, atol=1e-5
+        run_federation("quantised(fedavg, bucket=1)").model(), expected, rtol=1e-4, atol=1e-5
     )
 
 

@@ -316,7 +316,7 @@ def federation(directory: Path) -> Federation:
 def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(name: str, tmp_path: Path) -> None:
     run = federation(tmp_path)
     run.run()
-    expected, model = (tmp_path / name).read_bytes(), run.algorithm.model()
+    expected, model = (tmp_path / name).read_bytes(), run.model()
     noticed = 0
     for damage, damaged in damages(expected, 12):
         (tmp_path / name).write_bytes(damaged)
@@ -325,7 +325,7 @@ def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(na
         noticed += bool(repeated.checkpoints.notices)
         repeated.run()
         assert (tmp_path / name).read_bytes() == expected, damage
-        assert torch.equal(repeated.algorithm.model(), model), damage
+        assert torch.equal(repeated.model(), model), damage
     assert noticed > 8
 
 

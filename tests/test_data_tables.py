@@ -253,7 +253,7 @@ def test_data_that_do_not_fit_into_memory_are_read_where_clients_train(
     )
     assert isinstance(lazy.task.train.inputs, LazyInputs)
     assert lazy.task.train.inputs.nbytes < memory.task.train.inputs.nbytes
-    assert torch.equal(lazy.federation.algorithm.model(), memory.federation.algorithm.model())
+    assert torch.equal(lazy.federation.model(), memory.federation.model())
     assert lazy.history == memory.history
 
 

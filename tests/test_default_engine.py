@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.data.partition import Partition
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import START, choice, make_engine, round_seconds
@@ -31,6 +30,7 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.progress import Lines
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.objectives.custom import build_objective
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -167,7 +167,7 @@ def test_a_default_run_has_the_numbers_of_the_chosen_engine(method: str, engine:
     )
     assert fl.run(method, small, rounds=3, participation=0.5).history == by_default.history
     assert by_default.history == named.history
-    assert torch.equal(by_default.federation.algorithm.model(), named.federation.algorithm.model())
+    assert torch.equal(by_default.federation.model(), named.federation.model())
     assert by_default.engine is not None
     assert by_default.engine.name == engine
     assert named.engine.named
@@ -188,7 +188,7 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
     for run in runs:
         run.run()
     engine.close()
-    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+    assert torch.equal(runs[0].model(), runs[1].model())
 
 
 def test_a_resumed_run_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_resumed_run_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("fedloom.engines.choose.choice", lambda *_: (Choice("rows", reason="another rule"), None))
     result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
     assert isinstance(result.federation.engine, StackedEngine)
-    assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
+    assert torch.equal(result.federation.model(), uninterrupted.federation.model())
     assert json.loads((tmp_path / "engine.json").read_text()) == saved
     assert result.summary.environment["engine"] == f"stacked ({saved['reason']})"
     with pytest.raises(CheckpointError, match="engine = 'default', not 'rows'"):
@@ -217,7 +217,7 @@ def test_a_run_with_a_named_engine_resumes_in_it_by_default(tmp_path: Path) -> N
     assert result.configuration["engine"] == "rows"
     assert json.loads((tmp_path / "configuration.json").read_text())["engine"] == "rows"
     assert not (tmp_path / "engine.json").exists()
-    assert torch.equal(result.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
+    assert torch.equal(result.federation.model(), uninterrupted.federation.model())
 
 
 @pytest.mark.usefixtures("cores")
@@ -249,7 +249,7 @@ def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: 
     repeated = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
     assert repeated.history == result.history
     assert repeated.engine == result.engine
-    assert torch.equal(repeated.federation.algorithm.model(), result.federation.algorithm.model())
+    assert torch.equal(repeated.federation.model(), result.federation.model())
 
 
 def plan(folder: Path, **keys: Any) -> Configuration:

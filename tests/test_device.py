@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_method import EVERY_METHOD, EVERYBODY, WRAPPERS
-from fedloom.algorithm import Plan, Replies, Selection
-from fedloom.algorithms.building import build
 from fedloom.config.registry import Entry
 from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Replies, Selection
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
@@ -29,6 +28,7 @@ from fedloom.flat.module import Batch, FlatModule
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -350,7 +350,7 @@ def trained(task: Task, engine: str, rounds: int = 4) -> Any:
 @pytest.mark.parametrize("model", ["mlp(hidden=[32])", "digits_cnn"])
 def test_half_precision_learns_nearly_what_single_precision_does(engine: str, model: str) -> None:
     half, single = (trained(digits(kind, model), engine, rounds=8) for kind in ("bfloat16", "none"))
-    ours, reference = (outcome.federation.algorithm.model() for outcome in (half, single))
+    ours, reference = (outcome.federation.model() for outcome in (half, single))
     assert ours.dtype == torch.float32
     start = half.task.initial
     away, way = float((ours - reference).norm()), float((reference - start).norm())
@@ -376,7 +376,7 @@ def test_layers_compute_in_half_precision_and_only_while_clients_train(make: Cal
         federation.run()
         types = {dtype for module in heard for dtype in module.heard}  # type: ignore[union-attr]
         assert types == {expected}
-        assert federation.algorithm.model().dtype == torch.float32
+        assert federation.model().dtype == torch.float32
         assert set(federation.evaluation.evaluator.module.heard) == {torch.float32}  # type: ignore[arg-type]
 
 
@@ -389,7 +389,7 @@ def test_statistics_move_alike_in_half_precision() -> None:
     rows, stacked, single = (trained(digits(kind, model), engine, rounds=1) for kind, engine in names)
     behind = rows.task.layout.trainable
     moved_by = [
-        outcome.federation.algorithm.model()[behind:] - outcome.task.initial[behind:]
+        outcome.federation.model()[behind:] - outcome.task.initial[behind:]
         for outcome in (rows, stacked, single)
     ]
     assert float(moved_by[2].norm()) > 0.1
@@ -405,7 +405,7 @@ def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
     rows, stacked = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
     assert isinstance(stacked.federation.engine, StackedEngine)
     assert stacked.federation.notices == []
-    ours, reference = stacked.federation.algorithm.model(), rows.federation.algorithm.model()
+    ours, reference = stacked.federation.model(), rows.federation.model()
     assert float((ours - reference).norm()) < 0.1 * float((reference - task.initial).norm())
 
 
@@ -464,10 +464,10 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
     task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])", training=training)
     on_cpu = run(method, task, rounds=2, participation=1.0).federation
     on_gpu = run(method, task.to("cuda"), rounds=2, participation=1.0, engine=engine).federation
-    model = on_gpu.algorithm.model()
+    model = on_gpu.model()
     assert model.is_cuda
     assert not any(record["faults"] for record in on_gpu.history)
-    assert torch.allclose(model.cpu(), on_cpu.algorithm.model(), atol=2e-3)
+    assert torch.allclose(model.cpu(), on_cpu.model(), atol=2e-3)
 
 
 @needs_gpu
@@ -506,4 +506,4 @@ def test_a_run_on_a_gpu_goes_on_there(tmp_path: Path) -> None:
     resumed = federation()
     assert resumed.finished == 1
     resumed.run()
-    assert resumed.algorithm.model().is_cuda
+    assert resumed.model().is_cuda

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, Replies, Wrapper
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm, Wrapper
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, RefusedReply
+from fedloom.exchange import Message, Replies
 from fedloom.local.cohort import Cohort
+from fedloom.method import components
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -35,7 +37,7 @@ class Spoilt(Wrapper):
         if round.number == LAST + 1:
             if self.failure == "interrupt":
                 raise KeyboardInterrupt
-            for method in self.nested():
+            for method in components(self):
                 method.state = {name: self.spoil(tensor) for name, tensor in method.state.items()}
 
     def spoil(self, tensor: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
     reference = federation(Spoilt(build(inner)))
     for _ in range(number):
         reference.step()
-    expected, state = reference.algorithm.full_state(), run.algorithm.full_state()
+    expected, state = reference.server_state(), run.server_state()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     memory, expected_memory = run.engine.memory(), reference.engine.memory()
@@ -112,7 +114,7 @@ def test_a_learning_rate_that_is_far_too_large_is_named(method: str, rate: float
     for record in run.history:
         assert record["loss"] < 1000 * 2.4
     assert Federation(build(method), task, RowsEngine(task), schedule, tmp_path).finished == run.finished
-    for tensor in run.algorithm.full_state().values():
+    for tensor in run.server_state().values():
         assert bool(torch.isfinite(tensor).all())
 
 
@@ -121,7 +123,7 @@ def test_a_run_that_diverges_in_round_1_has_no_earlier_model() -> None:
     with pytest.raises(Diverged, match=r"round 1: .*; there is no model before that"):
         run.run()
     assert run.history == []
-    assert torch.equal(run.algorithm.model(), run.task.initial)
+    assert torch.equal(run.model(), run.task.initial)
 
 
 def test_a_high_loss_is_no_divergence() -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithms.accounting import ORDERS, epsilon
-from fedloom.algorithms.building import build
-from fedloom.algorithms.dp_sgd import DPSGD
-from fedloom.algorithms.private import AccountedByClient
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.parts.accounting import ORDERS, epsilon
+from fedloom.parts.building import build
+from fedloom.parts.dp_sgd import DPSGD
+from fedloom.parts.private import AccountedByClient
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -127,14 +127,14 @@ def test_a_clients_training_equals_a_loop_over_samples(kind: str) -> None:
         step = total / size + 0.01 * row
         velocity = step if velocity is None else 0.5 * velocity + step
         on.layout.load(module, row - 0.1 * velocity)
-    assert torch.allclose(trained.algorithm.model(), on.layout.flatten(module), rtol=0, atol=1e-12)
+    assert torch.allclose(trained.model(), on.layout.flatten(module), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("inner", ["fedprox(mu=0.1)", "moon", "fedmr"])
 def test_without_noise_and_clipping_it_is_plain_training(inner: str) -> None:
     on = task(batch_size=None, steps=None, epochs=3, momentum=0.9, clip=1.0)
     private, plain = run_federation(f"dp_sgd({inner}, clip=1e12, noise=0)", on), run_federation(inner, on)
-    assert torch.allclose(private.algorithm.model(), plain.algorithm.model(), rtol=0, atol=1e-12)
+    assert torch.allclose(private.model(), plain.model(), rtol=0, atol=1e-12)
 
 
 @given(st.floats(1e-2, 10), st.floats(-1e4, 1e4), st.integers(0, 9))
@@ -144,7 +144,7 @@ def test_no_sample_moves_a_step_by_more_than_the_clip(clip: float, value: float,
 
     def moved(data: Task) -> Tensor:
         return (
-            run_federation(f"dp_sgd(fedavg, clip={clip}, noise=0)", data, 1, participation=1.0).algorithm.model()
+            run_federation(f"dp_sgd(fedavg, clip={clip}, noise=0)", data, 1, participation=1.0).model()
             - on.initial
         )
 
@@ -186,12 +186,12 @@ def test_epsilon_is_the_accountants_for_the_client_that_spent_most() -> None:
 def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sites_do_not() -> None:
     on = task()
     for expression in ("dp_sgd(fedmr, noise=1.0)", "dp_sgd(fedavg, clip=1.0, noise=0)"):
-        model = run_federation(expression, on).algorithm.model()
+        model = run_federation(expression, on).model()
         stacked = run_federation(expression, on, engine=StackedEngine)
-        assert torch.equal(stacked.algorithm.model(), model)
+        assert torch.equal(stacked.model(), model)
         assert any("DPSGD trains one client at a time" in text for text in stacked.notices)
         assert not torch.equal(
-            run_federation(expression, on, engine=Sites).algorithm.model(), model
+            run_federation(expression, on, engine=Sites).model(), model
         )  # without noise by the batches
 
 

@@ -57,7 +57,7 @@ def test_it_ends_in_the_round_of_a_naive_count(stop: dict[str, Any], figure: str
     short = fl.run("scaffold", small_task(), rounds=end, **OPTIONS)
     assert stopped.history == short.history
     assert stopped.federation.client_history == short.federation.client_history
-    assert torch.equal(stopped.federation.algorithm.model(), short.federation.algorithm.model())
+    assert torch.equal(stopped.federation.model(), short.federation.model())
     (notice,) = stopped.federation.notices
     word = "risen" if rises else "fallen"
     assert notice.startswith(
@@ -123,7 +123,7 @@ def test_the_extra_evaluation_of_the_last_round_does_not_count(tmp_path: Path) -
         lengthened = fl.run("scaffold", small_task(), rounds=rounds, **options)
     uninterrupted = fl.run("scaffold", small_task(), rounds=30, **{**options, "directory": None})
     assert len(lengthened.history) == len(uninterrupted.history) < 30
-    assert torch.equal(lengthened.federation.algorithm.model(), uninterrupted.federation.algorithm.model())
+    assert torch.equal(lengthened.federation.model(), uninterrupted.federation.model())
 
 
 @pytest.mark.parametrize(

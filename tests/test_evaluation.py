@@ -20,19 +20,20 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from every_method import EVERY_METHOD, WRAPPERS
-from fedloom.algorithm import Algorithm, Message, Replies
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Replies
 from fedloom.local.cohort import Cohort
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import build_metrics
+from fedloom.parts.building import build
 from fedloom.report.page import render
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.rounds.evaluation import SHARE, TRAINING_PASSES, cadence, newcomers_last
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -185,7 +186,7 @@ def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
         assert table["personal"]["accuracy"] == pytest.approx(
             [h / TEST_SIZES[c] for h, c in zip(hits, tested, strict=True)]
         )
-    hits = [naive(task.module(run.algorithm.model()), own_test(task, c))[0] for c in tested]
+    hits = [naive(task.module(run.model()), own_test(task, c))[0] for c in tested]
     assert run.history[-1]["client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES))
 
 
@@ -198,7 +199,7 @@ def test_evaluation_changes_no_state() -> None:
         run.run()
         runs.append((run, torch.rand(3)))
     (blind, drawn), (looking, drawn_too) = runs
-    assert torch.equal(blind.algorithm.model(), looking.algorithm.model())
+    assert torch.equal(blind.model(), looking.model())
     assert torch.equal(blind.integers, looking.integers)
     assert torch.equal(drawn, drawn_too)
     memory, other_memory = (run.engine.store for run in (blind, looking))  # type: ignore[attr-defined]
@@ -226,7 +227,7 @@ def test_a_method_that_edits_its_inbox_harms_nobody() -> None:
     runs = [federation(Careless(), personal_every=every) for every in (0, 1)]
     for run in runs:
         run.run()
-    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+    assert torch.equal(runs[0].model(), runs[1].model())
 
 
 def test_personal_and_client_figures_agree_for_global_methods() -> None:
@@ -272,7 +273,7 @@ NESTED = [
 
 @pytest.mark.parametrize("method", sorted({*EVERY_METHOD, *NESTED, *GLOBAL}))
 def test_clients_are_scored_separately_only_if_their_models_differ(method: str) -> None:
-    evaluated: list[ClientTask] = []
+    evaluated: list[Job] = []
 
     class RecordingEngine(RowsEngine):
         def evaluate(self, *arguments: Any) -> Iterator[Tally]:
@@ -289,7 +290,7 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str) 
     evaluated.clear()
     clients = run.evaluation.clients
     run.evaluation._tally(algorithm, following, run.integers, None, clients)
-    models = [engine.personalised(algorithm, following, [client_task])[0][1] for client_task in evaluated]
+    models = [engine.personalised(algorithm, following, [job])[0][1] for job in evaluated]
     assert len(models) == len(clients) == 5
     differs = any(not torch.equal(model, algorithm.model()) for model in models)
     assert differs == algorithm.personal
@@ -338,7 +339,7 @@ def test_new_clients_use_what_personalise_makes_of_the_global_model() -> None:
     run = federation(Plain(), task, new_clients=0.5)
     run.run()
     newcomers = [client for client in run.numbers[3:] if TEST_SIZES[client]]
-    hits = [naive(task.module(run.algorithm.model()), own_test(task, client))[0] for client in newcomers]
+    hits = [naive(task.module(run.model()), own_test(task, client))[0] for client in newcomers]
     assert run.history[-1]["new_client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES[c] for c in newcomers))
 
 

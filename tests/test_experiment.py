@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.config.fields import checked
 from fedloom.data.partition import Partition
@@ -27,6 +26,7 @@ from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.identity import version_changes
 from fedloom.experiment.run import run_configured, run_directory
+from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.serving.artifact import load_model, save_model
@@ -85,10 +85,10 @@ def test_a_run_returns_its_model_and_its_history() -> None:
 def test_a_run_leaves_the_given_method_unchanged() -> None:
     method = fl.FedMR()
     result = fl.run(method, task(), rounds=2, participation=0.6)
-    original = result.federation.algorithm.model().clone()
+    original = result.federation.model().clone()
     fl.run(method, task(), rounds=3, participation=0.6, seed=1)
     assert not hasattr(method, "state")
-    assert torch.equal(result.federation.algorithm.model(), original)
+    assert torch.equal(result.federation.model(), original)
 
 
 def test_an_expression_is_a_method_too() -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.algorithms.building import build
 from fedloom.config.expression import Call, parse, parse_value, show
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import put
+from fedloom.parts.building import build
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,6}", fullmatch=True).filter(
     lambda name: name.lower() not in ("true", "false", "none", "inf", "nan")

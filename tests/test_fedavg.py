@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.module import channels_last
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -130,7 +130,7 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
     select = [record["clients"] for record in run.history]
     assert all(len(clients) == 3 for clients in select)
     expected = naive_fedavg(task, 3, 4, select, weighted).state_dict()
-    state_dict = task.module(run.algorithm.model()).state_dict()
+    state_dict = task.module(run.model()).state_dict()
     for name in expected:
         if expected[name].is_floating_point():
             torch.testing.assert_close(state_dict[name], expected[name], rtol=1e-5, atol=1e-5)
@@ -149,7 +149,7 @@ def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
     plain, flat = federation(build("fedavg"), task, 2), federation(Corrected(), task, 2)
     plain.run()
     flat.run()
-    assert torch.equal(plain.algorithm.model(), flat.algorithm.model())
+    assert torch.equal(plain.model(), flat.model())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "rmsprop", "adagrad"])
@@ -169,7 +169,7 @@ def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: 
         images = channels_last(samples.inputs[index])  # as the engine lays them: small gradients tell the two apart
         F.cross_entropy(module(images), samples.labels[index]).backward()
         separate.step()
-    torch.testing.assert_close(run.algorithm.model(), task.layout.flatten(module), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(run.model(), task.layout.flatten(module), rtol=1e-4, atol=1e-6)
 
 
 def test_unequal_clients_weigh_by_their_samples() -> None:
@@ -186,4 +186,4 @@ def test_unequal_clients_weigh_by_their_samples() -> None:
         client_gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
         gradient += len(samples) / 120 * client_gradient
     expected = task.initial[: task.layout.trainable] - 0.1 * gradient
-    torch.testing.assert_close(run.algorithm.model()[: task.layout.trainable], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run.model()[: task.layout.trainable], expected, rtol=1e-5, atol=1e-5)

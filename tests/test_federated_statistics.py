@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.algorithms.accounting import epsilon
 from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.experiment.column_statistics import QUANTILES, Statistics, Survey
 from fedloom.experiment.federated_statistics import answer, collect, shared_rows, statistics
+from fedloom.parts.accounting import epsilon
 from forking_cli import main
 
 SIZES = (50, 200, 7, 90)

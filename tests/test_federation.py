@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue
+from fedloom.exchange import Aggregate, Message, Plan, Replies, Selection
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
@@ -33,13 +34,13 @@ from test_fedavg import federation, small_task
 class Shuffled(RowsEngine):
     """Trains the clients in another order, with another replica for every second one."""
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
         replica = RowsEngine(self.task)
         replica.store = self.store
-        order = torch.randperm(len(client_tasks), generator=torch.Generator().manual_seed(round.number)).tolist()
+        order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(round.number)).tolist()
         for k in order:
             engine = super() if k % 2 else replica
-            yield from engine.train(algorithm, round, [client_tasks[k]])
+            yield from engine.train(algorithm, round, [jobs[k]])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "indep", "stages(fedavg:2, fedmr)"])
@@ -49,7 +50,7 @@ def test_results_do_not_depend_on_the_order_or_grouping_of_clients(method: str) 
     shuffled = Federation(build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4))
     expected.run()
     shuffled.run()
-    assert torch.equal(expected.algorithm.model(), shuffled.algorithm.model())
+    assert torch.equal(expected.model(), shuffled.model())
     assert expected.history == shuffled.history
 
 
@@ -58,9 +59,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     runs = [federation(build("fedmr"), task, 3, seed=seed) for seed in (1, 1, 2)]
     for run in runs:
         run.run()
-    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+    assert torch.equal(runs[0].model(), runs[1].model())
     assert runs[0].history == runs[1].history
-    assert not torch.equal(runs[0].algorithm.model(), runs[2].algorithm.model())
+    assert not torch.equal(runs[0].model(), runs[2].model())
 
 
 def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
@@ -72,7 +73,7 @@ def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
     torch.manual_seed(99)
     repeated = federation(build("fedavg"), task, 2)
     repeated.run()
-    assert torch.equal(run.algorithm.model(), repeated.algorithm.model())
+    assert torch.equal(run.model(), repeated.model())
     torch.manual_seed(0)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -155,7 +156,7 @@ def test_when_nobody_answers_the_model_stays() -> None:
     task = small_task()
     run = federation(build("fedavg"), task, 2, dropout=1 - 1e-12)
     run.run()
-    assert torch.equal(run.algorithm.model(), task.initial)
+    assert torch.equal(run.model(), task.initial)
     assert [len(record["faults"]) for record in run.history] == [3, 3]
 
 
@@ -209,7 +210,7 @@ def test_a_damaged_reply_is_refused_named_and_counted(harm: str, reason: str) ->
 
     honest = federation(Without(), task, 1, participation=1.0)
     honest.run()
-    assert torch.equal(hostile.algorithm.model(), honest.algorithm.model())
+    assert torch.equal(hostile.model(), honest.model())
 
 
 def test_a_mistake_in_a_method_is_not_taken_for_a_lost_client() -> None:
@@ -228,7 +229,7 @@ def test_divergence_is_said_and_keeps_the_last_good_model(tmp_path: Path) -> Non
         run.run()
     repeated = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
     assert repeated.finished == run.finished
-    assert bool(torch.isfinite(repeated.algorithm.model()).all())
+    assert bool(torch.isfinite(repeated.model()).all())
 
 
 def test_figures_and_times_are_written_a_line_a_round(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_no_reply_keeps_the_graph_of_its_training() -> None:
     task = small_task()
     run = federation(KeepsTheGraph(), task, 2)
     run.run()
-    assert not run.algorithm.model().requires_grad
+    assert not run.model().requires_grad
     assert all(not tensor.requires_grad for tensor in run.engine.memory().values())
 
 
@@ -302,7 +303,7 @@ class LearnsItsRate(FedAvg):
         super().setup(plan)
         self.state["rate"] = torch.ones((), dtype=plan.initial.dtype, requires_grad=True)
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         self.state["model"] = self.state["model"] * self.state["rate"]
 

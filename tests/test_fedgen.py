@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedgen import FedGen, sameness
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from naive import State, World, assert_same, average, shares
 

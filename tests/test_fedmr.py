@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.algorithm import Plan, Replies, Selection, algorithms
-from fedloom.algorithms.building import build
+from fedloom.algorithm import algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR, Indep, auto_blend, blend_at
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Replies, Selection
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

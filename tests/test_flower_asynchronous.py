@@ -11,8 +11,8 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
+from fedloom.parts.building import build
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.sites.agreement import deployment
@@ -75,7 +75,7 @@ def test_replies_are_taken_as_they_arrive_with_the_figures_of_the_same_arrivals(
     grid.arrivals = [set(step) for step in arrivals]
     federation = flower(config, grid)
     federation.run()
-    torch.testing.assert_close(federation.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(federation.model(), expected.model(), rtol=0, atol=1e-5)
     assert grid.at == ROUNDS
     for record, simulated_record in zip(federation.history, expected.history, strict=True):
         for name in ("clients", "bytes_down", "faults"):

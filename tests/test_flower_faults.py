@@ -14,11 +14,11 @@ import pytest
 import torch
 from flwr.app import Array, Context, Message, RecordDict
 
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue, RefusedReply
+from fedloom.exchange import INTEGERS
 from fedloom.flat.layout import Layout
-from fedloom.rounds.engine import INTEGERS
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.sites.agreement import deployment
 from fedloom.sites.client_app import app
@@ -87,7 +87,7 @@ def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(kind: str
     assert reason in fault["reason"]
     assert "\n" not in fault["reason"]
     assert record["bytes_up"] == 2 * (4 * SIZE + 8)  # the integer buffers too
-    assert bool(torch.isfinite(federation.algorithm.model()).all())
+    assert bool(torch.isfinite(federation.model()).all())
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
@@ -121,10 +121,10 @@ class Dropping(RowsEngine):
 
     absent: dict[int, set[int]]
 
-    def train(self, algorithm: Any, round: Any, client_tasks: Any) -> Any:
+    def train(self, algorithm: Any, round: Any, jobs: Any) -> Any:
         gone = self.absent.get(round.number, set())
         return super().train(
-            algorithm, round, [client_task for client_task in client_tasks if client_task.client not in gone]
+            algorithm, round, [job for job in jobs if job.client not in gone]
         )
 
 

@@ -99,11 +99,11 @@ def test_federations_that_take_turns_in_a_process_do_not_mix(counts: Counts, tmp
     for _ in range(ROUNDS):
         for running in together:
             running.step()
-    slow, fast = (running.algorithm.model() for running in together)
+    slow, fast = (running.model() for running in together)
     for model, name, learning_rate in ((slow, "slow alone", 0.05), (fast, "fast alone", 0.2)):
         alone = begun(name, learning_rate)
         alone.run()
-        assert torch.equal(alone.algorithm.model(), model)
+        assert torch.equal(alone.model(), model)
     assert not torch.equal(slow, fast)
     assert counts.loads.pop("simulated") == 4
     assert set(counts.loads.values()) == {1}

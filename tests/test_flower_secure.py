@@ -14,12 +14,14 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import INTEGERS
 from fedloom.flat.layout import Layout
-from fedloom.rounds.engine import INTEGERS, Reply
+from fedloom.method import components
+from fedloom.parts.building import build
+from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers
 from fedloom.secure.wire import Letter, PeerMessage, Terms, unpack
@@ -69,7 +71,7 @@ def trained(folder: Path, number: int) -> list[bytes]:
 
 
 def pool(federation: Federation) -> torch.Tensor:
-    (fedmr,) = [method for method in federation.algorithm.nested() if isinstance(method, FedMR)]
+    (fedmr,) = [method for method in components(federation.algorithm) if isinstance(method, FedMR)]
     return fedmr.state["pool"]
 
 
@@ -117,7 +119,7 @@ def test_with_secret_choices_the_layers_are_the_same_in_other_models(tmp_path: P
     deployed.run()
     expected = on_one_machine(tmp_path, "secure(fedmr, repeats=4)", 1)
     ours, theirs = ([to_layers(row, UNITS) for row in pool(federation)] for federation in (deployed, expected))
-    torch.testing.assert_close(deployed.algorithm.model(), expected.algorithm.model(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(deployed.model(), expected.model(), rtol=0, atol=1e-6)
     assert len(by_layer(ours)) == len(UNITS)
     require_whole(tmp_path, deployed, pool(deployed), set())
     assert by_layer(ours) == by_layer(theirs)
@@ -168,7 +170,7 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths)
 
 
-def client_task(**words: Any) -> dict[str, Any]:
+def job(**words: Any) -> dict[str, Any]:
     round_settings = {
         "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
         "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0, 1, 2], "poisson": False,
@@ -182,25 +184,25 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     task = deployment(config).configuration.task(3)
     expected = {"model": [task.layout.size], INTEGERS: [task.layout.integers]}
     inbox = {"model": task.initial.unsqueeze(0), INTEGERS: task.initial_integers.unsqueeze(0)}
-    reply = answer_to(grid, "train", client_task(expected=expected, exchanged=False), inbox)
+    reply = answer_to(grid, "train", job(expected=expected, exchanged=False), inbox)
     assert words_of(reply)["site"] == 0
     assert sorted(reply.content.array_records[ARRAYS]) == [INTEGERS]
-    upload = client_task(run="mine", when="before_upload", upload=True)
+    upload = job(run="mine", when="before_upload", upload=True)
     with pytest.raises(Refusal, match="this site is in no such exchange"):
         words_of(answer_to(grid, "query.exchange", upload))
     with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
         words_of(
-            answer_to(grid, "query.exchange", client_task(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
+            answer_to(grid, "query.exchange", job(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
         )
     for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
         with pytest.raises(Refusal, match="the terms are not those of this exchange"):
             words_of(
                 answer_to(
-                    grid, "query.exchange", client_task(run="mine", when="before_upload"), parcel=begun(**changes)
+                    grid, "query.exchange", job(run="mine", when="before_upload"), parcel=begun(**changes)
                 )
             )
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(answer_to(grid, "train", client_task(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
+        words_of(answer_to(grid, "train", job(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
 
 
 def begun(**changes: Any) -> bytes:
@@ -389,15 +391,15 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
 
     def trained_otherwise(*arguments: Any, **options: Any) -> Any:
         for result in began(*arguments, **options):
-            if isinstance(result, Reply) and grid_number(result) == spoilt:
+            if isinstance(result, Answer) and grid_number(result) == spoilt:
                 (path,) = tmp_path.glob(f"site-{spoilt}/*/site-*.trained")
                 head, *layers = unpack(path.read_bytes(), spoilt)
                 nan = torch.tensor([torch.nan]).numpy().tobytes()
                 path.write_bytes(pack_parts(head, *(nan * (len(layer) // 4) for layer in layers)))
             yield result
 
-    def grid_number(reply: Reply) -> int:
-        return int(federation.engine.numbers[reply.client_task.client])  # type: ignore[attr-defined]
+    def grid_number(reply: Answer) -> int:
+        return int(federation.engine.numbers[reply.job.client])  # type: ignore[attr-defined]
 
     federation.engine.train_at_sites = trained_otherwise  # type: ignore[attr-defined]
     record, _ = federation.step()

@@ -19,7 +19,6 @@ from flwr.supercore.exit import signal_handler
 from flwr.supercore.telemetry import EventType
 from torch import Tensor
 
-from fedloom.algorithms.building import build
 from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
@@ -27,6 +26,7 @@ from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.experiment.events import RunName
 from fedloom.experiment.finished import read_runs, rewrite_reports
 from fedloom.experiment.run import run_configured
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
@@ -287,7 +287,7 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     expected = Federation(build(algorithm), task, RowsEngine(task), schedule(settings))
     expected.run()
     tensors, _ = read_tensors(tmp_path / "run" / "model.safetensors")
-    for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
+    for name, tensor in task.module(expected.model()).state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     for record, expected_record in zip(json_lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
@@ -309,7 +309,7 @@ def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> 
     expected = Federation(build("ditto"), task, RowsEngine(task), schedule(settings))
     expected.run()
     tensors, _ = read_tensors(tmp_path / "sites" / "model.safetensors")
-    for name, tensor in task.module(expected.algorithm.model()).state_dict().items():
+    for name, tensor in task.module(expected.model()).state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     wrong = json.loads((tmp_path / "sites" / "task.json").read_text())["wrong_labels"]

@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from every_method import EVERY_METHOD
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
+from fedloom.exchange import INTEGERS
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import capped
-from fedloom.rounds.engine import INTEGERS, ClientTask, Reply
+from fedloom.method import components
+from fedloom.parts.building import build
+from fedloom.rounds.engine import Answer, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.sites import server_app
@@ -90,8 +92,8 @@ def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
     class Boastful(RowsEngine):
         def train(self, *arguments: Any) -> Any:
             for result in super().train(*arguments):
-                assert isinstance(result, Reply)
-                yield Reply(result.client_task, result.tensors, {"bytes_up": 1.0, "clients": 7.0, "training_loss": 2.0})
+                assert isinstance(result, Answer)
+                yield Answer(result.job, result.tensors, {"bytes_up": 1.0, "clients": 7.0, "training_loss": 2.0})
 
     task = small_task()
     record, _ = Federation(build("fedavg"), task, Boastful(task), Schedule(rounds=1)).step()
@@ -105,23 +107,23 @@ def test_every_method_declares_its_figures_and_the_types_of_its_replies(expressi
     """Real sites are refused with anything else."""
     task = small_task()
     method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)  # 15 is too much at this rate
-    replies: list[Reply] = []
+    replies: list[Answer] = []
 
     class Watching(RowsEngine):
         def train(self, *arguments: Any) -> Any:
             for result in super().train(*arguments):
-                assert isinstance(result, Reply), result
+                assert isinstance(result, Answer), result
                 replies.append(result)
                 yield result
 
     federation = Federation(method, task, Watching(task), Schedule(rounds=2, participation=1.0))
     federation.run()
-    figures = {name for nested in method.nested() for name in nested.client_figures}
-    types = {name: dtype for nested in method.nested() for name, dtype in nested.reply_dtypes.items()}
+    figures = {name for nested in components(method) for name in nested.client_figures}
+    types = {name: dtype for nested in components(method) for name, dtype in nested.reply_dtypes.items()}
     types[INTEGERS] = torch.int64
     for reply in replies:
         assert reply.metrics.keys() <= figures
-        if reply.client_task.slot is not None:
+        if reply.job.slot is not None:
             for name, tensor in reply.tensors.items():
                 assert tensor.dtype == types.get(name, task.layout.dtype), name
 
@@ -164,18 +166,18 @@ def test_a_round_whose_only_site_is_refused_ends_without_replies(tamper: Tamper,
     config = of_one_site(run_config("fedavg", tmp_path / "run", rounds=5))
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
-    initial = federation.algorithm.model()
+    initial = federation.model()
     for node in grid.nodes.values():
         node.tamper = tamper
     record, _ = federation.step()
     (fault,) = record["faults"]
     assert reason in fault["reason"]
     assert record["bytes_up"] == 0
-    assert torch.equal(federation.algorithm.model(), initial)
+    assert torch.equal(federation.model(), initial)
     for node in grid.nodes.values():
         node.tamper = None
     federation.run()
-    assert not torch.equal(federation.algorithm.model(), initial)
+    assert not torch.equal(federation.model(), initial)
 
 
 def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(tmp_path: Path) -> None:
@@ -319,9 +321,9 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     local_test = federation.task.local_test
     assert local_test is not None
     engine, method = federation.engine, federation.algorithm
-    tasks = [ClientTask(number, None, {"model": method.model().unsqueeze(0)}) for number in range(CLIENTS)]
+    tasks = [Job(number, None, {"model": method.model().unsqueeze(0)}) for number in range(CLIENTS)]
     if federation.task.layout.integers:
-        tasks = [ClientTask(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
+        tasks = [Job(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
     site(grid, 0).says = {"totals": {"correct": [1.0], "loss": 1.0}}
     site(grid, 1).says = {"samples": 10**9, "totals": {"correct": 10**9, "loss": 1e9}}
     site(grid, 3).says = {"totals": {"correct": 1.0, "loss": float("inf")}}
@@ -404,4 +406,4 @@ def test_a_reply_that_comes_twice_is_taken_once(tmp_path: Path) -> None:
     for federation in (twice, once):
         federation.run()
     assert twice.history == once.history
-    assert torch.equal(twice.algorithm.model(), once.algorithm.model())
+    assert torch.equal(twice.model(), once.model())

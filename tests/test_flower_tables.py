@@ -15,13 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.algorithms.accounting import ORDERS, epsilon
 from fedloom.data.columns import Columns
 from fedloom.data.preprocessing import as_arrow
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.column_statistics import Statistics
 from fedloom.experiment.federated_statistics import statistics
+from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
 from fedloom.sites.site_data import own_data

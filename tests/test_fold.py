@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD, WRAPPERS
-from fedloom.algorithm import AggregatedReplies, Algorithm, Message, Plan, Replies, Selection, block_slots
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.exchange import Aggregate, Message, Plan, Replies, Selection, block_slots
 from fedloom.local.cohort import Cohort
+from fedloom.method import components
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.schedule import Schedule
@@ -58,7 +60,7 @@ def begun(name: str) -> Algorithm:
 def random_replies(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
     """Return random replies of the clients in these slots."""
     torch.manual_seed(round.number)
-    types = {name: dtype for layer in method.nested() for name, dtype in layer.reply_dtypes.items()}
+    types = {name: dtype for layer in components(method) for name, dtype in layer.reply_dtypes.items()}
     tensors = {}
     for name, shape in method.expects(round).items():
         rows = torch.rand(CLIENTS, *shape, dtype=torch.float64) + 0.5
@@ -109,8 +111,8 @@ def test_a_block_depends_on_the_model_alone() -> None:
 
 
 def test_the_mean_of_a_block_that_weighs_nothing_is_left_out() -> None:
-    nothing = AggregatedReplies({"a": torch.tensor([torch.nan])}, {}, 0.0, 1)
-    something = AggregatedReplies({"a": torch.tensor([2.0])}, {}, 3.0, 2)
+    nothing = Aggregate({"a": torch.tensor([torch.nan])}, {}, 0.0, 1)
+    something = Aggregate({"a": torch.tensor([2.0])}, {}, 3.0, 2)
     for joined in (nothing.joined(something), something.joined(nothing)):
         assert (joined.mean["a"], joined.weight, joined.count) == (2.0, 3.0, 3)
 
@@ -129,7 +131,7 @@ class Watching:
         self.seen: list[int] = []
         self.log = RoundLog()
 
-    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
+    def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
         self.seen.append(len(replies["model"]))
 
     def commit(self, number: int) -> None: ...
@@ -152,8 +154,8 @@ def test_bits_depend_neither_on_order_of_arrival_nor_on_observers(method: str) -
     assert observed.observers[0].seen == [21, 21]  # type: ignore[attr-defined]
     for run in (shuffled, observed):
         assert run.history == plain.history
-        for name, tensor in plain.algorithm.full_state().items():
-            assert torch.equal(run.algorithm.full_state()[name], tensor), name
+        for name, tensor in plain.server_state().items():
+            assert torch.equal(run.server_state()[name], tensor), name
 
 
 class Held:
@@ -176,13 +178,13 @@ def test_no_more_than_a_block_of_replies_is_held(
 ) -> None:
     matrices, rows, train, fold = Held(), Held(), kind.train, FedAvg.fold
 
-    def counting_train(self: Any, *arguments: Any) -> Iterator[Reply | Fault]:
+    def counting_train(self: Any, *arguments: Any) -> Iterator[Answer | Fault]:
         for result in train(self, *arguments):
             rows.see(result.tensors["model"])
             yield result
             del result
 
-    def folded(self: FedAvg, round: Round, replies: Replies) -> AggregatedReplies:
+    def folded(self: FedAvg, round: Round, replies: Replies) -> Aggregate:
         assert len(replies) in (4, 1)
         matrices.see(replies["model"])
         return fold(self, round, replies)
@@ -221,7 +223,7 @@ def test_refused_replies_leave_their_block() -> None:
     assert "has shape" in faulty[11]
     uninterrupted = federation("fedavg")
     assert run.history[0]["bytes_up"] == 18 / 21 * uninterrupted.history[0]["bytes_up"]
-    assert not torch.equal(run.algorithm.model(), uninterrupted.algorithm.model())
+    assert not torch.equal(run.model(), uninterrupted.model())
 
 
 def replies_of(
@@ -229,16 +231,16 @@ def replies_of(
 ) -> RoundReplies:
     """Make answers in this order of slots, each a row of the slot's number."""
     slots = 9
-    tasks = [ClientTask(100 + slot, slot, {}) for slot in range(slots) if slot not in lost]
+    tasks = [Job(100 + slot, slot, {}) for slot in range(slots) if slot not in lost]
 
-    def weights(replies: Sequence[Reply]) -> Tensor:
-        return torch.tensor([1 + (reply.client_task.slot or 0) for reply in replies])
+    def weights(replies: Sequence[Answer]) -> Tensor:
+        return torch.tensor([1 + (reply.job.slot or 0) for reply in replies])
 
     round_replies = RoundReplies(tasks, slots, size, weights, lambda replies: replies.aggregate())
     row = {slot: {"model": torch.full((2,), float(slot)).double()} for slot in range(slots)}
     faulty = [Fault(task, "late") for task in tasks if task.slot not in answers and task.slot not in unheard]
     by_slot = {task.slot: task for task in tasks}
-    round_replies.collect([*faulty, *(Reply(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
+    round_replies.collect([*faulty, *(Answer(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
     return round_replies
 
 
@@ -251,7 +253,7 @@ def test_absent_clients_and_whole_blocks_that_fail_are_left_out(size: int) -> No
     expected = sum(slot * (1 + slot) for slot in present) / sum(1 + slot for slot in present)
     assert aggregate.mean["model"].tolist() == pytest.approx([expected] * 2, rel=1e-14)
     assert (aggregate.count, aggregate.weight) == (5, 24.0)
-    assert [fault.client_task.slot for fault in round_replies.faults] == [2, 6]
+    assert [fault.job.slot for fault in round_replies.faults] == [2, 6]
     assert round_replies.metrics["loss"].tolist() == sorted(present)
     assert round_replies.bytes == 5 * 16
     first_to_last = replies_of(sorted(present), size, lost=(4, 5), unheard=(2,)).aggregate

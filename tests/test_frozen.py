@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.algorithm import Message, Replies
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.pickling import dump
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.exchange import Message, Replies
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
@@ -71,8 +71,8 @@ def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(o
     result, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), unfrozen, stacked)
     # In a stack the shared layer is one product for all clients, whose last digits are others.
     tolerance = {"rtol": 0, "atol": 1e-6 if stacked else 0}
-    state = unfrozen.module(expected.algorithm.model()).state_dict()
-    for name, tensor in frozen.module(result.algorithm.model()).state_dict().items():
+    state = unfrozen.module(expected.model()).state_dict()
+    for name, tensor in frozen.module(result.model()).state_dict().items():
         if name != "norm.num_batches_tracked":  # a row of integers holds it
             torch.testing.assert_close(tensor, state[name], **tolerance)
     assert torch.equal(result.integers, expected.integers)
@@ -103,7 +103,7 @@ def test_other_frozen_values_are_another_run_and_the_saved_model_holds_all_tenso
 
     go_on(frozen, 1)
     longer = go_on(frozen, 2)
-    assert torch.equal(longer.federation.algorithm.model(), run(FedAvg(), frozen).algorithm.model())
+    assert torch.equal(longer.federation.model(), run(FedAvg(), frozen).model())
     saved = fl.load_model(tmp_path, SmallNet()).state_dict()
     assert torch.equal(saved["hidden.weight"], frozen.model.hidden.weight)
     for name, tensor in longer.model.state_dict().items():
@@ -140,7 +140,7 @@ def test_the_base_may_have_any_type_and_the_row_has_that_of_what_trains(kind: to
     federation = run(FedAvg(), task)
     assert federation.history[-1]["loss"] < federation.history[0]["loss"]
     torch.testing.assert_close(
-        run(FedAvg(), task, stacked=True).algorithm.model(), federation.algorithm.model(), rtol=0, atol=tolerance
+        run(FedAvg(), task, stacked=True).model(), federation.model(), rtol=0, atol=tolerance
     )
 
 

@@ -15,17 +15,17 @@ from torch import nn
 
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.private import Accounted
 from fedloom.algorithms.statistics import accumulated_weights, momentum_gain
 from fedloom.config.fields import type_hints
 from fedloom.config.registry import Entry
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import mutate
+from fedloom.parts.building import build
+from fedloom.parts.private import Accounted
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task, make_task
 from fedloom.training import Training
@@ -118,7 +118,7 @@ def test_idle_clients_stay_out_of_the_sums(name: str) -> None:
     round = replace(Round(2, 4, 0, world.clients, 3, 0.1, 0.1), selected=(0,))
     inbox = method.send(round)
     assert (
-        len(list(engine.train(method, round, [ClientTask(client, None, inbox) for client in range(world.clients)])))
+        len(list(engine.train(method, round, [Job(client, None, inbox) for client in range(world.clients)])))
         == 7
     )
     for client, tensors in memories.items():

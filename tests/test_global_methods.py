@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import SERVER_MODEL
-from fedloom.algorithms.building import build
 from fedloom.data import DataSpec
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import SERVER_MODEL
 from fedloom.models.structure import head_name
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
@@ -343,7 +343,7 @@ def test_a_wrapper_that_moves_the_start_leaves_the_centre_at_the_download(name: 
     inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), SERVER_MODEL: sent.unsqueeze(0)}
     inbox |= {key: general.unsqueeze(0) for key in ("variate", "update") if key in inbox}
     round = Round(number, 2, world.seed, world.clients, 1, 0.1, 0.1, selected=(client,))
-    (reply,) = engine.train(method, round, [ClientTask(client, 0, inbox)])
+    (reply,) = engine.train(method, round, [Job(client, 0, inbox)])
     assert not federation.history
 
     centre = layout.tensors(sent)
@@ -384,7 +384,7 @@ def test_moon_contrasts_on_the_projection_of_a_projected_model() -> None:
     plain = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
     federation.run()
     plain.run()
-    trained, reference = federation.algorithm.model(), plain.algorithm.model()
+    trained, reference = federation.model(), plain.model()
     changed = {
         entry.layer for entry in task.layout.slices if not torch.equal(trained[entry.slice], reference[entry.slice])
     }

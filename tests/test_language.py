@@ -55,7 +55,7 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
     directory = tmp_path / "run"
     result = fl.run("fedmr", adapted, rounds=2, participation=1.0, directory=directory, engine="rows")
     assert result.history[0]["bytes_up"] == result.history[0]["bytes_down"] == 4 * 4 * layout.size
-    pool, uploads = result.federation.algorithm.state["pool"], result.federation.algorithm.model()
+    pool, uploads = result.federation.algorithm.state["pool"], result.federation.model()
     assert pool.shape == (4, layout.size)
     assert not torch.equal(uploads, adapted.initial)
     file, probe = tmp_path / "model.safetensors", torch.randint(TOKENS, (3, 6))
@@ -66,7 +66,7 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
     assert all(torch.equal(frozen[name], base[name]) for name in base)
     stacked = fl.run("fedmr", adapted, rounds=2, participation=1.0, engine="stacked")
     assert stacked.federation.notices == []
-    torch.testing.assert_close(stacked.federation.algorithm.model(), uploads, rtol=0, atol=1e-5)
+    torch.testing.assert_close(stacked.federation.model(), uploads, rtol=0, atol=1e-5)
 
 
 @installed
@@ -74,7 +74,7 @@ def test_the_base_may_be_in_half_precision_and_the_whole_model_may_train(folder:
     half = task(f"causal_lm(folder='{folder}', lora={RANK}, dtype=bfloat16)")
     assert (half.layout.dtype, half.model.get_input_embeddings().weight.dtype) == (torch.float32, torch.bfloat16)
     result = fl.run("fedavg", half, rounds=1, participation=0.25, engine="rows")
-    assert not torch.equal(result.federation.algorithm.model(), half.initial)
+    assert not torch.equal(result.federation.model(), half.initial)
     full_model = build_model(f"causal_lm(folder='{folder}', lora=0)", SPEC, 0)
     assert all(parameter.requires_grad for parameter in full_model.parameters())
 

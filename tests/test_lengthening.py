@@ -15,13 +15,13 @@ import torch
 import fedloom as fl
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.errors import CheckpointError
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
+from fedloom.parts.building import build
 from fedloom.state.tensors import read_tensors
 from json_lines import json_lines
 from small_task import small_task

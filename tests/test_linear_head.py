@@ -12,7 +12,7 @@ from fedloom.algorithms.linear_head import LinearHead, discriminant, nearest_pro
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.local.cohort import Cohort
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.task import Task
 from naive_personal import World
 
@@ -26,7 +26,7 @@ Z, WEIGHT, BIAS = drawn(7, 4), drawn(2, 3, 4, seed=1), drawn(2, 3, seed=2)
 
 
 def cohort_of(engine: type[RowsEngine], task: Task, clients: list[int]) -> Cohort:
-    return engine(task).cohort(World().round(1), [ClientTask(i, slot, {}) for slot, i in enumerate(clients)])
+    return engine(task).cohort(World().round(1), [Job(i, slot, {}) for slot, i in enumerate(clients)])
 
 
 def outputs(head: tuple[Tensor, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.local.batches import ClientLoader, lock_steps
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.training import Passes, PassOptions, Training
 from small_task import small_task
 from test_stacked import assert_same, federated, perceptron, world
@@ -31,7 +31,7 @@ def loaders(sizes: list[int]) -> list[ClientLoader]:
     return [ClientLoader(Samples(samples.inputs[rows], samples.labels[rows]), dataset) for rows in indices]
 
 
-def client_tasks(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
+def jobs(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
     streams = [torch.Generator().manual_seed(client) for client in range(len(sizes))]
     return [list(Passes(epochs, batch_size=batch).orders(n, stream)) for n, stream in zip(sizes, streams, strict=True)]
 
@@ -47,7 +47,7 @@ def taken(
     batches: list[list[list[int]]] = [[] for _ in sizes]
     steps_of = []
     for group in lock_steps(
-        loaders(sizes), client_tasks(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
+        loaders(sizes), jobs(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
     ):
         members, steps = group.members(), 0
         for group_batch in group.batches:
@@ -81,7 +81,7 @@ def test_every_client_takes_the_batches_it_would_take_alone(
     sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
 ) -> None:
     batches, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
-    for loader, passes, taken_batches in zip(loaders(sizes), client_tasks(sizes, batch, epochs), batches, strict=True):
+    for loader, passes, taken_batches in zip(loaders(sizes), jobs(sizes, batch, epochs), batches, strict=True):
         labels = loader.samples.labels
         assert taken_batches == [batch.tolist() for order, counts in passes for batch in labels[order].split(counts)]
 
@@ -144,7 +144,7 @@ def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedu
     task = small_task()
     task = replace(task, training=replace(task.training, epochs=2, local_schedule=local_schedule))
     start = task.initial.unsqueeze(0)
-    cohort = RowsEngine(task).cohort(Round(1, 1, 0, task.clients, 1, 0.1, 0.1), [ClientTask(0, 0, {})])
+    cohort = RowsEngine(task).cohort(Round(1, 1, 0, task.clients, 1, 0.1, 0.1), [Job(0, 0, {})])
     trained = cohort.fit(start, **options)
     assert torch.equal(trained.model, start)
     assert trained.steps.tolist() == [0]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.base import LocalEngine
@@ -39,6 +38,7 @@ from fedloom.objectives.custom import Custom, build_objective, expression_of
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.sequence import NextToken, Segmentation
+from fedloom.parts.building import build
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation
@@ -224,7 +224,7 @@ def test_engines_agree(kind: str, worker_processes: ProcessesEngine, monkeypatch
         return federation
 
     def agree(federation: Federation) -> None:
-        assert torch.allclose(federation.algorithm.model(), rows.algorithm.model(), atol=1e-5)
+        assert torch.allclose(federation.model(), rows.model(), atol=1e-5)
         assert federation.notices == []
         for name in (task.objective.metric.name, *(metric.name for metric in task.dataset.metrics)):
             assert federation.history[-1][name] == pytest.approx(rows.history[-1][name], rel=1e-4)

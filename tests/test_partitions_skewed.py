@@ -152,8 +152,8 @@ def test_class_prior_equals_the_sequential_process(
 def test_turns_go_to_a_random_client_among_those_with_room() -> None:
     """The law of all orders of 2 + 1 turns, by enumeration: 010 and 001 have chance 1/4 each, 100 has 1/2."""
     rng = np.random.default_rng(1)
-    client_tasks = ["".join(map(str, draw_turns(np.array([2, 1]), rng))) for _ in range(4000)]
-    counts = [client_tasks.count(client_task) for client_task in ("001", "010", "100")]
+    jobs = ["".join(map(str, draw_turns(np.array([2, 1]), rng))) for _ in range(4000)]
+    counts = [jobs.count(job) for job in ("001", "010", "100")]
     assert sum(counts) == 4000
     assert stats.chisquare(counts, [1000, 1000, 2000]).pvalue > 1e-4
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedpac import head_shares
 from fedloom.algorithms.pfedfda import validated_shares
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -421,7 +421,7 @@ class TestAgainstLoops:
         run = compare(World(norm), expression, fedbabu, epochs=2, scope=scope)
         head = run.federation.task.layout.unit(lambda tensor: tensor.layer == "head")
         for columns in head:
-            assert torch.equal(run.federation.algorithm.model()[columns], run.federation.task.initial[columns])
+            assert torch.equal(run.federation.model()[columns], run.federation.task.initial[columns])
 
     def test_fedrod(self, norm: bool) -> None:
         compare(World(norm), "fedrod(gamma=0.8)", fedrod, gamma=0.8)
@@ -484,7 +484,7 @@ def assert_equal_moments(moments: Sequence[Moment], expected: Sequence[Moment]) 
 def test_fedbabu_without_tuning_scores_the_base_under_the_initial_head() -> None:
     run = World().run(build("fedbabu(finetune_epochs=0)"))
     for row in run.moments[-1].personal:
-        assert torch.equal(row, run.federation.algorithm.model())
+        assert torch.equal(row, run.federation.model())
 
 
 def test_fedrod_of_equal_classes_trains_the_model_of_fedavg() -> None:
@@ -631,7 +631,7 @@ def test_engines_agree(expression: str) -> None:
             build(expression), task, local_engine, Schedule(rounds=3, participation=0.6, seed=world.seed)
         )
         federation.run()
-        rows.append([federation.algorithm.model(), *local_engine.memory().values()])
+        rows.append([federation.model(), *local_engine.memory().values()])
     for row, stacked_row in zip(*rows, strict=True):
         torch.testing.assert_close(row, stacked_row, rtol=1e-6, atol=1e-6)
 
@@ -654,7 +654,7 @@ def test_a_run_that_stops_goes_on_to_the_same_bytes(expression: str, tmp_path: P
     resumed = federation("stopped")
     assert resumed.finished == 2
     resumed.run()
-    states = [run.algorithm.full_state() for run in (resumed, straight)]
+    states = [run.server_state() for run in (resumed, straight)]
     memories = [run.engine.memory() for run in (resumed, straight)]
     for one, other in (states, memories):
         assert one.keys() == other.keys()

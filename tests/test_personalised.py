@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import naive_methods as methods
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.partialfed import PartialFed
 from fedloom.engines.rows import RowsEngine
@@ -20,8 +19,9 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.randomness import stream
-from fedloom.rounds.engine import ClientTask, inbox_of
+from fedloom.rounds.engine import Job, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -345,7 +345,7 @@ def test_evaluation_changes_nothing(expression: str) -> None:
     schedule = Schedule(rounds=3, participation=1.0, seed=world.seed, evaluate_every=100)
     federation = Federation(build(expression), task, engine, schedule)
     federation.run()
-    assert torch.equal(federation.algorithm.model(), evaluated.algorithm.model())
+    assert torch.equal(federation.model(), evaluated.model())
     assert torch.equal(federation.integers, evaluated.integers)
     ours, theirs = engine.memory(), evaluated.engine.memory()
     assert ours.keys() == theirs.keys()
@@ -391,8 +391,8 @@ def test_batch_norm_counters_stay_with_the_clients_of_partly_private_models(
     upcoming = run._first.at(5)
     message = run.algorithm.deploy(upcoming, tuple(range(task.clients)))
     for client in range(task.clients):
-        client_task = ClientTask(client, None, inbox_of(message, client))
-        ((_, _, counter),) = local_engine.personalised(run.algorithm, upcoming, [client_task])
+        job = Job(client, None, inbox_of(message, client))
+        ((_, _, counter),) = local_engine.personalised(run.algorithm, upcoming, [job])
         batches = uploads.count(client) * -(-TRAIN_SIZES[client] // 4)
         skipped = uploads.count(client) * (TRAIN_SIZES[client] % 4 == 1)
         assert counter is not None
@@ -472,7 +472,7 @@ def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
         names = [name for name in memory if name.startswith(f"{absent}/")]
         assert all(torch.equal(memory[name], later_memory[name]) for name in names), expression
         federation.step()
-        assert bool(torch.isfinite(federation.algorithm.model()).all())
+        assert bool(torch.isfinite(federation.model()).all())
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_a_notice_names_layers_that_never_leave_the_clients(expression: str, pri
         untouched = {
             tensor.layer
             for tensor in layout.slices
-            if torch.equal(federation.algorithm.model()[tensor.slice], start[tensor.slice])
+            if torch.equal(federation.model()[tensor.slice], start[tensor.slice])
         }
         assert untouched
         assert all(layer in named[0] for layer in untouched)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.parts.building import build
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -129,7 +129,7 @@ def test_clients_draw_the_same_noise_in_other_processes(place: str, request: pyt
         federation = Federation(build(method), digits, engine, options)
         federation.run()
         assert not any(record["faults"] for record in federation.history)
-        return federation.algorithm.model()
+        return federation.model()
 
     engine = request.getfixturevalue(SHARED[place])
     for method, mode in WRAPPED:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine_support import CLIENTS, TASK, client_tasks
-from fedloom.algorithm import Plan
+from engine_support import CLIENTS, TASK, jobs
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.exchange import Plan
 from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
 from process_support import Reporting, described
@@ -54,7 +54,7 @@ def seen_by_clients(engine: LocalEngine) -> list[dict[str, dict[str, str]]]:
     engine.begin(TASK, None)
     method = Reporting()
     method.setup(replace(PLAN))
-    _, work = client_tasks(engine)
+    _, work = jobs(engine)
     assert len(list(engine.train(method, ROUND, work))) == CLIENTS
     engine.commit()
     texts = [engine.store.read(client)["seen"] for client in range(CLIENTS)]

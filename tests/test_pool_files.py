@@ -13,13 +13,13 @@ from torch import Tensor
 
 import fedloom.algorithms.fedmr
 import fedloom.state.pool_files
-from fedloom.algorithm import Exchange, Replies, Selection
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DiskFull
+from fedloom.exchange import Exchange, Replies, Selection
+from fedloom.parts.building import build
 from fedloom.round import Round
-from fedloom.rounds.engine import Fault, Reply
+from fedloom.rounds.engine import Answer, Fault
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from small_task import small_task
@@ -38,7 +38,7 @@ def federation(method: Any, directory: Path | None = None, budget: int | None = 
 
 
 def outcome(run: Federation) -> tuple[dict[str, Any], Any, Any]:
-    state = {name: tensor.clone() for name, tensor in run.algorithm.full_state().items()}
+    state = {name: tensor.clone() for name, tensor in run.server_state().items()}
     return {name: tensor.numpy().tobytes() for name, tensor in state.items()}, run.history, run.client_history
 
 
@@ -47,7 +47,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def in_files(run: Federation) -> set[str]:
-    return {name for name, tensor in run.algorithm.full_state().items() if run._pools.holds([tensor])}
+    return {name for name, tensor in run.server_state().items() if run._pools.holds([tensor])}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
     if when == "training":
         training = RowsEngine.train_one
 
-        def train_one(self: RowsEngine, *about: Any) -> Reply | Fault:
+        def train_one(self: RowsEngine, *about: Any) -> Answer | Fault:
             if about[2].slot == 3:
                 raise Killed
             return training(self, *about)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.engines.stacked import StackedEngine
+from fedloom.parts.building import build
 from fedloom.report.page import render
 from fedloom.rounds import pool_watch
 from fedloom.rounds.federation import Federation

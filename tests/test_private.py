@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedloom.algorithm import Message, Selection, uniform
-from fedloom.algorithms.accounting import ORDERS, epsilon, noise_for
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.private import Accounted, LocalPrivate, Private, clipped, normal
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.exchange import Message, Selection, uniform
 from fedloom.experiment.run import run
 from fedloom.local.cohort import Cohort
+from fedloom.parts.accounting import ORDERS, epsilon, noise_for
+from fedloom.parts.building import build
+from fedloom.parts.private import Accounted, LocalPrivate, Private, clipped, normal
 from fedloom.report.cells import comparison
 from fedloom.report.summary import summarise
 from fedloom.round import Round
@@ -98,9 +98,9 @@ def test_the_change_of_the_model_is_bounded_by_the_clip(length: float, clip: flo
     inner = Recorded()
     inner.length = length
     trained = federation(Private(inner, clip=clip, noise=0.0))
-    start = trained.algorithm.model().clone()
+    start = trained.model().clone()
     record, _ = trained.step()
-    moved = float((trained.algorithm.model() - start).double().norm())
+    moved = float((trained.model() - start).double().norm())
     # Six clients are expected, and the divisor is six whoever came.
     assert moved == pytest.approx(len(record["clients"]) * min(length, clip) / 6, rel=1e-3)
     assert len(inner.received) == 6
@@ -113,7 +113,7 @@ def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> 
     """Return the noise on the mean, or on a client's upload, of updates that are zero."""
     inner.length = 0.0
     trained = federation(method, participation=participation)
-    start = trained.algorithm.model().clone()
+    start = trained.model().clone()
     trained.step()
     return inner.received["model"].double() - start.double()
 
@@ -148,7 +148,7 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
         schedule = Schedule(rounds=1, participation=1.0, evaluate_every=9)
         trained = Federation(build(expression), task(), engine, schedule)
         trained.run()
-        return trained.algorithm.model()
+        return trained.model()
 
     for expression in ("private(fedavg, noise=1.0)", "local_private(fedavg, noise=1.0)"):
         assert torch.equal(model(RowsEngine(task()), expression), model(RowsEngine(task()), expression))
@@ -383,14 +383,14 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, 
         trained = flower(options, LocalGrid(nodes(CLIENTS, tmp_path / f"{folder} memory"), options))
         trained.run()
         assert not any(record["faults"] for record in trained.history)
-        return trained.algorithm.model()
+        return trained.model()
 
     def in_a_simulation(noise: float) -> Tensor:
         settings = deployment(config(noise, "rows"))
         site_task = settings.configuration.task(3)
         trained = Federation(build(settings.algorithm), site_task, RowsEngine(site_task), schedule(settings))
         trained.run()
-        return trained.algorithm.model()
+        return trained.model()
 
     torch.testing.assert_close(model(0.0, "plain"), in_a_simulation(0.0), rtol=0, atol=1e-5)
     # With the run's streams, whoever knows the seed could subtract the noise.

@@ -21,10 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_support import CLIENTS, TASK, assert_same, client_tasks, run, set_up
+from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from every_method import EVERY_METHOD
-from fedloom.algorithm import Message
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.data.partition import Partition
@@ -36,9 +34,11 @@ from fedloom.engines.processes.channel import INLINE, Channel, SharedMemory, ano
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.round import Round
-from fedloom.rounds.engine import Fault, FoldedBlock, Reply
+from fedloom.rounds.engine import Answer, Fault, FoldedBlock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, Misconfigured, Peeking
@@ -125,7 +125,7 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 2)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
-    results: list[Reply | Fault | FoldedBlock] = []
+    results: list[Answer | Fault | FoldedBlock] = []
     train = engine.train
 
     def noted(*arguments: Any, **options: Any) -> Any:
@@ -143,7 +143,7 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     single = [
         result
         for result in results
-        if isinstance(result, Reply) and result.client_task.slot is not None and result.tensors
+        if isinstance(result, Answer) and result.job.slot is not None and result.tensors
     ]
     assert (len(blocks_folded), len(single)) == ((2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0))
 
@@ -152,7 +152,7 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
 
 
 def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: ProcessesEngine, tmp_path: Path) -> None:
-    list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
+    list(engine.train(set_up(engine, FedAvg()), *jobs(engine)))
     times = 2
     processes = set(engine.processes)
     federation = run(Deadly(victim=2, times=times, directory=str(tmp_path)), engine)
@@ -219,9 +219,9 @@ def test_the_servers_state_does_not_reach_clients(engine: ProcessesEngine) -> No
 
 def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:
     algorithm = set_up(engine, KeepsClientMemory())
-    round, work = client_tasks(engine)
+    round, work = jobs(engine)
     results = engine.train(algorithm, round, work)
-    assert isinstance(next(results), Reply)
+    assert isinstance(next(results), Answer)
     results.close()
     assert not any(handle.group for handle in engine._handles)
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
@@ -232,7 +232,7 @@ def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch
     began: list[int] = []
     read = engine.store.read
     monkeypatch.setattr(engine.store, "read", lambda client: (began.append(client), read(client))[1])
-    assert len(list(engine.train(algorithm, *client_tasks(engine)))) == CLIENTS
+    assert len(list(engine.train(algorithm, *jobs(engine)))) == CLIENTS
     assert began == sorted(range(CLIENTS), key=lambda client: -TRAIN_SIZES[client])
 
 
@@ -304,7 +304,7 @@ def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(eng
 
 def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:
     algorithm = set_up(engine, KeepsClientMemory())
-    round, work = client_tasks(engine)
+    round, work = jobs(engine)
     replies = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
     copies = [reply.tensors["model"].clone() for reply in replies]
     assert len(replies) == CLIENTS

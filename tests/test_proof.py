@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithms.building import build
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.choose import make_engine
@@ -29,6 +28,7 @@ from fedloom.experiment.run import run
 from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.optimizer import TorchOptimizers
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -89,7 +89,7 @@ def assert_plain(task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str
     schedule = Schedule(rounds=1, participation=1.0, seed=seed)
     federation = Federation(build("fedavg"), task, engine, schedule)
     federation.run()
-    module = task.module(federation.algorithm.model())
+    module = task.module(federation.model())
     task.layout.load_integers(module, federation.integers)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tolerance = 1e-9 if task.layout.dtype == torch.float64 else 1e-5

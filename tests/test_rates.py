@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 import fedloom as fl
 from batch_order import batch_order
-from fedloom.algorithm import Message
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.rates import rate_factor
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import CheckpointError, FedloomError
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -105,9 +105,9 @@ def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **setti
 def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(settings: dict[str, Any]) -> None:
     changing = {"schedule": "warmup(2)", "local_schedule": "warmup(2, then=cosine)", **settings}
     stacked, expected = run("fedavg", stacked=True, **changing), run("fedavg", **changing)
-    torch.testing.assert_close(stacked.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(stacked.model(), expected.model(), rtol=0, atol=2e-5)
     constant = run("fedavg", **settings)
-    assert (constant.algorithm.model() - expected.algorithm.model()).abs().max() > 1e-3
+    assert (constant.model() - expected.model()).abs().max() > 1e-3
     joint = [notice for notice in stacked.notices if notice.startswith("each client has an optimizer of its own")]
     assert bool(joint) == ("Normed" in settings.get("optimizer", "")), "which shortcut proves itself"
 
@@ -131,7 +131,7 @@ def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimi
                 optimizer.step()
         for name, parameter in module.named_parameters():
             server[name] += parameter.detach() * len(samples) / len(task.partition.indices)
-    trained = dict(task.module(federation.algorithm.model()).named_parameters())
+    trained = dict(task.module(federation.model()).named_parameters())
     for name, tensor in server.items():
         torch.testing.assert_close(trained[name].detach(), tensor, rtol=1e-4, atol=1e-6)
 
@@ -147,8 +147,8 @@ class OwnRates(FedAvg):
 @pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"optimizer": "adam", "optimizer_options": {"eps": 1e-3}}])
 def test_each_client_may_have_its_rate(settings: dict[str, Any]) -> None:
     stacked, expected = run(OwnRates(), stacked=True, **settings), run(OwnRates(), **settings)
-    torch.testing.assert_close(stacked.algorithm.model(), expected.algorithm.model(), rtol=0, atol=2e-5)
-    assert (expected.algorithm.model() - run("fedavg", **settings).algorithm.model()).abs().max() > 1e-3
+    torch.testing.assert_close(stacked.model(), expected.model(), rtol=0, atol=2e-5)
+    assert (expected.model() - run("fedavg", **settings).model()).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "pfedme(regularisation=5)", "partialfed", "apple"])
@@ -183,7 +183,7 @@ def test_a_run_is_lengthened_only_if_the_rates_of_its_rounds_stay(tmp_path: Path
         result = fl.run(
             "umf(fedavg, simulate_all=true)", task, rounds=rounds, participation=0.5, directory=directory, engine="rows"
         )
-        return result.federation.algorithm.model()
+        return result.federation.model()
 
     schedule = "cosine(over=6, least=0.1)"
     go_on(schedule, 2, "lengthened")

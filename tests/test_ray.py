@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_support import CLIENTS, TASK, assert_same, client_tasks, run, set_up
-from fedloom.algorithms.building import build
+from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.choose import make_engine, read_engine, settled_by
@@ -37,7 +36,8 @@ from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
 from fedloom.experiment.run_process import EventBoard
-from fedloom.rounds.engine import Reply
+from fedloom.parts.building import build
+from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -137,18 +137,18 @@ def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, ki
 
 def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
     algorithm = set_up(engine, Echoing())
-    replies = [answer for answer in engine.train(algorithm, *client_tasks(engine)) if isinstance(answer, Reply)]
+    replies = [answer for answer in engine.train(algorithm, *jobs(engine)) if isinstance(answer, Answer)]
     assert len(replies) == CLIENTS
     models = [reply.tensors["model"].clone() for reply in replies]
     for reply in replies:
         reply.tensors["model"].zero_()
     repeated = {
-        reply.client_task.client: reply
-        for reply in engine.train(algorithm, *client_tasks(engine))
-        if isinstance(reply, Reply)
+        reply.job.client: reply
+        for reply in engine.train(algorithm, *jobs(engine))
+        if isinstance(reply, Answer)
     }
     for reply, model in zip(replies, models, strict=True):
-        assert torch.equal(repeated[reply.client_task.client].tensors["model"], model)
+        assert torch.equal(repeated[reply.job.client].tensors["model"], model)
 
 
 # --- what travels ---
@@ -158,7 +158,7 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm = set_up(engine, FedAvg())
-    list(engine.train(algorithm, *client_tasks(engine)))  # both actors are there
+    list(engine.train(algorithm, *jobs(engine)))  # both actors are there
     put, got = [], []
     real_put, real_get = engine._ray.put, engine._ray.get
 
@@ -172,7 +172,7 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
 
     monkeypatch.setattr(engine._ray, "put", noting_put)
     monkeypatch.setattr(engine._ray, "get", noting_get)
-    assert len(list(engine.train(algorithm, *client_tasks(engine)))) == CLIENTS
+    assert len(list(engine.train(algorithm, *jobs(engine)))) == CLIENTS
     monkeypatch.undo()
     assert len(put) == 1
     words, memory = put[0]
@@ -221,7 +221,7 @@ def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
         algorithm = set_up(slow, FedAvg())
         waking = threading.Timer(4.0, paused.wake)
         waking.start()
-        assert len(list(slow.train(algorithm, *client_tasks(slow)))) == CLIENTS
+        assert len(list(slow.train(algorithm, *jobs(slow)))) == CLIENTS
         assert set(slow.processes) <= paused.processes
         waking.join()
     slow.close()
@@ -235,14 +235,14 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
     monkeypatch.setattr(starved, "gpus", 3)
     starved._handles.pop().end()
     with pytest.raises(FedloomError, match="no Ray actor can start: each needs") as caught:
-        list(starved.train(set_up(starved, FedAvg()), *client_tasks(starved)))
+        list(starved.train(set_up(starved, FedAvg()), *jobs(starved)))
     assert "\n" not in str(caught.value)
     starved.close()
 
 
 @pytest.mark.minutes
 def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
-    list(engine.train(set_up(engine, FedAvg()), *client_tasks(engine)))
+    list(engine.train(set_up(engine, FedAvg()), *jobs(engine)))
     processes = set(engine.processes)
     federation = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
     (died,) = ({int(mark.name)} for mark in tmp_path.iterdir())
@@ -289,8 +289,8 @@ def test_the_servers_state_does_not_reach_clients(engine: RayEngine) -> None:
 
 
 def test_a_round_left_early_disturbs_nothing(engine: RayEngine) -> None:
-    results = engine.train(set_up(engine, KeepsClientMemory()), *client_tasks(engine))
-    assert isinstance(next(results), Reply)
+    results = engine.train(set_up(engine, KeepsClientMemory()), *jobs(engine))
+    assert isinstance(next(results), Answer)
     results.close()  # type: ignore[attr-defined]
     assert not any(handle.group for handle in engine._handles)
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
@@ -436,11 +436,11 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
 ) -> None:
     """Ray may leave this process alive; its actors then never answer."""
     algorithm = set_up(engine, FedAvg())
-    list(engine.train(algorithm, *client_tasks(engine)))
+    list(engine.train(algorithm, *jobs(engine)))
     monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))
     monkeypatch.setattr(engine._ray, "wait", lambda calls, **_: ([], calls))
     with pytest.raises(FedloomError, match="the same command goes on from the last checkpoint") as caught:
-        list(engine.train(algorithm, *client_tasks(engine)))
+        list(engine.train(algorithm, *jobs(engine)))
     assert "\n" not in str(caught.value)
 
 

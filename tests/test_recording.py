@@ -18,19 +18,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.algorithm import Message, Replies
-from fedloom.algorithms.ala import Ala, Blend
-from fedloom.algorithms.building import build
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.exchange import Message, Replies
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import RunName
 from fedloom.local.cohort import Cohort
+from fedloom.parts.ala import Ala, Blend
+from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders, expression, recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.recording.trajectory import principal_plane

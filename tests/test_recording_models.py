@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
-from fedloom.algorithm import Replies
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Replies
 from fedloom.flat.layout import Layout
 from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
 from fedloom.recording.recorder import build_recorders
@@ -154,7 +154,7 @@ def test_the_landscape_is_the_loss_around_the_final_model(data: str) -> None:
     task, schedule = small_task(), Schedule(rounds=3, participation=0.7, seed=1)
     text = f"landscape(grid=5, radius=0.5, samples=11, data={data}, directions=4)"
     federation, recording = run_recorded(FedMR(), task, schedule, text)
-    landscape, model, layout = recording["landscape"], federation.algorithm.model(), task.layout
+    landscape, model, layout = recording["landscape"], federation.model(), task.layout
     pool = sorted(task.partition.indices.tolist()) if data == "train" else list(range(len(task.test)))
     chosen = [pool[round(k * (len(pool) - 1) / 10)] for k in range(11)]
     accuracy, loss = naive_score(task, model, chosen, data == "test")
@@ -175,7 +175,7 @@ def test_the_landscape_can_be_computed_later_from_the_saved_model(tmp_path: Path
     task = small_task()
     result = fl.run("fedmr", task, rounds=2, directory=tmp_path, record=["landscape(grid=3)"])
     federation = result.federation
-    recomputed = Landscape(grid=3).around(federation.algorithm.model(), task, federation.integers)
+    recomputed = Landscape(grid=3).around(federation.model(), task, federation.integers)
     assert recomputed == json.loads((tmp_path / "recording.json").read_text())[0]
 
 

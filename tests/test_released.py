@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from damage import damages
-from fedloom.algorithms.accounting import epsilon
-from fedloom.algorithms.building import build
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError
+from fedloom.parts.accounting import epsilon
+from fedloom.parts.building import build
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.configuration import configuration
@@ -22,6 +21,7 @@ from fedloom.papers.paper_data import facts
 from fedloom.papers.paper_file import exhibit, exhibits, paper, printed
 from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.papers.protocols import Measure, PaperCell, Printed, Setting
+from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
 
 FEDMR, FEDUMF, FEDALA = paper("fedmr"), paper("fedumf"), paper("fedala")

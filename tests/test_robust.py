@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithm import Replies, Selection
-from fedloom.algorithms.building import build
-from fedloom.algorithms.robust import centered_clipping, coordinate_median, krum, trimmed_mean
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue
+from fedloom.exchange import Replies, Selection
+from fedloom.parts.building import build
+from fedloom.parts.robust import centered_clipping, coordinate_median, krum, trimmed_mean
 from fedloom.round import Round
-from fedloom.rounds.engine import Reply
+from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -119,8 +119,8 @@ class Poisoned(RowsEngine):
 
     def train(self, *arguments: Any) -> Any:
         for result in super().train(*arguments):
-            if isinstance(result, Reply) and result.client_task.client in self.liars:
-                yield Reply(result.client_task, {n: torch.full_like(t, 1e4) for n, t in result.tensors.items()}, {})
+            if isinstance(result, Answer) and result.job.client in self.liars:
+                yield Answer(result.job, {n: torch.full_like(t, 1e4) for n, t in result.tensors.items()}, {})
             else:
                 yield result
 
@@ -171,7 +171,7 @@ def receive(expression: str, rows: Tensor, **tensors: Tensor) -> Tensor:
 def test_the_inner_method_receives_the_estimate_whatever_clients_weigh() -> None:
     size = federation("fedavg").task.layout.size
     rows = torch.randn(6, size, generator=torch.Generator().manual_seed(1))
-    start = federation("fedavg").algorithm.model()
+    start = federation("fedavg").model()
     for expression, expected in (
         ("rule=median", coordinate_median(rows)),
         ("malicious=0.3", trimmed_mean(rows, 2)),
@@ -220,7 +220,7 @@ def test_nested_expressions_round_trip(expression: str) -> None:
     simulation = federation(expression)
     simulation.run()
     assert build(str(simulation.algorithm)) == build(expression)
-    assert bool(simulation.algorithm.model().isfinite().all())
+    assert bool(simulation.model().isfinite().all())
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
@@ -230,11 +230,11 @@ def test_an_exchange_of_layers_changes_no_estimate_by_coordinates(rule: str) -> 
     )
     for run in (plain, secure):
         run.run()
-    assert torch.equal(plain.algorithm.model(), secure.algorithm.model())
+    assert torch.equal(plain.model(), secure.model())
 
 
 def test_a_round_with_too_few_replies_to_outvote_the_malicious_is_left_out() -> None:
-    start = federation("fedavg").algorithm.model()
+    start = federation("fedavg").model()
     for rule in RULES:
         for count in range(1, 7):
             rows = torch.randn(count, len(start), generator=torch.Generator().manual_seed(count))

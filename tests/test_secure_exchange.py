@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from fedloom.algorithm import Message, Replies, Selection
-from fedloom.algorithms.building import build
-from fedloom.algorithms.secure_recombination import Secure, exchange_
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Replies, Selection
 from fedloom.flat.population import squared_distances
+from fedloom.parts.building import build
+from fedloom.parts.secure import Secure, exchange_
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
@@ -240,9 +240,9 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
     plain.step()
     record, _ = secure.step()
     # In the first round all models start equal, so that it makes no difference who holds which layer.
-    torch.testing.assert_close(secure.algorithm.model(), plain.algorithm.model(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(secure.model(), plain.model(), rtol=1e-12, atol=1e-12)
     for columns in (columns for unit in secure.task.layout.units("layer") for columns in unit):
-        pools = [run.algorithm.full_state() for run in (plain, secure)]
+        pools = [run.server_state() for run in (plain, secure)]
         plain_rows, secure_rows = (
             sorted(map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, columns].tolist())) for p in pools
         )
@@ -269,7 +269,7 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
 )
 def test_nested_expressions_resume_bit_for_bit_and_round_trip(expression: str, tmp_path: Path) -> None:
     uninterrupted = federation(expression, dropout=0.2)
-    initial_state = uninterrupted.algorithm.full_state()
+    initial_state = uninterrupted.server_state()
     original = {name: tensor.clone() for name, tensor in initial_state.items()}
     uninterrupted.run()
     assert all(torch.equal(initial_state[name], tensor) for name, tensor in original.items())  # replaced, never edited
@@ -279,8 +279,8 @@ def test_nested_expressions_resume_bit_for_bit_and_round_trip(expression: str, t
     resumed = federation(expression, directory=tmp_path, dropout=0.2)
     resumed.run()
     assert resumed.history == uninterrupted.history
-    state = resumed.algorithm.full_state()
-    assert all(torch.equal(state[name], tensor) for name, tensor in uninterrupted.algorithm.full_state().items())
+    state = resumed.server_state()
+    assert all(torch.equal(state[name], tensor) for name, tensor in uninterrupted.server_state().items())
     assert build(str(uninterrupted.algorithm)) == build(expression)
 
 

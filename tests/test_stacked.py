@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from every_method import EVERYBODY, PRIVATE, WRAPPERS
-from fedloom.algorithm import Message, algorithms
-from fedloom.algorithms.building import build
+from fedloom.algorithm import algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
+from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import Batch, Shortcuts, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
@@ -70,7 +71,7 @@ def assert_same(expected: Federation, actual: Federation, tolerance: float = 1e-
     engine = actual.engine
     assert engine.notices == list(notices)
     pairs = (
-        (expected.algorithm.full_state(), actual.algorithm.full_state()),
+        (expected.server_state(), actual.server_state()),
         (expected.engine.memory(), engine.memory()),
     )
     for tensors, stacked in pairs:
@@ -155,7 +156,7 @@ def test_training_leaves_the_tasks_model_as_it_was(engine: type[RowsEngine], met
     task = world()
     original = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     run = federated(engine, task, method, rounds=2)
-    assert not torch.equal(run.algorithm.model(), task.initial)
+    assert not torch.equal(run.model(), task.initial)
     for name, tensor in task.model.state_dict().items():
         assert torch.equal(tensor, original[name]), name
     assert all(parameter.requires_grad for parameter in task.model.parameters())
@@ -264,7 +265,7 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(module: type[nn.
     assert (
         notice == f"clients train one by one, since models of this kind cannot be stacked: {engine.proof.unstackable}"
     )
-    assert torch.equal(runs[0].algorithm.model(), runs[1].algorithm.model())
+    assert torch.equal(runs[0].model(), runs[1].model())
 
 
 class OneByOne(FedAvg):
@@ -306,7 +307,7 @@ def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
     assert sorted(fault["client"] for fault in runs[1].history[0]["faults"]) == [2, 4]
     assert runs[1].history[0]["faults"] == runs[0].history[0]["faults"]
     assert runs[0].engine.memory().keys() == runs[1].engine.memory().keys()
-    torch.testing.assert_close(runs[1].algorithm.model(), runs[0].algorithm.model(), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(runs[1].model(), runs[0].model(), rtol=1e-8, atol=1e-8)
     notice = "failing: clients train one by one where they fail in lock step: OSError: the disk is full"
     assert [timing.get("notices") for timing in runs[1].timings] == [[notice], None]
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from every_method import EVERYBODY
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.engines.dispatch import grouped
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.rounds.engine import ClientTask
+from fedloom.parts.building import build
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from process_support import Deadly, Failing, OneByOne
@@ -57,12 +57,12 @@ def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method:
 
 
 def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engine: ProcessesEngine) -> None:
-    client_tasks = [ClientTask(client, client, {}) for client in range(len(SIZES))]
-    groups = engine._groups(build("fedavg"), client_tasks)
+    jobs = [Job(client, client, {}) for client in range(len(SIZES))]
+    groups = engine._groups(build("fedavg"), jobs)
     assert engine.chunk == 3
-    assert sorted(client_task.client for group in groups for client_task in group) == list(range(len(SIZES)))
-    assert [[client_task.client for client_task in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
-    assert [len(group) for group in engine._groups(OneByOne(), client_tasks)] == [1] * len(SIZES)
+    assert sorted(job.client for group in groups for job in group) == list(range(len(SIZES)))
+    assert [[job.client for job in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
+    assert [len(group) for group in engine._groups(OneByOne(), jobs)] == [1] * len(SIZES)
     federation = run(OneByOne(), engine)
     notice = "onebyone: OneByOne trains one client at a time"
     assert_same(run(OneByOne(), RowsEngine(TASK)), federation, notices=[notice])
@@ -71,26 +71,26 @@ def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engin
 
 @pytest.mark.parametrize(("chunk", "workers"), [(1, 2), (3, 1), (10, 2), (4, 3), (64, 2)])
 def test_groups_hold_everybody_once_and_are_even(chunk: int, workers: int) -> None:
-    client_tasks = [ClientTask(client, client, {}) for client in range(30)]
+    jobs = [Job(client, client, {}) for client in range(30)]
     count = workers * math.ceil(30 / (workers * chunk))
-    groups = grouped(client_tasks, torch.full((30,), 7), count, chunk)
-    assert [client_task.client for group in groups for client_task in group] == list(range(30))
+    groups = grouped(jobs, torch.full((30,), 7), count, chunk)
+    assert [job.client for group in groups for job in group] == list(range(30))
     lengths = [len(group) for group in groups]
     assert max(lengths) <= chunk
     assert max(lengths) - min(lengths) <= 1
     assert len(groups) % workers == 0
-    falling = grouped(client_tasks, torch.arange(30), count, chunk)
-    assert [client_task.client for group in falling for client_task in group] == list(range(29, -1, -1))
+    falling = grouped(jobs, torch.arange(30), count, chunk)
+    assert [job.client for group in falling for job in group] == list(range(29, -1, -1))
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8))
 def test_groups_of_any_length_hold_about_equally_many_samples(sizes: list[int], count: int) -> None:
-    client_tasks = [ClientTask(client, client, {}) for client in range(len(sizes))]
-    groups = grouped(client_tasks, torch.tensor(sizes), count, len(sizes))
+    jobs = [Job(client, client, {}) for client in range(len(sizes))]
+    groups = grouped(jobs, torch.tensor(sizes), count, len(sizes))
     assert len(groups) <= count
-    assert sorted(client_task.client for group in groups for client_task in group) == list(range(len(sizes)))
-    sums = [sum(sizes[client_task.client] for client_task in group) for group in groups]
+    assert sorted(job.client for group in groups for job in group) == list(range(len(sizes)))
+    sums = [sum(sizes[job.client] for job in group) for group in groups]
     assert max(sums) <= sum(sizes) / min(count, len(sizes)) + max(sizes)
 
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
-from fedloom.algorithms.stages import Stages, has_stopped_improving
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.parts.building import build
+from fedloom.parts.stages import Stages, has_stopped_improving
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -49,7 +49,7 @@ def test_the_model_between_two_stages_is_that_of_the_finished_one() -> None:
     world = World(rounds=2)
     staged = world.run(build("stages(fedavg:2, fedmr)"))
     assert_same(staged.models, world.run(build("fedavg")).models)
-    pool = staged.federation.algorithm.full_state()["inner1.pool"]
+    pool = staged.federation.server_state()["inner1.pool"]
     assert torch.equal(pool, pool[:1].expand_as(pool))
 
 
@@ -222,7 +222,7 @@ def test_the_test_set_does_not_matter() -> None:
     changed_run.run()
     assert stages_of(run) == stages_of(changed_run)
     assert [record["loss"] for record in run.history] != [record["loss"] for record in changed_run.history]
-    assert torch.equal(run.algorithm.model(), changed_run.algorithm.model())
+    assert torch.equal(run.model(), changed_run.model())
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5])
@@ -236,7 +236,7 @@ def test_a_run_resumed_before_the_switch_equals_an_uninterrupted_one(tmp_path: P
     resumed = staged_run(World().task(), directory=tmp_path)
     assert resumed.finished == stop
     resumed.run()
-    expected, state = uninterrupted.algorithm.full_state(), resumed.algorithm.full_state()
+    expected, state = uninterrupted.server_state(), resumed.server_state()
     assert state.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(state[name], tensor) or bool(tensor.isnan().any()), name

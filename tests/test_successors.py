@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedloom.algorithm import Plan
 from fedloom.algorithms.afl import on_simplex
-from fedloom.algorithms.building import build
 from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
-from fedloom.algorithms.power_of_choice import LossQuestion
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan
 from fedloom.flat.layout import Layout
+from fedloom.parts.building import build
+from fedloom.parts.power_of_choice import LossQuestion
 from fedloom.randomness import stream
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.algorithms.building import build
 from fedloom.cli import main
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
@@ -28,6 +27,7 @@ from fedloom.experiment.parameters import parameter_keys, with_parameters
 from fedloom.experiment.pools import SerialPool
 from fedloom.experiment.suggest import search_optuna
 from fedloom.experiment.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
+from fedloom.parts.building import build
 from fedloom.task import make_dataset, withhold
 
 

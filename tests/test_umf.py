@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Message, algorithms
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm, algorithms
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.umf import Umf
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message
 from fedloom.flat.layout import Unit
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
+from fedloom.parts.umf import Umf
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import ClientStore, Memory
@@ -245,8 +246,8 @@ class Faulty(RowsEngine):
 
     lost: frozenset[tuple[int, int]] = frozenset()
 
-    def train(self, algorithm, round, client_tasks):  # type: ignore[no-untyped-def]
-        reachable = [o for o in client_tasks if o.slot is not None or (round.number, o.client) not in self.lost]
+    def train(self, algorithm, round, jobs):  # type: ignore[no-untyped-def]
+        reachable = [o for o in jobs if o.slot is not None or (round.number, o.client) not in self.lost]
         return super().train(algorithm, round, reachable)
 
 

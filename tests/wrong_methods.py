@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.algorithm import AggregatedReplies, Message, Plan, Replies
+from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
 from fedloom.round import Round
@@ -89,7 +89,7 @@ class KeepsAllRows(fl.Algorithm):
 
 
 class Widens(fl.Algorithm):
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:  # wrong
+    def update(self, round: Round, aggregate: Aggregate) -> None:  # wrong
         self.state["model"] = aggregate.mean["model"].double()
 
 

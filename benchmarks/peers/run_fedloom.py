@@ -41,7 +41,7 @@ if __name__ == "__main__":
     ends: list[float] = []
     run.run(lambda *_: ends.append(w.clock()))
     module = torch_models.model(arguments.workload)
-    task.layout.load(module, run.algorithm.model())
+    task.layout.load(module, run.model())
     probe = (torch.from_numpy(array) for array in work.probe(data))
     w.tell(
         f"fedloom {engine_name}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.algorithms.families import FAMILIES, family_of
+from fedloom.parts.families import FAMILIES, family_of
 from fedloom.config.registry import Entry
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.algorithms.families import FAMILIES, family_of
+from fedloom.parts.families import FAMILIES, family_of
 from fedloom.cli.listing import signature
 from fedloom.config.expression import show
 from fedloom.config.fields import LARGEST_COUNT

@@ -1,10 +1,9 @@
 """The record of a round: who was selected, what was sent, and what the clients replied."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-
-import math
 
 import torch
 from torch import Tensor, nn
@@ -319,7 +318,8 @@ class Replies:
         rows = message[name]
         if len(rows) == 1:
             return rows
-        return rows[self.offset : self.offset + len(self.matrices[name])]
+        slots = max(len(matrix) for matrix in self.matrices.values())
+        return rows[self.offset : self.offset + slots]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from chaos.sites import SITES
 from damage import damages, mutated
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.config.expression import parse
 from fedloom.data.formats.numpy_files import read_arrays
@@ -40,6 +39,7 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import folder_name
+from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import InMemoryTransport
@@ -400,7 +400,7 @@ class Resumptions(Trial):
 
     def end(self, federation: Federation, folder: Path) -> list[object]:
         figures = [(folder / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]
-        return [federation.algorithm.model().tolist(), federation.integers.tolist(), *figures]
+        return [federation.model().tolist(), federation.integers.tolist(), *figures]
 
     def once(self, draw: random.Random) -> str:
         name, folder = draw.choice(list(self.methods)), self.folder / "damaged"
@@ -627,7 +627,7 @@ class Strangers(Trial):
                 raise Wrong(f"{kind.__name__}, {method}: honest sites were refused: {faults}")
             if site.refused and numbers.intersection(record["clients"]) - set(faults):  # type: ignore[call-overload]
                 raise Wrong(f"{kind.__name__} was not refused")
-        if not torch.isfinite(federation.algorithm.model()).all():
+        if not torch.isfinite(federation.model()).all():
             raise Wrong(f"{kind.__name__}, {method}: the model is not finite")
         if not (0 <= int(federation.integers.min()) <= int(federation.integers.max()) < 1000):
             raise Wrong(f"{kind.__name__}, {method}: integer buffers became {federation.integers.tolist()}")

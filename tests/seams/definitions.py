@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import SERVER_MODEL, Algorithm, Selection, name_of
-from fedloom.algorithms.stages import HELD_OUT_LOSS
+from fedloom.algorithm import Algorithm, name_of
+from fedloom.exchange import SERVER_MODEL, Selection
 from fedloom.flat.layout import Layout
+from fedloom.parts.stages import HELD_OUT_LOSS
 from fedloom.round import Round
 
 Message = dict[str, Tensor]

@@ -23,8 +23,9 @@ if __name__ == "__main__":  # as a program: as pytest, which finds the tests' mo
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.robust import Robust
 from fedloom.errors import FedloomError
+from fedloom.method import components
+from fedloom.parts.robust import Robust
 from fedloom.rounds.federation import Federation
 from seams.cases import ROUNDS, WRAPPERS, Case, covering_cases, every_case, methods, pair_refusal, rare_cases
 from seams.definitions import (
@@ -100,8 +101,8 @@ def setting_of(run: Federation) -> Setting:
 
 def rebind(definitions: Definition, run: Federation) -> None:
     """Let definitions describe the method of the resumed run: it has the same parameters, and other recordings."""
-    fresh = dict(enumerate(run.algorithm.nested()))
-    pairs = {id(method): fresh[k] for k, method in enumerate(definitions.method.nested())}
+    fresh = dict(enumerate(components(run.algorithm)))
+    pairs = {id(method): fresh[k] for k, method in enumerate(components(definitions.method))}
     level: Definition | None = definitions
     while level is not None:
         level.method = pairs[id(level.method)]
@@ -158,7 +159,7 @@ def compare(
     for depth, count in recording.sends.items():
         if count > 1:
             raise Deviation(f"round {number}: {recording.methods[depth]} makes its message {count} times")
-    if wrong := difference(run.algorithm.model(), definitions.model()):
+    if wrong := difference(run.model(), definitions.model()):
         raise Deviation(f"round {number}: the model is off by {wrong:.3g} with {len(answers)} answers")
 
 
@@ -180,7 +181,7 @@ def same_counters(
     counters = torch.stack([record.counters for record in records])
     growth = (counters - before).sort(0).values
     expected = before + torch.minimum(growth[-1], 4 * growth[(len(records) - 1) // 2])
-    robust = next((method for method in run.algorithm.nested() if isinstance(method, Robust)), None)
+    robust = next((method for method in components(run.algorithm) if isinstance(method, Robust)), None)
     if robust is not None:
         few = len(records) < 2 * math.ceil(robust.malicious * len(records) - 1e-9) + (3 if "krum" in robust.rule else 1)
         expected = before if few else counters.sort(0).values[(len(records) - 1) // 2]

@@ -9,7 +9,7 @@ from pathlib import Path
 if __name__ == "__main__":  # as a program: as pytest, which finds the tests' modules
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fedloom.algorithms.building import build
+from fedloom.parts.building import build
 from seams.cases import PARAMETERS, WRAPPERS, methods, pair_refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"

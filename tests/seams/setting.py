@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Exchange, Message, Selection
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
+from fedloom.exchange import Exchange, Message, Selection
 from fedloom.local.cohort import Cohort
+from fedloom.method import components
+from fedloom.parts.building import build
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -102,7 +104,7 @@ Change = Callable[[int, int, Message], Message]
 
 def record(method: Algorithm, change: Change | None = None) -> Recording:
     """Record the client halves of `method` and of all it wraps; with `change`, replies are changed first on their way out."""
-    recording = Recording(list(method.nested()))
+    recording = Recording(list(components(method)))
     for depth, nested in enumerate(recording.methods):
         _record(nested, recording, depth, change if depth == 0 else None)
     select = method.select
@@ -179,14 +181,14 @@ class LossyEngine(RowsEngine):
     lost: Callable[[int, int], bool] = staticmethod(lambda number, client: False)
     tamper: Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]] | None = None
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        present = [task for task in client_tasks if not self.lost(round.number, task.client)]
-        for task in client_tasks:
+    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+        present = [task for task in jobs if not self.lost(round.number, task.client)]
+        for task in jobs:
             if self.lost(round.number, task.client):
                 yield Fault(task, "lost")
         for answer in super().train(algorithm, round, present):
-            if self.tamper is not None and isinstance(answer, Reply):
-                changed = self.tamper(round.number, answer.client_task.client, dict(answer.tensors))
+            if self.tamper is not None and isinstance(answer, Answer):
+                changed = self.tamper(round.number, answer.job.client, dict(answer.tensors))
                 answer = replace(answer, tensors=changed)
             yield answer
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from fedloom.algorithm import CAPABILITIES, Algorithm, Message, Plan, algorithms
-from fedloom.algorithms.building import build
+from fedloom.algorithm import CAPABILITIES, Algorithm, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from seams.cases import WRAPPERS
 from seams.setting import small_task
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Message, Selection, Wrapper
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Wrapper
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Aggregate, Message, Selection
 from fedloom.local.cohort import Cohort
+from fedloom.parts.building import build
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
@@ -72,7 +73,7 @@ def test_the_blend_counts_absent_slots_as_they_were_sent() -> None:
         share = max(0.0, 1 - bound**2 / spread)
         assert run.algorithm.diagnose()["blend"] == pytest.approx(share, rel=1e-9)
         torch.testing.assert_close(
-            run.algorithm.model(), (1 - share) * pool.mean(0) + share * mean, rtol=1e-9, atol=1e-9
+            run.model(), (1 - share) * pool.mean(0) + share * mean, rtol=1e-9, atol=1e-9
         )
 
 
@@ -89,7 +90,7 @@ def test_each_update_is_clipped_from_the_model_that_its_client_was_sent() -> Non
         updates = [record.reply["model"] - record.inbox["model"] for record in records]
         clipped = [update * min(1.0, radius / float(update.norm())) for update in updates]
         expected = mean_sent + torch.stack(clipped).mean(0)
-        torch.testing.assert_close(run.algorithm.model(), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(run.model(), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_clients_that_return_what_they_were_sent_move_nothing() -> None:
@@ -98,10 +99,10 @@ def test_clients_that_return_what_they_were_sent_move_nothing() -> None:
     steps(run, 2)
     train = run.algorithm.train
     run.algorithm.train = lambda cohort, inbox: train(cohort, inbox) and {"model": inbox["model"].clone()}  # type: ignore[method-assign]
-    model_before = run.algorithm.model().clone()
+    model_before = run.model().clone()
     run.step()
     assert len(recording.of(3)) == 8
-    torch.testing.assert_close(run.algorithm.model(), model_before, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(run.model(), model_before, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("inner", ["fedmut", "fedmut(beta=0.0)"])
@@ -117,11 +118,11 @@ ASYNCHRONOUS = ["fedbuff({}, k=2)", "fedasync({})"]
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_asynchronous_methods_go_on_without_clients_that_drop_out(method: str, inner: str, dropout: float) -> None:
     run, _ = federation(method.format(inner), rounds=8, dropout=dropout)
-    initial = run.algorithm.model().clone()
+    initial = run.model().clone()
     steps(run, 8)
     assert run.finished == 8
-    assert bool(torch.isfinite(run.algorithm.model()).all())
-    assert not torch.equal(run.algorithm.model(), initial)
+    assert bool(torch.isfinite(run.model()).all())
+    assert not torch.equal(run.model(), initial)
 
 
 @pytest.mark.parametrize("method", ASYNCHRONOUS)
@@ -239,7 +240,7 @@ def test_rounds_of_no_client_and_of_one_are_rounds(expression: str) -> None:
     run, _ = federation(expression, **FEW)
     steps(run, 8)
     assert {0, 1} <= {len(record["clients"]) for record in run.history}
-    assert bool(torch.isfinite(run.algorithm.model()).all())
+    assert bool(torch.isfinite(run.model()).all())
 
 
 def test_a_private_quantile_needs_more_clients_than_its_rounds_have() -> None:
@@ -302,7 +303,7 @@ def test_a_round_without_arrivals_is_no_version() -> None:
             moved = [(back - sent) * (1 + version - since) ** -0.5 for _, _, since, sent, back in taken]
             model, version = model + sum(moved) / len(moved), version + 1
         empty += not taken
-        torch.testing.assert_close(run.algorithm.model(), model, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(run.model(), model, rtol=1e-9, atol=1e-9)
     assert empty, "every round had an arrival, so nothing was shown"
 
 
@@ -387,7 +388,7 @@ def test_what_decodes_to_no_finite_model_is_refused_by_client(coded: str, inner:
     run, _ = federation(coded.format(inner), small_task("float32"), change=hostile, awaited=9, rounds=3)
     decodes = coded.startswith("sparse")  # 3e38 is a float, which plain averaging must believe for a round
     steps(run, 1 if decodes and inner == "fedavg" else 2)
-    assert bool(torch.isfinite(run.algorithm.model()).all())
+    assert bool(torch.isfinite(run.model()).all())
     for record in run.history:
         faults = [fault["client"] for fault in record["faults"]]
         assert faults == [4] or (decodes and faults == [])
@@ -404,7 +405,7 @@ class TrainsNothing(FedAvg):
 def test_clients_that_train_no_epoch_leave_the_model() -> None:
     run, _ = federation(TrainsNothing(), rounds=1)
     run.step()
-    torch.testing.assert_close(run.algorithm.model(), run.task.initial, rtol=1e-12, atol=1e-12)  # a mean of equals
+    torch.testing.assert_close(run.model(), run.task.initial, rtol=1e-12, atol=1e-12)  # a mean of equals
 
 
 class Shares(FedAvg):
@@ -421,7 +422,7 @@ class Shares(FedAvg):
         share = torch.tensor([[1]]) if client % 2 == self.parity else inbox["model"].new_tensor([[client + 0.75]])
         return {**super().train(cohort, inbox), "share": share}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         self.state["share"] = aggregate.mean["share"].reshape(1)
 
@@ -456,7 +457,7 @@ class OwnIntegers(FedAvg):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {**super().train(cohort, inbox), "integers": inbox["integers"] + 1.5}
 
-    def update(self, round: Round, aggregate: AggregatedReplies) -> None:
+    def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         self.state["integers"] = aggregate.mean["integers"]
 
@@ -486,7 +487,7 @@ class HalvedDownload(Wrapper):
 
 def test_a_wrapper_that_overrides_send_is_heard() -> None:
     run, recording = federation(HalvedDownload(build("fedavg")), rounds=1)
-    start = run.algorithm.model().clone()
+    start = run.model().clone()
     run.step()
     for record in recording.of(1).values():
         assert torch.equal(record.inbox["model"], start / 2)

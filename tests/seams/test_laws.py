@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.accounting import epsilon
+from fedloom.parts.accounting import epsilon
 from fedloom.rounds.clock import Clock
 from seams.cases import EVERYBODY, WRAPPERS, methods, pair_refusal
 from seams.setting import SIZES, answered, federation, small_task
@@ -36,7 +36,7 @@ def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner
     expression = f"private({inner}, clip={CLIP}, noise=0{option})"
     everyone, recording = federation(expression, **SAMPLINGS[sampling])
     everyone.step()
-    model_before = everyone.algorithm.model().clone()
+    model_before = everyone.model().clone()
     everyone.step()
     present = answered(everyone, recording, 2)
     assert present
@@ -45,11 +45,11 @@ def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner
         fewer, _ = federation(expression, **SAMPLINGS[sampling])
         fewer.engine.lost = lambda number, client, absent=absent: (number, client) == (2, absent)  # type: ignore[attr-defined]
         fewer.step()
-        torch.testing.assert_close(fewer.algorithm.model(), model_before)
+        torch.testing.assert_close(fewer.model(), model_before)
         clip = fewer.algorithm.bound()  # type: ignore[attr-defined]
         fewer.step()
         expected = everyone.algorithm.plan.participants
-        gap = float((everyone.algorithm.model() - fewer.algorithm.model()).norm()) * expected
+        gap = float((everyone.model() - fewer.model()).norm()) * expected
         assert gap <= clip * (1 + 1e-9)
         farthest = max(farthest, gap / clip)
     assert farthest > 0.5, "no update was clipped, so nothing was shown"
@@ -116,7 +116,7 @@ def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method:
             run, _ = federation(expression, task, rounds=2, **options, **often)
             run.step()
             run.step()
-            models.append(run.algorithm.model())
+            models.append(run.model())
         assert torch.equal(*models), expression
         assert everybody or 0 <= run.history[-1]["new_client_accuracy"] <= 1
 
@@ -138,6 +138,6 @@ def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(rule: str, i
         run, _ = federation(f"robust({inner}, rule={rule})", small_task("norm"), awaited=9, change=change)
         for _ in range(3):
             run.step()
-        state = run.algorithm.full_state()
+        state = run.server_state()
         largest.append(max(float(tensor.double().abs().max()) for tensor in state.values() if tensor.numel()))
     assert largest[1] <= 2 * largest[0] + 1

@@ -2,10 +2,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Round, algorithms
-from fedloom.exchange import Aggregate, Plan, Replies
 from fedloom.algorithms.qfedavg import ReportsLoss
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Aggregate, Plan, Replies
 
 
 @algorithms.register("afl")

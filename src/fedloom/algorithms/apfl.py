@@ -1,13 +1,12 @@
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Probability
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
-from fedloom.exchange import Message
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Probability
+from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 from fedloom.flat.population import weighted_mean

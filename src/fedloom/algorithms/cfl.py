@@ -1,12 +1,11 @@
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative, NonNegativeInt
+from fedloom.exchange import Message, Plan, Replies
 
 
 @algorithms.register("cfl")

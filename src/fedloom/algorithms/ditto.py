@@ -3,10 +3,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative
+from fedloom.exchange import Message
 
 
 @algorithms.register("ditto")

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Facts, Round, algorithms
-from fedloom.exchange import Message, Plan, Replies, server_model, start_is_changed
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.fedprox import proximal
 from fedloom.config.fields import NonNegative, Positive
+from fedloom.exchange import Message, Plan, Replies, server_model, start_is_changed
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
 

@@ -5,10 +5,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Replies
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Aggregate, Message, Replies
 from fedloom.flat.module import Batch, Net, data_loss
 
 

@@ -1,14 +1,13 @@
 """FedSAM and FedASAM: local steps towards flat minima, and optionally an average of the server's late models."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.config.fields import NonNegative, Share
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
 
@@ -32,7 +31,6 @@ class FedSAM(Algorithm):
     swa: bool = False
     swa_start: Share = 0.75
 
-    fits_once: ClassVar[bool] = False
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -51,7 +49,7 @@ class FedSAM(Algorithm):
         return self.state["swa_model" if self.swa else "model"]
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(fits_once=False, needs_total_rounds=self.swa)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

@@ -17,7 +17,7 @@ class FedAvg(Algorithm):
     weighted: bool = True
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(anonymous=not self.weighted)
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:

@@ -2,9 +2,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, algorithms
+from fedloom.algorithm import Cohort, algorithms
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.config.fields import NonNegativeInt
+from fedloom.exchange import Message
 
 
 @algorithms.register("fedbabu")

@@ -1,15 +1,16 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Round, algorithms
-from fedloom.exchange import Plan, Replies
+from fedloom.algorithm import Facts, Round, algorithms
 from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
 from fedloom.algorithms.sharing import take
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan, Replies
 from fedloom.flat.layout import Unit
 
 
@@ -46,7 +47,7 @@ class FedCross(Indep):
         require_schedule("alpha", self.alpha)
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return replace(super().facts, anonymous=self.partner != "in_order")
 
     def setup(self, plan: Plan) -> None:

@@ -1,15 +1,14 @@
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Share
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.module import Batch, Context, Net
 
 

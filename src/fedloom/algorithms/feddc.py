@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan, server_model
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
+from fedloom.exchange import Aggregate, Message, Plan, server_model
 from fedloom.local.cohort import Cohort, Context
 
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_size, relative_sizes
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.local.cohort import Cohort, Context
 
 

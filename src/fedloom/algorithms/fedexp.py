@@ -1,11 +1,10 @@
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Plan, Replies
 from fedloom.config.fields import Positive
+from fedloom.exchange import Aggregate, Plan, Replies
 
 
 @algorithms.register("fedexp")

@@ -1,14 +1,15 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
-from fedloom.exchange import Message, Plan, Replies
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count, Probability, Share
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.flat.population import weighted_mean
 
 
@@ -39,7 +40,7 @@ class FedFomo(PartlyShared):
     base_facts = Facts(one_download=False, fits_once=False, averages=False)
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         known = len(self.state["known"]) if hasattr(self, "state") and "known" in self.state else 0
         return replace(super().facts, one_model_each=bool(known) and self._sent() < known)
 

@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.exchange import Message, Plan, Replies, TensorSpec
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.exchange import Message, Plan, Replies, TensorSpec
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean

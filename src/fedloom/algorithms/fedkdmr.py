@@ -2,13 +2,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Round, algorithms
+from fedloom.algorithm import Cohort, Round, algorithms
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.statistics import require_classes
-from fedloom.local.distillation import divergence, teacher_outputs
 from fedloom.config.fields import NonNegativeInt, Positive, Probability
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
+from fedloom.local.distillation import divergence, teacher_outputs
 
 
 @algorithms.register("fedkdmr")

@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from pydantic import Strict
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
-from fedloom.exchange import Message, Plan, Replies
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms, is_personal
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan, Replies
 from fedloom.flat.layout import Unit, UnitKind
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
 
@@ -38,15 +38,19 @@ class Indep(Algorithm):
     local: Algorithm | None = field(default=None, kw_only=True)
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         """Those of `local`, whose client half trains, with a pool on the server."""
+        local = Facts() if self.local is None else self.local.facts
+        deploys = "received"
+        if self.local is not None and is_personal(self.local):
+            deploys = local.deploys or "start"
         return replace(
-            Facts() if self.local is None else self.local.facts,
+            local,
+            deploys=deploys,
             averages=False,
             fixed_participants=True,
             one_model_each=True,
             anonymous=True,
-            deploys=None,
         )
 
     def setup(self, plan: Plan) -> None:
@@ -70,6 +74,9 @@ class Indep(Algorithm):
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return super().train(cohort, inbox) if self.local is None else self.local.train(cohort, inbox)
+
+    def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
+        return inbox["model"] if self.local is None else self.local.personalise(cohort, inbox)
 
 
 @algorithms.register("fedmr")
@@ -103,7 +110,7 @@ class FedMR(Indep):
             require_schedule("blend", self.blend)
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return replace(super().facts, anonymous=self.blend != "auto")  # which averages by samples
 
     def setup(self, plan: Plan) -> None:

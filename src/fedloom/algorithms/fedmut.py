@@ -1,8 +1,7 @@
-from typing import ClassVar
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.config.fields import Count, NonNegative, Probability
+from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.population import mutate
 
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Probability
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch, Net
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.module import Batch, Net
 
 

@@ -1,8 +1,9 @@
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message, algorithms, server_model
+from fedloom.algorithm import Algorithm, algorithms
 from fedloom.config.fields import NonNegative, Positive
+from fedloom.exchange import Message, server_model
 from fedloom.local.cohort import Cohort, Context, Correction
 
 

@@ -1,16 +1,15 @@
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.func import grad
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message, Plan
 from fedloom.algorithms.linear_head import NEVER, Head, LinearHead, two_heads
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Message, Plan
 from fedloom.flat.module import Batch, Net
 
 

@@ -1,14 +1,14 @@
 """FedAvg-C and FedProx-C: the downloaded model is fine-tuned before a client uses it."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message, server_model
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegative, NonNegativeInt
+from fedloom.exchange import Message, server_model
 
 
 @algorithms.register("fedavg_c")

@@ -1,14 +1,13 @@
 """SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with each client."""
 
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from fedloom.algorithm import Cohort, Facts, algorithms, name_of
-from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Message
 from fedloom.flat.layout import Unit
 from fedloom.models.structure import head_name, layer_finder
 

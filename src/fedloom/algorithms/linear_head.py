@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Cohort, Plan
+from fedloom.algorithm import Cohort
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Plan
 from fedloom.flat.layout import TensorSlice, Unit
 from fedloom.models.structure import head_name
 

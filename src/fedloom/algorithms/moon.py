@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedloom.algorithm import Algorithm, Cohort, Message, algorithms, server_model
+from fedloom.algorithm import Algorithm, Cohort, algorithms
 from fedloom.config.fields import NonNegative, Positive
+from fedloom.exchange import Message, server_model
 from fedloom.flat.module import Batch, Net
 
 

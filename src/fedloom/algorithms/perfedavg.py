@@ -1,11 +1,11 @@
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, algorithms
-from fedloom.exchange import Message
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative, Positive
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch, Context
 
 

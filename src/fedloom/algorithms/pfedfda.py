@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.algorithm import Cohort, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.linear_head import Head, LinearHead, discriminant
 from fedloom.config.fields import Positive
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.randomness import stream
 
 

@@ -4,11 +4,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedloom.algorithm import Cohort, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.module import Batch
 
 

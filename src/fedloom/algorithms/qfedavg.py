@@ -1,9 +1,8 @@
 from collections.abc import Mapping
-from typing import ClassVar
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Replies, server_model
 from fedloom.config.fields import NonNegative
+from fedloom.exchange import Aggregate, Message, Replies, server_model
 
 
 class ReportsLoss(Algorithm):

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Round, algorithms
-from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.algorithms.statistics import mean_gradient, mean_size, momentum_gain, relative_sizes, require_sgd
 from fedloom.config.fields import Positive
+from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.flat.module import Batch
 from fedloom.local.cohort import Cohort, Context
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, AnyClient, Cohort, Round, name_of
-from fedloom.exchange import Aggregate, Message, Plan
+from fedloom.algorithm import Algorithm, Cohort, Facts, Round, name_of, overrides
 from fedloom.errors import InvalidValue
+from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.layout import Layout, Unit
 from fedloom.models.structure import block_parameters, layer_finder
 
@@ -152,7 +152,7 @@ class PartlyShared(Algorithm):
         return model
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return replace(self.base_facts, deploys=self._deploys())
 
     def _deploys(self) -> Literal["received", "start", "memory"]:

@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Cohort, Message, Plan
+from fedloom.algorithm import Cohort
 from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted
+from fedloom.exchange import Message, Plan
 from fedloom.training import Training
 
 

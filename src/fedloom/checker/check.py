@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.checker.findings import Finding, kinds, source_match
 from fedloom.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
@@ -38,10 +37,16 @@ from fedloom.errors import (
     error_text,
     is_user_code,
 )
+from fedloom.exchange import Specs
 from fedloom.local.cohort import Cohort
+from fedloom.method import Method, components, needs_total_rounds
+from fedloom.parts.building import build
+from fedloom.parts.part import Part
+from fedloom.parts.pipeline import Pipeline
+from fedloom.parts.stages import stages_in
 from fedloom.randomness import global_stream, stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Expected, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
@@ -151,7 +156,7 @@ def sample_of(task: Task) -> Task:
 class _Trial:
     """A method and the task that it is checked on."""
 
-    method: Algorithm
+    method: Method
     task: Task
 
     @cached_property
@@ -199,20 +204,25 @@ class _Trial:
 
     @property
     def server_location(self) -> str:
-        kind = type(self.method)
+        kind = self._kind
         return code_location(kind.update) or code_location(kind.receive) or self.location
 
     @property
     def location(self) -> str:
-        return code_location(type(self.method).train) or code_location(type(self.method))
+        return code_location(self._kind.train) or code_location(type(self.method))
+
+    @property
+    def _kind(self) -> type[Algorithm]:
+        found = (method for method in components(self.method) if isinstance(method, Algorithm))
+        return type(next(found))
 
 
 # --- mistakes in its code ---
 
 
-def _misread(method: Algorithm) -> Iterator[Finding]:
+def _misread(method: Method) -> Iterator[Finding]:
     """Find names in the classes of a method that fedloom does not read as they are meant."""
-    hooks = {name for name in vars(Algorithm) if not name.startswith("_")}
+    hooks = {name for base in (Algorithm, Part) for name in vars(base) if not name.startswith("_")}
     for kind in (kind for kind in kinds(method) if not kind.__module__.startswith("fedloom.")):
         bases = {name for base in kind.__mro__[1:] for name in [*vars(base), *vars(base).get("__annotations__", {})]}
         written = vars(kind).get("__annotations__", {})
@@ -261,21 +271,21 @@ class _Reference:
                 location = source_match(trial.method, rf"\b{name}\b")[0] or trial.location
                 remedy = "send it with the message; a client remembers in cohort.memory"
                 self.findings.append(Finding(problem, location, remedy))
-        moved = self.findings or not torch.equal(self.federation.algorithm.model(), trial.task.initial)
-        if not moved and not self.federation.algorithm.personal:
+        moved = self.findings or not torch.equal(self.federation.model(), trial.task.initial)
+        if not moved and not self.federation.pipeline.personal:
             problem = f"the global model has not moved in {ROUNDS} rounds"
             remedy = "update (or receive) must put a new model into self.state['model'], and train reply with trained weights"
             self.findings.append(Finding(problem, trial.server_location, remedy))
 
     def _rounds(self, engine: "_ListeningEngine") -> None:
         method = self.federation.algorithm
-        initial, attributes = set(method.full_state()), _attributes(method)
+        initial, attributes = set(self.federation.server_state()), _attributes(method)
         for _ in range(ROUNDS):
-            state = {_in_state(name): tensor for name, tensor in method.full_state().items()}
+            state = {_in_state(name): tensor for name, tensor in self.federation.server_state().items()}
             self.listener.watch(state)
             self.federation.step()
             self.listener.unwatch(list(state))
-        self.findings += _missing_in_setup(method, initial)
+        self.findings += _missing_in_setup(self.federation, initial)
         for name, location in _written(method, attributes):
             if name not in self.listener.notes["written"]:
                 problem = f"self.{name} changes from round to round, and no checkpoint holds it"
@@ -298,48 +308,49 @@ class _ListeningEngine(RowsEngine):
         self.listener = listener
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
-    ) -> Reply | Fault:
-        inbox = {f"inbox[{name!r}]": rows for name, rows in client_task.inbox.items()}
+        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
+    ) -> Answer | Fault:
+        inbox = {f"inbox[{name!r}]": rows for name, rows in job.inbox.items()}
         self.listener.watch(inbox)
-        with self._client_half(algorithm):
-            result = super().train_one(algorithm, round, client_task, expected)
+        with self._client_half(pipeline):
+            result = super().train_one(pipeline, round, job, expected)
         self.listener.unwatch(list(inbox))
         for name, location in self.client_memory.lost().items():
             self.listener.note("lost", name, location)
         if isinstance(result, Fault) and not result.diverged:
             error = result.error
-            location = (error_location(error) if error else "") or code_location(type(algorithm).train)
+            location = (error_location(error) if error else "") or code_location(type(pipeline.algorithm).train)
             self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))
         return result
 
     def personalised(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> list[tuple[int, Tensor, Tensor | None]]:
-        with self._client_half(algorithm):
-            return super().personalised(algorithm, round, client_tasks)
+        with self._client_half(pipeline):
+            return super().personalised(pipeline, round, jobs)
 
-    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
-        cohort = super().cohort(round, client_tasks)
+    def cohort(self, round: Round, jobs: Sequence[Job]) -> Cohort:
+        cohort = super().cohort(round, jobs)
         self.client_memory = cohort.memory = ListeningMemory(self.store, cohort.clients)
         return cohort
 
     @contextmanager
-    def _client_half(self, algorithm: Algorithm) -> Iterator[None]:
+    def _client_half(self, pipeline: Pipeline) -> Iterator[None]:
         """Note, while the method is at a client, its reads of the server's state and its writes to itself."""
-        attributes, states = _attributes(algorithm), [method.state for method in algorithm.nested()]
-        for method, state in zip(algorithm.nested(), states, strict=True):
-            method.state = GuardedState(state, self.listener)
+        method = pipeline.parts[0] if pipeline.parts else pipeline.algorithm
+        attributes, states = _attributes(method), [component.state for component in components(method)]
+        for component, state in zip(components(method), states, strict=True):
+            component.state = GuardedState(state, self.listener)
         try:
             yield
         finally:
-            for method, state in zip(algorithm.nested(), states, strict=True):
-                method.state = state
-        for name, location in _written(algorithm, attributes):
+            for component, state in zip(components(method), states, strict=True):
+                component.state = state
+        for name, location in _written(method, attributes):
             self.listener.note("written", name, location)
 
 
-def _globals(method: Algorithm) -> dict[tuple[str, str], object]:
+def _globals(method: Method) -> dict[tuple[str, str], object]:
     """Return a fingerprint of the variables in the user's modules that hold a method, by module and name."""
     modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds(method)}
     return {
@@ -351,12 +362,12 @@ def _globals(method: Algorithm) -> dict[tuple[str, str], object]:
     }
 
 
-def _attributes(method: Algorithm) -> dict[tuple[int, str], object]:
+def _attributes(method: Method) -> dict[tuple[int, str], object]:
     return {
         (k, name): _trace(value)
-        for k, inner in enumerate(method.nested())
+        for k, inner in enumerate(components(method))
         for name, value in vars(inner).items()
-        if name not in ("state", "plan", *inner.wraps) and not isinstance(value, Algorithm)
+        if name not in ("state", "plan", "stages") and not isinstance(value, Method)
     }
 
 
@@ -369,15 +380,18 @@ def _trace(value: object) -> object:
     return value if plain else id(value)
 
 
-def _written(method: Algorithm, attributes: Mapping[tuple[int, str], object]) -> Iterator[tuple[str, str]]:
+def _written(method: Method, attributes: Mapping[tuple[int, str], object]) -> Iterator[tuple[str, str]]:
     """Find the attributes that have changed since, and the lines that write them."""
     for (k, name), value in _attributes(method).items():
         if (k, name) not in attributes or attributes[k, name] != value:
             yield name, source_match(method, rf"self\.{name}\b(?!\()")[0]
 
 
-def _missing_in_setup(method: Algorithm, initial: set[str]) -> Iterator[Finding]:
-    for full in method.full_state():
+def _missing_in_setup(federation: Federation, initial: set[str]) -> Iterator[Finding]:
+    method = federation.algorithm
+    if any(stages_in(method)):  # stages have no state before they begin
+        return
+    for full in federation.server_state():
         name = full.rpartition(".")[2]
         if full not in initial and not re.search(r"\d", name):  # figures in a name: one for each client, as they come
             near = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in initial], 1)
@@ -393,9 +407,9 @@ class _LockStepEngine(StackedEngine):
     """The stacked engine, which never trains clients one by one instead."""
 
     def _results(
-        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
+        self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
     ) -> Iterator[T]:
-        for chunk in self._chunks(algorithm, client_tasks):
+        for chunk in self._chunks(pipeline, jobs):
             yield from work(chunk)
 
 
@@ -403,17 +417,17 @@ class _ElsewhereEngine(RowsEngine):
     """The rows engine with a method that is sent to each client without its state, as to a worker process."""
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
-    ) -> Reply | Fault:
-        return super().train_one(self._sent(algorithm), round, client_task, expected)
+        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
+    ) -> Answer | Fault:
+        return super().train_one(self._sent(pipeline), round, job, expected)
 
     def personalised(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> list[tuple[int, Tensor, Tensor | None]]:
-        return super().personalised(self._sent(algorithm), round, client_tasks)
+        return super().personalised(self._sent(pipeline), round, jobs)
 
-    def _sent(self, algorithm: Algorithm) -> Algorithm:
-        sent: Algorithm = load(*dump(algorithm), task=self.task)
+    def _sent(self, pipeline: Pipeline) -> Pipeline:
+        sent: Pipeline = load(*dump(pipeline), task=self.task)
         return sent
 
 
@@ -445,7 +459,7 @@ _WAYS = {
     ),
     "as the beginning of a longer run": (
         "the first rounds depend on how many there will be",
-        "a property needs_total_rounds that returns True says so",
+        "facts = Facts(needs_total_rounds=True) says so",
     ),
 }
 """Ways of running the rounds, the problem where one comes to another state than the reference, and its remedy."""
@@ -461,7 +475,7 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
         (lambda: trial.outcome(_ElsewhereEngine(task, proof)), ""),
         (trial.resumed, trial.server_location),
     ]
-    if not trial.method.needs_total_rounds:
+    if not needs_total_rounds(trial.method):
         location = source_match(trial.method, r"\.rounds\b")[0]
         ways.append((lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS), location))
     for (outcome, location), (way, (problem, remedy)) in zip(ways, _WAYS.items(), strict=False):
@@ -478,7 +492,7 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
 def _off(outcome: Federation, expected: Federation, initial: Tensor, tolerance: float = 0.0) -> str:
     """Return how far a federation's states are from those expected, or "" within a share of how far these have moved."""
     states, references = (
-        {**federation.algorithm.full_state(), "model": federation.algorithm.model()}
+        {**federation.server_state(), "model": federation.model()}
         for federation in (outcome, expected)
     )
     moved = float((references["model"] - initial).abs().max())

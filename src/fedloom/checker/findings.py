@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from fedloom.algorithm import Algorithm, Wrapper
+from fedloom.algorithm import Algorithm
 from fedloom.errors import is_user_code, shown_path
+from fedloom.method import Method, components
+from fedloom.parts.part import Part
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,13 @@ class Finding:
         return f"{self.location and self.location + ': '}{self.problem}{self.remedy and ': ' + self.remedy}"
 
 
-def kinds(method: Algorithm) -> list[type]:
+def kinds(method: Method) -> list[type]:
     """Return the classes of a method and of its inner methods, without those of the interface."""
-    classes = [kind for inner in method.nested() for kind in type(inner).__mro__]
-    return [kind for kind in dict.fromkeys(classes) if issubclass(kind, Algorithm) and kind not in (Algorithm, Wrapper)]
+    classes = [kind for inner in components(method) for kind in type(inner).__mro__]
+    return [kind for kind in dict.fromkeys(classes) if issubclass(kind, Method) and kind not in (Method, Algorithm, Part)]
 
 
-def source_match(method: Algorithm, pattern: str) -> tuple[str, str]:
+def source_match(method: Method, pattern: str) -> tuple[str, str]:
     """Return the first line in the classes of a method that matches the pattern, and the text that does; "" for none."""
     for definition in _definitions(method):
         try:
@@ -52,7 +54,7 @@ def source_match(method: Algorithm, pattern: str) -> tuple[str, str]:
     return "", ""
 
 
-def _definitions(method: Algorithm) -> Iterator[Any]:
+def _definitions(method: Method) -> Iterator[Any]:
     """Yield the classes of a method; of a class of a notebook, whose source Python does not find, the functions."""
     for kind in kinds(method):
         in_file = hasattr(sys.modules.get(kind.__module__), "__file__")
@@ -79,7 +81,7 @@ def drawing_location() -> str:
 
 def _is_methods(frame: FrameType) -> bool:
     inside: str = frame.f_globals.get("__name__", "")
-    return inside.startswith("fedloom.algorithms.") or is_user_code(frame.f_code.co_filename)
+    return inside.startswith(("fedloom.algorithms.", "fedloom.parts.")) or is_user_code(frame.f_code.co_filename)
 
 
 def _shown(frame: FrameType) -> str:

@@ -76,7 +76,7 @@ def schema(file: Schemed = None) -> None:
 
 def registered(kind: str) -> Listed:
     """Return all entries of a kind from the registry."""
-    from fedloom.algorithms.families import FAMILIES, family_of
+    from fedloom.parts.families import FAMILIES, family_of
 
     entries = list(getattr(importlib.import_module(KINDS[kind][1]), kind))
     families = {entry.name: FAMILIES[family_of(entry)] if kind == "algorithms" else "" for entry in entries}

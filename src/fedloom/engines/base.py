@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
+from fedloom.exchange import INTEGERS, Message, Specs
 from fedloom.local.cohort import Cohort, Trained
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, Engine, Expected
+from fedloom.rounds.engine import Engine
 from fedloom.state.store import ClientStore
 from fedloom.task import Task
 
@@ -98,18 +99,19 @@ class LocalEngine(Engine):
         self.store.close()
 
 
-def run_training(algorithm: Algorithm, cohort: Cohort, inbox: Message) -> Message:
-    """Return the message of `algorithm.train`; `InvalidValue` if it has not one row a client, or the inbox was changed."""
+def run_training(pipeline: Pipeline, cohort: Cohort, inbox: Message) -> Message:
+    """Return the replies of a cohort; `InvalidValue` if it has not one row a client, or the inbox was changed."""
     versions = [(name, rows, rows._version) for name, rows in inbox.items()]
-    message = algorithm.train(cohort, inbox)
+    message = pipeline.work(cohort, inbox)
     fault = _message_fault(message, len(cohort.clients))
     changed = [name for name, rows, version in versions if rows._version != version]
     if not fault and changed:
         fault = f"changed inbox[{changed[0]!r}] in place, which others are sent too: change a clone() of it"
     if fault:
         clients = ", ".join(map(str, cohort.clients[:3])) + (", ..." if len(cohort.clients) > 3 else "")
-        location = in_brackets(code_location(type(algorithm).train))
-        raise InvalidValue(f"{type(algorithm).__name__}.train of client {clients} {fault}{location}")
+        kind = type(pipeline.algorithm)
+        location = in_brackets(code_location(kind.train))
+        raise InvalidValue(f"{kind.__name__}.train of client {clients} {fault}{location}")
     return {name: rows.detach() for name, rows in message.items()}  # no reply keeps the graph of its training
 
 
@@ -133,9 +135,9 @@ def _message_fault(message: object, clients: int) -> str:
     return ""
 
 
-def inspect_reply(algorithm: Algorithm, round: Round, tensors: Mapping[str, Tensor], expected: Expected) -> None:
+def inspect_reply(pipeline: Pipeline, round: Round, tensors: Mapping[str, Tensor], expected: Specs) -> None:
     """Raise `RefusedReply` unless a reply has the expected names, shapes and types and is finite, decoded too."""
-    kind = type(algorithm).__name__
+    kind = type(pipeline.algorithm).__name__
     if tensors.keys() != expected.keys():
         lacking = [f"lacks {name!r}" for name in sorted(expected.keys() - tensors.keys())]
         holding = [f"holds {name!r}" for name in sorted(tensors.keys() - expected.keys())]
@@ -148,13 +150,13 @@ def inspect_reply(algorithm: Algorithm, round: Round, tensors: Mapping[str, Tens
             raise RefusedReply(f"{name!r} holds complex numbers")
         if dtype is not None and tensor.dtype != dtype:
             received, example = _short(tensor.dtype), f"{name}.to(inbox['model'])"
-            cure = f"convert it, such as {example}, or say in `reply_dtypes` that it is {received}"
+            cure = f"convert it, such as {example}, or give {name!r} a TensorSpec of {received} in `expects`"
             raise RefusedReply(f"{kind}.train returned {name!r} as {received}, not {_short(dtype)}: {cure}")
     _require_finite(tensors)
     if any(dtype is None for _, dtype in expected.values()):
         return
     rows = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
-    decoded = algorithm.decoded(round, rows)
+    decoded = pipeline.decoded(round, rows)
     if decoded is not rows:
         _require_finite(decoded)
 

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 import fedloom.engines.ray.driver  # noqa: F401  registers the engine
-from fedloom.algorithm import Algorithm
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines
@@ -19,6 +18,7 @@ from fedloom.engines.work import has_cores, mean_steps, most_workers, step_multi
 from fedloom.errors import InvalidValue
 from fedloom.flat.device import require_device
 from fedloom.flat.linear_chain import linear_layers
+from fedloom.method import Method, components
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
@@ -54,7 +54,7 @@ def make_engine(
     schedule: Schedule | None = None,
     *,
     in_process: bool = False,
-    algorithm: Algorithm | None = None,
+    algorithm: Method | None = None,
     begun: Choice | None = None,
     **options: Any,
 ) -> LocalEngine:
@@ -111,7 +111,7 @@ def by_rule(
     task: Task,
     schedule: Schedule | None = None,
     in_process: bool = False,
-    algorithm: Algorithm | None = None,
+    algorithm: Method | None = None,
     begun: Choice | None = None,
     *,
     memory_budget: int = BUDGET,
@@ -148,11 +148,11 @@ def by_rule(
 
 
 def choice(
-    task: Task, schedule: Schedule | None, in_process: bool, algorithm: Algorithm | None
+    task: Task, schedule: Schedule | None, in_process: bool, algorithm: Method | None
 ) -> tuple[Choice, Proof | None]:
     """Return the rule's choice, and the proof of the task's shortcuts if it took one."""
     cuda, spreads, workers = task.initial.is_cuda, has_cores(task) and not in_process, most_workers(task, schedule)
-    stackable = algorithm is None or unstackable_method(algorithm) is None
+    stackable = algorithm is None or unstackable_method(components(algorithm)) is None
     plain = stackable and task.training.autocast == "none"
     products = plain and task.objective.plain_cross_entropy and bool(linear_layers(task.model, task.layout))
     if cuda or products or (plain and _low_rank(task)):

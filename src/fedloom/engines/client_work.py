@@ -14,14 +14,15 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange
 from fedloom.engines.pickling import Packed, load
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, error_text, mark_location
+from fedloom.exchange import Exchange, Specs
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Expected, Fault, FoldedBlock, Reply
+from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job
 from fedloom.rounds.replies import RoundReplies, weights_of
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
@@ -64,9 +65,9 @@ class Assignment:
     With an `exchange`, the round's, also what folding blocks of `size` slots takes: the server's state before, and the slots.
     """
 
-    algorithm: Algorithm
+    pipeline: Pipeline
     round: Round
-    expected: Expected
+    expected: Specs
     common: tuple[Tensor, ...]
     exchange: Exchange | None = None
     state: Tensors = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Assignment:
 class ClientWork:
     """One client: its task, its memory, and the shared tensors that its reply is written into (all others are sent back)."""
 
-    client_task: ClientTask
+    job: Job
     memory: Tensors
     targets: Tensors
 
@@ -102,7 +103,7 @@ class ClientResult:
 
 
 @dataclass(frozen=True)
-class Answers:
+class WorkDone:
     """Results of a piece of work, of training in order; new notices; and the aggregate of a folded block."""
 
     results: tuple[ClientResult | Fault | Tally, ...]
@@ -118,7 +119,7 @@ class ClientTrainer:
         self._engine: RowsEngine
         self._assignment: Assignment
 
-    def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> Answers | Exception:
+    def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> WorkDone | Exception:
         """Do a piece of work, with a new `Setup` and `Assignment` if they are given; return the answers, or the exception."""
         try:
             if setup is not None:
@@ -131,59 +132,59 @@ class ClientTrainer:
         except Exception as error:
             return FedloomError(f"a worker cannot take part: {error_text(error)}")
 
-    def _answers(self, engine: RowsEngine, assignment: Assignment, work: Work) -> Answers | Exception:
-        algorithm, round = assignment.algorithm, assignment.round
+    def _answers(self, engine: RowsEngine, assignment: Assignment, work: Work) -> WorkDone | Exception:
+        pipeline, round = assignment.pipeline, assignment.round
         engine.renew_notices()
         engine.store.begin(None)
         for client in work.clients:
             if client.memory:
-                engine.store.write(client.client_task.client, client.memory)
+                engine.store.write(client.job.client, client.memory)
         engine.store.commit()
-        client_tasks = [self._on_device(client.client_task) for client in work.clients]
+        jobs = [self._on_device(client.job) for client in work.clients]
         if work.kind == "evaluate":
             try:
-                return Answers(tuple(engine.evaluate(algorithm, round, client_tasks)), tuple(engine.notices))
+                return WorkDone(tuple(engine.evaluate(pipeline, round, jobs)), tuple(engine.notices))
             except Exception as error:
                 return _portable(error)
-        trained = list(engine.train_block(algorithm, round, client_tasks, assignment.expected))
+        trained = list(engine.train_block(pipeline, round, jobs, assignment.expected))
         folded = None
         if work.fold:
-            folded = _folded(engine.task, assignment, client_tasks, trained)
+            folded = _folded(engine.task, assignment, jobs, trained)
             trained = [result if isinstance(result, Fault) else replace(result, tensors={}) for result in trained]
-        results = {id(result.client_task): result for result in trained}
-        pairs = zip(work.clients, client_tasks, strict=True)
-        answers = tuple(_answer(engine, client, results[id(client_task)]) for client, client_task in pairs)
-        return Answers(answers, tuple(engine.notices), folded)
+        results = {id(result.job): result for result in trained}
+        pairs = zip(work.clients, jobs, strict=True)
+        answers = tuple(_answer(engine, client, results[id(job)]) for client, job in pairs)
+        return WorkDone(answers, tuple(engine.notices), folded)
 
-    def _on_device(self, client_task: ClientTask) -> ClientTask:
+    def _on_device(self, job: Job) -> Job:
         if self.device is None:
-            return client_task
-        inbox = {name: tensor.to(self.device, copy=True) for name, tensor in client_task.inbox.items()}
-        return replace(client_task, inbox=inbox)
+            return job
+        inbox = {name: tensor.to(self.device, copy=True) for name, tensor in job.inbox.items()}
+        return replace(job, inbox=inbox)
 
 
 def _folded(
-    task: Task, assignment: Assignment, client_tasks: Sequence[ClientTask], trained: Sequence[Reply | Fault]
+    task: Task, assignment: Assignment, jobs: Sequence[Job], trained: Sequence[Answer | Fault]
 ) -> FoldedBlock:
     """Return the replies of a block of slots, folded as the server would."""
-    assignment.algorithm.restore(assignment.state)
-    weigh, fold = partial(weights_of, task), partial(assignment.algorithm.fold, assignment.round)
+    assignment.pipeline.restore(assignment.state)
+    weigh, fold = partial(weights_of, task), partial(assignment.pipeline.fold, assignment.round)
     size = assignment.size
-    replies = RoundReplies(client_tasks, assignment.slots, size, weigh, fold, exchange=assignment.exchange)
+    replies = RoundReplies(jobs, assignment.slots, size, weigh, fold, exchange=assignment.exchange)
     replies.collect(trained)
-    number = min(task.slot for task in client_tasks if task.slot is not None) // size
+    number = min(task.slot for task in jobs if task.slot is not None) // size
     return FoldedBlock(number, replies.aggregate, replies.integers, replies.bytes)
 
 
-def _answer(engine: RowsEngine, client: ClientWork, result: Reply | Fault) -> ClientResult | Fault:
+def _answer(engine: RowsEngine, client: ClientWork, result: Answer | Fault) -> ClientResult | Fault:
     """Return one client's result, with its reply written into shared memory as far as that fits."""
     if isinstance(result, Fault):
         error = None if result.error is None else _portable(result.error)
-        return replace(result, client_task=replace(result.client_task, inbox={}), error=error)
-    tensors = {} if result.client_task.slot is None else dict(result.tensors)
+        return replace(result, job=replace(result.job, inbox={}), error=error)
+    tensors = {} if result.job.slot is None else dict(result.tensors)
     for name in client.targets.keys() & tensors.keys():
         client.targets[name].copy_(tensors.pop(name))
-    memory = engine.store.read(result.client_task.client)
+    memory = engine.store.read(result.job.client)
     written = {name: tensor for name, tensor in memory.items() if tensor is not client.memory.get(name)}
     return ClientResult(tensors, result.metrics, written)
 

@@ -14,16 +14,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange
 from fedloom.engines.base import LocalEngine
-from fedloom.engines.client_work import Answers, Assignment, ClientResult, ClientWork, Setup, Work, slim
+from fedloom.engines.client_work import Assignment, ClientResult, ClientWork, Setup, Work, WorkDone, slim
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
+from fedloom.exchange import Exchange, Specs
 from fedloom.flat.device import keep_pages
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Expected, Fault, FoldingEngine, Reply, Result, expectations, slot_blocks
+from fedloom.rounds.engine import Answer, Fault, FoldingEngine, Job, Result, slot_blocks
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
@@ -42,7 +43,7 @@ MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
 
-Group = tuple[int, Sequence[ClientTask]]
+Group = tuple[int, Sequence[Job]]
 """Number of a block of slots, and clients of it that are handed out together."""
 
 
@@ -67,7 +68,7 @@ class WorkerHandle(ABC):
         self._setup, self._assignment = setup, assignment
         self.send(setup if begins else None, announced, work)
 
-    def listen(self) -> Answers | Exception:
+    def listen(self) -> WorkDone | Exception:
         """Receive its answers, the first of which only says that it has started. Raises `WorkerDied`."""
         answers = self.receive()
         self.group, self.busy, self.ready = None, False, True
@@ -80,7 +81,7 @@ class WorkerHandle(ABC):
         """Send messages to the worker's `ClientTrainer.take`. If the worker is dead, `receive` reports it."""
 
     @abstractmethod
-    def receive(self) -> Answers | Exception:
+    def receive(self) -> WorkDone | Exception:
         """Receive the answers for `listen`."""
 
     @abstractmethod
@@ -92,7 +93,7 @@ class WorkerHandle(ABC):
 class ReplyMatrices:
     """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client of it is handed out."""
 
-    expected: Expected
+    expected: Specs
     slots: int
     size: int
     empty: Callable[[Sequence[int], torch.dtype], Tensor]
@@ -162,7 +163,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         return torch.empty(*shape, dtype=dtype)
 
     @abstractmethod
-    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+    def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
         """Return the groups in which clients are handed out, in order."""
 
     def _proven_setup(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> Setup:
@@ -184,42 +185,42 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         keep_pages()
 
     def train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
         """Train; workers fold whole blocks of slots where all clients are sent one model."""
-        expected = expectations(algorithm, round, self.task.layout)
-        slots = [client_task.slot + 1 for client_task in client_tasks if client_task.slot is not None]
-        size = algorithm.slots_together
-        gathered, pools = max([len(round.selected), *slots]), algorithm.plan.pools
+        expected = pipeline.expected(round)
+        slots = [job.slot + 1 for job in jobs if job.slot is not None]
+        size = pipeline.block_size
+        gathered, pools = max([len(round.selected), *slots]), pipeline.plan.pools
         fitting = {name: s for name, s in expected.items() if not pools.takes(min(size, gathered) * s.bytes)}
         matrices = ReplyMatrices(fitting, gathered, size, self._empty)
-        blocks = slot_blocks(client_tasks, round, size)
-        assignment = Assignment(algorithm, round, expected, _common(client_tasks))
+        blocks = slot_blocks(jobs, round, size)
+        assignment = Assignment(pipeline, round, expected, _common(jobs))
         if self.workers_fold and fold is not None and fold.shared and len(blocks) >= BLOCKS * self.workers:
-            state = algorithm.full_state()
+            state = pipeline.state()
             assignment = replace(assignment, exchange=fold, state=state, slots=gathered, size=size)
         for group, answers in self._answers("train", assignment, blocks, matrices):
             if answers.folded is not None:
                 yield copy.deepcopy(answers.folded)  # the memory of an answer is reused later, or read-only
-            for client_task, result in zip(group, answers.results, strict=True):
+            for job, result in zip(group, answers.results, strict=True):
                 if isinstance(result, Fault):
-                    yield Fault(client_task, result.reason, result.error)
+                    yield Fault(job, result.reason, result.error)
                     continue
                 assert isinstance(result, ClientResult)
                 if result.written:
-                    self.store.write(client_task.client, {name: rows.clone() for name, rows in result.written.items()})
+                    self.store.write(job.client, {name: rows.clone() for name, rows in result.written.items()})
                 if answers.folded is not None:
-                    yield Reply(client_task, {}, result.metrics)
+                    yield Answer(job, {}, result.metrics)
                     continue
-                tensors = matrices.rows(client_task.slot)
+                tensors = matrices.rows(job.slot)
                 for name, tensor in result.tensors.items():
                     tensors[name] = tensors[name].copy_(tensor) if name in tensors else tensor.clone()
-                yield Reply(client_task, tensors, result.metrics, matrices.block(client_task.slot))
+                yield Answer(job, tensors, result.metrics, matrices.block(job.slot))
 
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        assignment = Assignment(algorithm, round, {}, _common(client_tasks))
+    def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
+        assignment = Assignment(pipeline, round, {}, _common(jobs))
         no_replies = ReplyMatrices({}, 0, 1, self._empty)
-        for _, answers in self._answers("evaluate", assignment, {0: client_tasks}, no_replies):
+        for _, answers in self._answers("evaluate", assignment, {0: jobs}, no_replies):
             for result in answers.results:
                 if isinstance(result, Fault):
                     raise result.error or FedloomError(result.reason)
@@ -236,9 +237,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         self,
         kind: Literal["train", "evaluate"],
         assignment: Assignment,
-        blocks: Mapping[int, Sequence[ClientTask]],
+        blocks: Mapping[int, Sequence[Job]],
         matrices: ReplyMatrices,
-    ) -> Iterator[tuple[Sequence[ClientTask], Answers]]:
+    ) -> Iterator[tuple[Sequence[Job], WorkDone]]:
         """Yield each group with its answers as they arrive. Blocks are handed out in order, few of them at a time."""
         self._forget()
         common = {id(rows): index for index, rows in enumerate(assignment.common)}
@@ -246,7 +247,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         fold = assignment.exchange is not None
         waiting: deque[Group] = deque()
         for number, tasks in blocks.items():
-            groups = [list(tasks)] if fold else self._groups(assignment.algorithm, tasks)
+            groups = [list(tasks)] if fold else self._groups(assignment.pipeline, tasks)
             waiting.extend((number, group) for group in groups)
         unanswered = {number: len(tasks) for number, tasks in blocks.items()}
         begun = BLOCKS * self.workers if fold else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
@@ -257,7 +258,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             if not waiting or handle.busy or waiting[0][0] >= min(unanswered) + begun:
                 return
             number, group = waiting.popleft()
-            uploads = any(client_task.slot is not None for client_task in group)
+            uploads = any(job.slot is not None for job in group)
             full = fold and uploads and len(group) == len(blocks[number])
             shared = self.shares_memory and not full
             clients = tuple(
@@ -277,14 +278,14 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                     try:
                         answers = self._listen(handle)
                     except WorkerDied as death:
-                        deaths.update(id(client_task) for client_task in group)
+                        deaths.update(id(job) for job in group)
                         if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
                             # One at a time, so that a client that kills its worker does not fail its neighbours.
-                            waiting.extendleft((number, [client_task]) for client_task in reversed(group))
+                            waiting.extendleft((number, [job]) for job in reversed(group))
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
                         error = FedloomError(f"client {group[0].client}: {reason}")
-                        answers = Answers((Fault(group[0], reason, error),), ())
+                        answers = WorkDone((Fault(group[0], reason, error),), ())
                     give(handle)  # before the yield, so that the worker need not wait for the caller
                     if not group:
                         continue
@@ -300,7 +301,7 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         finally:
             self._forget()
 
-    def _listen(self, handle: WorkerHandle) -> Answers | Exception:
+    def _listen(self, handle: WorkerHandle) -> WorkDone | Exception:
         """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying while they start."""
         try:
             answers = handle.listen()
@@ -315,8 +316,8 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         self._failed_starts = 0
         return answers
 
-    def _sizes(self, client_tasks: Sequence[ClientTask]) -> Tensor:
-        return self.task.sizes(torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64))
+    def _sizes(self, jobs: Sequence[Job]) -> Tensor:
+        return self.task.sizes(torch.tensor([job.client for job in jobs], dtype=torch.int64))
 
     def _start_missing(self) -> None:
         try:
@@ -347,21 +348,21 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {error_text(error)}") from error
 
 
-def grouped(client_tasks: Sequence[ClientTask], sizes: Tensor, count: int, most: int) -> list[list[ClientTask]]:
+def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[list[Job]]:
     """Split the clients into about `count` groups of at most `most`, with about equally many samples (`sizes [n]`).
 
     Largest clients come first, since short groups fill the gaps at the end, and clients of similar sizes share a group.
     """
-    groups: list[list[ClientTask]] = []
-    current: list[ClientTask] = []
+    groups: list[list[Job]] = []
+    current: list[Job] = []
     filled, remaining = 0, int(sizes.sum())
     for index in sizes.argsort(descending=True, stable=True).tolist():
         size = int(sizes[index])
-        missing = max(1, min(count, len(client_tasks)) - len(groups))
+        missing = max(1, min(count, len(jobs)) - len(groups))
         if len(current) == most or (current and missing > 1 and filled + size / 2 > remaining / missing):
             groups.append(current)
             remaining, current, filled = remaining - filled, [], 0
-        current.append(client_tasks[index])
+        current.append(jobs[index])
         filled += size
     return [*groups, current] if current else groups
 
@@ -372,8 +373,8 @@ def end_all(handles: list[WorkerHandle]) -> None:
         handles.pop().end()
 
 
-def _common(client_tasks: Sequence[ClientTask]) -> tuple[Tensor, ...]:
+def _common(jobs: Sequence[Job]) -> tuple[Tensor, ...]:
     """Return the tensors that are sent to several clients."""
-    counts = Counter(id(rows) for client_task in client_tasks for rows in client_task.inbox.values())
-    by_id = {id(rows): rows for client_task in client_tasks for rows in client_task.inbox.values()}
+    counts = Counter(id(rows) for job in jobs for rows in job.inbox.values())
+    by_id = {id(rows): rows for job in jobs for rows in job.inbox.values()}
     return tuple(rows for key, rows in by_id.items() if counts[key] > 1)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Plan
+from fedloom.exchange import Plan
+from fedloom.method import Method
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
@@ -70,7 +71,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
         if isinstance(value, PoolFiles):  # the files stay with their owner
             return PoolFiles, (None, value.budget)
-        if isinstance(value, Algorithm):
+        if isinstance(value, Method):
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             make, arguments, attributes, *iterators = reduced
             if isinstance(attributes, dict):

@@ -11,16 +11,17 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
 from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, run_training
 from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
+from fedloom.exchange import Message, Specs
 from fedloom.flat.device import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
+from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import global_stream
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Expected, Fault, Reply, expectations, slot_blocks
+from fedloom.rounds.engine import Answer, Fault, Job, slot_blocks
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.state.store import BUDGET, Memory
 from fedloom.task import Task
@@ -57,104 +58,104 @@ class RowsEngine(LocalEngine):
         self.store.begin(directory)
         keep_pages()
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        expected = expectations(algorithm, round, self.task.layout)
-        slots = algorithm.slots_together
+    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+        expected = pipeline.expected(round)
+        slots = pipeline.block_size
         size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
-        for block in slot_blocks(client_tasks, round, size).values():
-            yield from self.train_block(algorithm, round, block, expected)
+        for block in slot_blocks(jobs, round, size).values():
+            yield from self.train_block(pipeline, round, block, expected)
 
     def train_block(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Expected
-    ) -> Iterator[Reply | Fault]:
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
+    ) -> Iterator[Answer | Fault]:
         """Train the clients of a block, whose replies are `expected` to hold this. A worker lacks the server's half to ask."""
 
-        def answers(chunk: Sequence[ClientTask]) -> list[Reply | Fault]:
+        def answers(chunk: Sequence[Job]) -> list[Answer | Fault]:
             if len(chunk) == 1:
-                return [self.train_one(algorithm, round, chunk[0], expected)]
-            return self._answers(algorithm, round, chunk, expected)
+                return [self.train_one(pipeline, round, chunk[0], expected)]
+            return self._answers(pipeline, round, chunk, expected)
 
-        return self._results(algorithm, client_tasks, answers)
+        return self._results(pipeline, jobs, answers)
 
     def _results(
-        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
+        self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
     ) -> Iterator[T]:
         """Yield the results of `work` on clients that advance together: here, on one after another."""
-        for client_task in client_tasks:
-            yield from work([client_task])
+        for job in jobs:
+            yield from work([job])
 
     def train_one(
-        self, algorithm: Algorithm, round: Round, client_task: ClientTask, expected: Expected
-    ) -> Reply | Fault:
+        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
+    ) -> Answer | Fault:
         """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
         try:
-            with self._drawing_layers(round, [client_task]):
-                (answer,) = self._answers(algorithm, round, [client_task], expected)
+            with self._drawing_layers(round, [job]):
+                (answer,) = self._answers(pipeline, round, [job], expected)
             return answer
         except FedloomError:
             raise
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
-            return Fault(client_task, f"{type(error).__name__}: {error}", error)
+            return Fault(job, f"{type(error).__name__}: {error}", error)
 
     def _answers(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], expected: Expected
-    ) -> list[Reply | Fault]:
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
+    ) -> list[Answer | Fault]:
         """Train clients that advance together. Those whose reply is refused keep their memory from before the round."""
-        cohort = self.cohort(round, client_tasks)
-        inbox = joined_inbox(client_tasks)
+        cohort = self.cohort(round, jobs)
+        inbox = joined_inbox(jobs)
         sent = load_integers(cohort, inbox, self.task.initial_integers)
-        message = run_training(algorithm, cohort, inbox)
+        message = run_training(pipeline, cohort, inbox)
         keep_integers(cohort, message, sent)
-        answers: list[Reply | Fault] = []
+        answers: list[Answer | Fault] = []
         accepted = []
         metrics = {name: values.tolist() for name, values in cohort.metrics.items()}
-        for row, client_task in enumerate(client_tasks):
+        for row, job in enumerate(jobs):
             tensors = {name: rows[row] for name, rows in message.items()}
             try:
-                if client_task.slot is not None:
-                    inspect_reply(algorithm, round, tensors, expected)
+                if job.slot is not None:
+                    inspect_reply(pipeline, round, tensors, expected)
             except RefusedReply as error:
-                answers.append(Fault(client_task, str(error), error))
+                answers.append(Fault(job, str(error), error))
                 continue
             accepted.append(row)
             measured = {name: values[row] for name, values in metrics.items() if not math.isnan(values[row])}
-            answers.append(Reply(client_task, tensors, measured))
+            answers.append(Answer(job, tensors, measured))
         cohort.memory.commit(accepted)
         return answers
 
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
+    def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
         test = self.task.local_test
         assert test is not None, "only clients with test data of their own are evaluated"
-        models = self._results(algorithm, client_tasks, partial(self.personalised, algorithm, round))
+        models = self._results(pipeline, jobs, partial(self.personalised, pipeline, round))
         for client, row, integers in models:
             yield self.evaluator.tally(row, self.task.train, test, [client], integers)
 
     def personalised(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> list[tuple[int, Tensor, Tensor | None]]:
         """Return each client, the model `[P]` that it would use in `round`, and its integer buffers if any.
 
         The method works on a copy of the inbox, and its writes to the clients' memory are dropped.
         """
-        cohort = self.cohort(round, client_tasks)
-        inbox = {name: rows.clone() for name, rows in joined_inbox(client_tasks).items()}
+        cohort = self.cohort(round, jobs)
+        inbox = {name: rows.clone() for name, rows in joined_inbox(jobs).items()}
         load_integers(cohort, inbox, self.task.initial_integers)
-        with self._drawing_layers(round, client_tasks):
-            rows = algorithm.personalise(cohort, inbox)
+        with self._drawing_layers(round, jobs):
+            rows = pipeline.personalise(cohort, inbox)
         integers = cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)
         return list(zip(cohort.clients, rows, integers, strict=True))
 
-    def _drawing_layers(self, round: Round, client_tasks: Sequence[ClientTask]) -> AbstractContextManager[None]:
+    def _drawing_layers(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
         """Let layers that draw, such as dropout, draw from the client's stream: they know only torch's global generator."""
-        if len(client_tasks) > 1:  # stacks are given the streams
+        if len(jobs) > 1:  # stacks are given the streams
             return nullcontext()
-        client, device = client_tasks[0].client, self.task.initial.device
+        client, device = jobs[0].client, self.task.initial.device
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 
-    def cohort(self, round: Round, client_tasks: Sequence[ClientTask]) -> Cohort:
+    def cohort(self, round: Round, jobs: Sequence[Job]) -> Cohort:
         """Return the cohort of clients that train together: here, of one."""
-        clients = [client_task.client for client_task in client_tasks]
+        clients = [job.client for job in jobs]
         return Cohort(
             clients,
             [self.task.samples(client) for client in clients],
@@ -163,18 +164,18 @@ class RowsEngine(LocalEngine):
             self.task.training,
             round,
             Memory(self.store, clients),
-            [client_task.slot is not None for client_task in client_tasks],
+            [job.slot is not None for job in jobs],
         )
 
     def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
         return self.flat_module
 
 
-def joined_inbox(client_tasks: Sequence[ClientTask]) -> Message:
+def joined_inbox(jobs: Sequence[Job]) -> Message:
     """Return the inboxes of k clients as one, without a copy of a row that all share."""
-    inbox = dict(client_tasks[0].inbox)
-    for name, row in inbox.items() if len(client_tasks) > 1 else ():
-        rows = [client_task.inbox[name] for client_task in client_tasks]
+    inbox = dict(jobs[0].inbox)
+    for name, row in inbox.items() if len(jobs) > 1 else ():
+        rows = [job.inbox[name] for job in jobs]
         shared = all(sent.data_ptr() == row.data_ptr() and sent.shape == row.shape for sent in rows)
         inbox[name] = row.expand(len(rows), *row.shape[1:]) if shared else torch.cat(rows)
     return inbox

@@ -2,14 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines
 from fedloom.engines.proof import Proof
@@ -17,8 +16,10 @@ from fedloom.engines.rows import RowsEngine, T, full_batch
 from fedloom.errors import FedloomError, error_text
 from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
+from fedloom.method import Method
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
@@ -61,9 +62,9 @@ class StackedEngine(RowsEngine):
         self.stack.autocast = task.training.autocast_dtype
 
     def _results(
-        self, algorithm: Algorithm, client_tasks: Sequence[ClientTask], work: Callable[[Sequence[ClientTask]], list[T]]
+        self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
     ) -> Iterator[T]:
-        waiting = deque(self._chunks(algorithm, client_tasks))
+        waiting = deque(self._chunks(pipeline, jobs))
         while waiting:
             chunk = waiting.popleft()
             if len(chunk) == 1:
@@ -79,23 +80,23 @@ class StackedEngine(RowsEngine):
             except Exception as error:
                 # One client's failure must not fail the chunk: each works by itself, with the same result.
                 size = 1
-                self.notice(f"{algorithm}: clients train one by one where they fail in lock step: {error_text(error)}")
+                self.notice(f"{pipeline}: clients train one by one where they fail in lock step: {error_text(error)}")
             else:
                 yield from results
                 continue
             waiting.extendleft(reversed([chunk[start : start + size] for start in range(0, len(chunk), size)]))
 
-    def _chunks(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[Sequence[ClientTask]]:
+    def _chunks(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[Sequence[Job]]:
         """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""
-        reason = unstackable_method(algorithm)
+        reason = unstackable_method(pipeline.components())
         if reason:
-            self.notice(f"{algorithm}: {reason}")
+            self.notice(f"{pipeline}: {reason}")
         size = 1 if reason or self.proof.unstackable else self.chunk
-        clients = torch.tensor([client_task.client for client_task in client_tasks], dtype=torch.int64)
+        clients = torch.tensor([job.client for job in jobs], dtype=torch.int64)
         falling = self.task.sizes(clients).argsort(descending=True, stable=True).tolist()
-        count = math.ceil(len(client_tasks) / size)
-        edges = [index * len(client_tasks) // max(1, count) for index in range(count + 1)]
-        return [[client_tasks[k] for k in falling[a:b]] for a, b in pairwise(edges)]
+        count = math.ceil(len(jobs) / size)
+        edges = [index * len(jobs) // max(1, count) for index in range(count + 1)]
+        return [[jobs[k] for k in falling[a:b]] for a, b in pairwise(edges)]
 
     def _module(self, round: Round, clients: Sequence[int]) -> FlatModule:
         if len(clients) == 1:
@@ -105,10 +106,12 @@ class StackedEngine(RowsEngine):
         return self.stack
 
 
-def unstackable_method(algorithm: Algorithm) -> str | None:
-    """Return the reason why clients of this method train one at a time, or None if they may advance together."""
-    name = next((type(method).__name__ for method in algorithm.nested() if not method.stackable), None)
-    return None if name is None else f"{name} trains one client at a time"
+def unstackable_method(methods: Iterable[Method]) -> str | None:
+    """Return the reason why clients of these methods train one at a time, or None if they may advance together."""
+    for method in methods:
+        if not method.facts.stackable:
+            return f"{type(method).__name__} trains one client at a time"
+    return None
 
 
 def default_chunk(task: Task, flat_module: FlatModule) -> int:

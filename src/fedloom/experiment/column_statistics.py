@@ -13,11 +13,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from pydantic import TypeAdapter
 
-from fedloom.algorithms.private import OpenShare
 from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.frames import data_frame, html_table
+from fedloom.parts.privacy import OpenShare
 from fedloom.report.cells import Cell, Column, Table
 from fedloom.report.figures import COLOURS
 from fedloom.state.files import write_text

@@ -9,8 +9,6 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.experiment.comparison_result import ComparisonResult
@@ -24,6 +22,8 @@ from fedloom.experiment.pools import make_pool
 from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import PythonObjects, TaskOf
 from fedloom.experiment.settings import require_key
+from fedloom.method import Method
+from fedloom.parts.building import build
 from fedloom.report.page import ReportOptions
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import Schedule, Stop
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def compare(
-    methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str],
+    methods: Mapping[str, Method | str] | Sequence[Method | str],
     task: TaskOf,
     *,
     seeds: Iterable[int] = (0,),
@@ -161,9 +161,9 @@ def python_table(
     return {"name": Path(folder).name, **personal, **table}
 
 
-def labelled(methods: Mapping[str, Algorithm | str] | Sequence[Algorithm | str]) -> dict[str, Algorithm]:
+def labelled(methods: Mapping[str, Method | str] | Sequence[Method | str]) -> dict[str, Method]:
     """Return methods by label, by default their expression. Raises as `build`."""
     if isinstance(methods, Mapping):
         return {name: build(method) for name, method in methods.items()}
-    built = [build(method) for method in ([methods] if isinstance(methods, str | Algorithm) else methods)]
+    built = [build(method) for method in ([methods] if isinstance(methods, str | Method) else methods)]
     return {str(method): method for method in built}

@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
 from fedloom.config.plugins import import_plugins
@@ -29,8 +27,10 @@ from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line,
 from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import combinations, label, require_key, with_changes
 from fedloom.experiment.trackers.tracker import build_tracker
+from fedloom.method import Method
 from fedloom.models import models
 from fedloom.objectives.custom import build_objective
+from fedloom.parts.building import build
 from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target, TargetValue
 from fedloom.rounds.clock import Clock
@@ -124,7 +124,7 @@ class Configuration(Schedule):
     def seeded(self, seed: int) -> Schedule:
         return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)} | {"seed": seed})
 
-    def method(self, algorithm: str) -> Algorithm:
+    def method(self, algorithm: str) -> Method:
         """Return a new method of an expression or of a label in `algorithms`. Raises as `build`."""
         if self.objects is not None:
             return copy.deepcopy(self.objects.methods[algorithm])
@@ -132,7 +132,7 @@ class Configuration(Schedule):
         return copy.deepcopy(self._built(labels.get(algorithm, algorithm)))
 
     @cached_property
-    def _built(self) -> Callable[[str], Algorithm]:
+    def _built(self) -> Callable[[str], Method]:
         return cache(build)  # once each
 
     def recorders(self) -> list[Recorder]:

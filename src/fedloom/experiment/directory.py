@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from fedloom.algorithm import Algorithm
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
 from fedloom.errors import CheckpointError, FedloomError
 from fedloom.experiment.identity import environment, version_changes
+from fedloom.method import Method, needs_total_rounds
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
 from fedloom.report.clients import client_table
@@ -134,7 +134,7 @@ class RunDirectory:
             return configuration
         return {**configuration, "engine": self.configuration["engine"]}
 
-    def begin(self, configuration: dict[str, Any], method: Algorithm, fresh: bool = False) -> list[str]:
+    def begin(self, configuration: dict[str, Any], method: Method, fresh: bool = False) -> list[str]:
         """Prepare the directory for a run, which `settle` begins. Return notices. Raises as `require`."""
         if fresh:
             self.clear()
@@ -157,7 +157,7 @@ class RunDirectory:
         write_json(self.path / "configuration.json", configuration)
         self.__dict__.pop("configuration", None)
 
-    def require(self, configuration: dict[str, Any], method: Algorithm) -> None:
+    def require(self, configuration: dict[str, Any], method: Method) -> None:
         """Raise `CheckpointError` where the run here differs in more than the number of rounds, or a `stop` that waits longer."""
         if not (self.path / "configuration.json").exists():
             return
@@ -171,12 +171,12 @@ class RunDirectory:
         if stored["rounds"] != asked_for["rounds"]:
             self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
 
-    def _require_rounds(self, stored: int, rounds: int, method: Algorithm, training: Training) -> None:
+    def _require_rounds(self, stored: int, rounds: int, method: Method, training: Training) -> None:
         begun = f"a run with rounds = {stored}, not {rounds}, and"
         if not training.same_rates(stored, rounds):
             rates = f"the learning rates of training.schedule = {training.schedule!r}"
             raise self._refusal(f"{begun} {rates} depend on how many there are")
-        if method.needs_total_rounds:
+        if needs_total_rounds(method):
             raise self._refusal(f"{begun} what {method} does in a round depends on how many there are")
         done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
         if rounds <= done:  # also after as many: nobody may have evaluated the last one

@@ -23,14 +23,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from scipy.stats import norm
 from torch import Tensor
 
-from fedloom.algorithms.accounting import noise_for
-from fedloom.algorithms.private import normal
 from fedloom.config.fields import Finite
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.lazy import in_memory
 from fedloom.errors import InvalidValue, RefusedReply, quoted, shortened, suggestion
 from fedloom.experiment.column_statistics import REACH, ColumnStatistics, Kind, Statistics, Survey
+from fedloom.parts.accounting import noise_for
+from fedloom.parts.noise import normal
 from fedloom.randomness import stream
 from fedloom.task import Task
 

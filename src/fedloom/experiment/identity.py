@@ -10,9 +10,9 @@ import numpy
 import torch
 
 import fedloom
-from fedloom.algorithm import Algorithm
 from fedloom.data.lazy import in_memory
 from fedloom.flat.device import processor
+from fedloom.method import Method, needs_total_rounds
 from fedloom.rounds.clock import Clock
 from fedloom.state.digest import Digest, digest
 from fedloom.task import Task
@@ -23,9 +23,9 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 """Versions and settings that may change the last digits of a figure."""
 
 
-def identity(task: Task, described: Mapping[str, Any], method: Algorithm, clock: Clock) -> str:
+def identity(task: Task, described: Mapping[str, Any], method: Method, clock: Clock) -> str:
     """Return a digest of the run, without its end: the number of rounds, unless the method needs to know it, and `stop`."""
-    end = ("stop",) if method.needs_total_rounds else ("rounds", "stop")
+    end = ("stop",) if needs_total_rounds(method) else ("rounds", "stop")
     described = {key: value for key, value in described.items() if key not in end}
     return digest(json.dumps([described, task_digests(task), clock.lines or None], sort_keys=True))
 

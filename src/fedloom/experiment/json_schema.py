@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import Field, create_model
 
-from fedloom.algorithm import algorithms
 from fedloom.config.fields import type_hints
 from fedloom.config.registry import Registry
 from fedloom.data.dataset import datasets
@@ -14,6 +13,7 @@ from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
 from fedloom.experiment.configuration import _KEYS as KEYS
 from fedloom.experiment.configuration import Configuration
+from fedloom.method import algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
 

@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fedloom.algorithm import Algorithm, name_of
 from fedloom.config.expression import parse_value, plain
 from fedloom.config.fields import parameters
 from fedloom.errors import InvalidValue
+from fedloom.method import Method, components, name_of
 
 PREFIX = "algorithm."
 
 
-def parameter_keys(outer: Algorithm) -> list[str]:
+def parameter_keys(outer: Method) -> list[str]:
     """Return every key that names one parameter of one of the nested methods, the short form first where it is enough."""
-    keys = Counter(key for method in outer.nested() for keys in _parameters(method).values() for key in keys)
+    keys = Counter(key for method in components(outer) for keys in _parameters(method).values() for key in keys)
     unique = [key for key, count in keys.items() if count == 1]
     return sorted(unique, key=lambda key: key.count("."))
 
 
-def with_parameters(outer: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
+def with_parameters(outer: Method, changes: Mapping[str, Any]) -> Method:
     """Return a copy of a method with parameters set. Raise `InvalidValue` or `UnknownName` for a wrong one."""
     outer = copy.deepcopy(outer)
-    for method in outer.nested():
+    for method in components(outer):
         for name, keys in _parameters(method).items():
             for key in changes.keys() & keys:
                 setattr(method, name, _value(changes[key]))
@@ -32,7 +32,7 @@ def with_parameters(outer: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
     return outer
 
 
-def _parameters(method: Algorithm) -> dict[str, tuple[str, str]]:
+def _parameters(method: Method) -> dict[str, tuple[str, str]]:
     """Return the parameters of a method that are no methods themselves, each with its keys."""
     names = [name for name in parameters(type(method)) if name not in method.wraps]
     return {name: (f"{PREFIX}{name}", f"{PREFIX}{name_of(method)}.{name}") for name in names}

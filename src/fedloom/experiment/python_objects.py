@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedloom.algorithm import Algorithm
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.identity import task_digests
+from fedloom.method import Method, components
 from fedloom.objectives.custom import expression_of
 from fedloom.state.digest import digest
 from fedloom.task import Task
@@ -31,7 +31,7 @@ class PythonObjects:
         tasks: By seed, what is stated of the task, as far as that is known.
     """
 
-    methods: Mapping[str, Algorithm]
+    methods: Mapping[str, Method]
     source: TaskOf
     training: Mapping[str, Any] = field(default_factory=dict)
     texts: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -39,7 +39,7 @@ class PythonObjects:
 
     def __post_init__(self) -> None:
         for name, method in self.methods.items():
-            self.texts[name] = {"algorithm": str(method), "code": code_digest(method.nested())}
+            self.texts[name] = {"algorithm": str(method), "code": code_digest(components(method))}
 
     def task(self, seed: int) -> Task:
         """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""

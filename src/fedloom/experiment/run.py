@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm
-from fedloom.algorithms.building import build
 from fedloom.config.plugins import import_plugins
 from fedloom.engines.base import Choice, LocalEngine
 from fedloom.engines.choose import DEFAULT, make_engine, settled_by
@@ -33,6 +31,8 @@ from fedloom.experiment.python_objects import PythonObjects
 from fedloom.experiment.settings import require_key
 from fedloom.experiment.trackers.tracker import Tracker
 from fedloom.experiment.trackers.tracking import Tracking
+from fedloom.method import Method
+from fedloom.parts.building import build
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.card import model_card
@@ -94,7 +94,7 @@ class Result:
     @cached_property
     def model(self) -> nn.Module:
         """The global model, a module of its own in evaluation mode."""
-        module = self.task.module(self.federation.algorithm.model())
+        module = self.task.module(self.federation.model())
         self.task.layout.load_integers(module, self.federation.integers)
         return module.eval()
 
@@ -200,7 +200,7 @@ class Result:
 
 
 def run(
-    algorithm: Algorithm | str,
+    algorithm: Method | str,
     task: Task,
     *,
     schedule: Schedule | None = None,
@@ -449,14 +449,14 @@ def _personal_models(federation: Federation) -> dict[str, Tensor]:
     """Return the model `[P]` that each evaluated client would use, by its number, of personalised methods in a simulation."""
     task, engine, evaluation = federation.task, federation.engine, federation.evaluation
     size = task.initial.nbytes * (len(evaluation.clients) + len(evaluation.newcomers))
-    measured = evaluation.personal_every and federation.algorithm.personal and size <= BUDGET
+    measured = evaluation.personal_every and federation.pipeline.personal and size <= BUDGET
     if not measured or not isinstance(engine, LocalEngine):
         return {}
     rows = RowsEngine(task)
     rows.store = engine.store
     return {
-        str(number): rows.personalised(federation.algorithm, upcoming, [client_task])[0][1].clone()
-        for number, upcoming, client_task in federation.personal_tasks()
+        str(number): rows.personalised(federation.pipeline, upcoming, [job])[0][1].clone()
+        for number, upcoming, job in federation.personal_tasks()
     }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedloom.algorithm import Algorithm
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.experiment.configuration import VARYING, Configuration, configuration
 from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
@@ -34,6 +33,7 @@ from fedloom.experiment.settings import (
     values_of,
     with_changes,
 )
+from fedloom.method import Method
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.randomness import numpy_stream
 from fedloom.report.export import csv_text
@@ -138,7 +138,7 @@ class Search:
         settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
         return with_changes({**self.table, "algorithm": str(self._method(changes))}, settings)
 
-    def _method(self, changes: Changes) -> Algorithm:
+    def _method(self, changes: Changes) -> Method:
         values = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
         try:
             return with_parameters(self.method, values)

@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.comparison import labelled, python_table
@@ -25,6 +24,7 @@ from fedloom.experiment.python_objects import PythonObjects, TaskOf
 from fedloom.experiment.settings import label, plain_text
 from fedloom.experiment.suggest import TRIALS, search_optuna
 from fedloom.experiment.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials, write_trials
+from fedloom.method import Method
 from fedloom.report.cells import Cell, Column, Table, score_cell
 from fedloom.report.page import ReportOptions
 
@@ -52,7 +52,7 @@ class TuneResult(ComparisonResult):
         return best_of(self.trials)
 
     @property
-    def method(self) -> Algorithm:
+    def method(self) -> Method:
         """The method with the best parameters."""
         return self.best.configuration.method(self.best.algorithm)
 
@@ -88,7 +88,7 @@ class TuneResult(ComparisonResult):
 
 
 def tune(
-    method: Algorithm | str,
+    method: Method | str,
     task: TaskOf,
     search: Mapping[str, Any],
     *,

@@ -85,7 +85,7 @@ class Ala(Part):
         if blend.losses:
             memory.write(_name("weights", top), blend.weights, uploads & trained_before)
             memory.write(_name("learned", top), blend.learned, uploads & trained_before)
-        self.report(cohort, blend)
+        self.record_learning(cohort, blend)
         return reply
 
     def personalise(self, cohort: Cohort, inbox: Message, inner: Inner) -> Tensor:
@@ -172,7 +172,7 @@ class Ala(Part):
         start = int(torch.randint(count - chosen + 1, (), generator=generator))
         return samples[start : start + chosen]
 
-    def report(self, cohort: Cohort, blend: Blend) -> None:
+    def record_learning(self, cohort: Cohort, blend: Blend) -> None:
         """Put the epochs of learning and the loss of the final one into the clients' figures."""
         if blend.losses:
             history = torch.stack(blend.losses)

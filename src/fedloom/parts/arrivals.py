@@ -5,7 +5,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
 from fedloom.exchange import Exchange, Plan, Replies, Selection, uniform
 from fedloom.method import Facts
@@ -27,7 +26,8 @@ class Arrivals(Part):
     from the model that it was sent.
     """
 
-    k: Count = 1
+    k = 1
+    """Number of replies in a step."""
 
     once: ClassVar[bool] = True
     facts = Facts(fixed_participants=True, independent=False, foreseeable=False)

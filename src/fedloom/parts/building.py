@@ -51,7 +51,7 @@ def build(expression: str | Call | Method) -> Method:
 
 def method_fields(kind: type[Method]) -> set[str]:
     """Return the names of the fields of a method that hold other methods."""
-    hints = type_hints(kind)
+    hints = type_hints(kind)  # type: ignore[arg-type]
     return {name for name, hint in hints.items() if any(map(_is_method, (hint, *get_args(hint))))}
 
 

@@ -51,7 +51,7 @@ class Clustered(Part):
     once: ClassVar[bool] = True
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         by_size = self.by == "size"
         return Facts(
             fixed_participants=True, independent=False, foreseeable=by_size, anonymous=by_size
@@ -62,7 +62,7 @@ class Clustered(Part):
         return hooks if self.by == "similarity" else hooks - {"observe"}
 
     @property
-    def requires(self) -> tuple[str, ...]:  # type: ignore[override]
+    def requires(self) -> tuple[str, ...]:
         return ("whole models",) if self.by == "similarity" else ()
 
     def setup(self, plan: Plan, inner: Inner) -> None:

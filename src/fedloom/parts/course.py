@@ -86,17 +86,19 @@ class Course:
     def setup(self, plan: Plan) -> None:
         """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit together."""
         self.plan = plan
-        first, *others = all_pipelines = list(pipelines(self.method))
-        for stages in stages_in(self.method):
-            stages.begin(0)
-        _set_up(first, first.parts, plan)
-        for pipeline in others:
-            outside = {id(part) for part in first.parts}
-            inside = [part for part in pipeline.parts if id(part) not in outside]
-            _set_up(pipeline, inside, plan)
+        all_pipelines = list(pipelines(self.method))
         for pipeline in all_pipelines:
+            pipeline.algorithm.setup(plan)
             require_combination(pipeline)
         require_stages(self.method, all_pipelines)
+        done: set[int] = set()
+        for pipeline in all_pipelines:
+            for part in reversed(pipeline.parts):
+                if id(part) not in done:
+                    done.add(id(part))
+                    part.setup(plan, pipeline.inside(part))
+        for stages in stages_in(self.method):
+            stages.begin(0)
         for stages in stages_in(self.method):
             stages.forget()
 

@@ -46,7 +46,7 @@ class DPSGD(AccountedByClient):
     requires: ClassVar[tuple[str, ...]] = ("one fit", "only the model", "one update", "no integers")
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(needs_total_rounds=self.noise is None, stackable=False)
 
     def setup(self, plan: Plan, inner: Inner) -> None:
@@ -104,7 +104,7 @@ class PrivateCohort(Cohort):
         self._fitting = False
 
     @property
-    def _samples(self) -> Any:  # type: ignore[override]
+    def _samples(self) -> Any:
         raise InvalidValue(_uncounted(self.method))
 
     def fit(

@@ -1,8 +1,6 @@
-from dataclasses import field
-
 from torch import Tensor
 
-from fedloom.config.fields import Count, NonNegative, Probability
+from fedloom.config.fields import NonNegative, Probability
 from fedloom.method import algorithms
 from fedloom.parts.stale import StaleReplies
 
@@ -25,7 +23,6 @@ class FedAsync(StaleReplies):
         staleness: Exponent of the discount (paper: 0.5).
     """
 
-    k: Count = field(default=1, init=False)
     alpha: Probability = 0.6
     staleness: NonNegative = 0.5
 

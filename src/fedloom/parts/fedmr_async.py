@@ -48,15 +48,18 @@ class FedMRAsync(Arrivals):
     """
 
     method: Method = field(init=False)
-    k: Count = 10
     unit: UnitKind = "layer"
     fraction: Share = 1.0
     blend: Schedule = 0.0
+    k: Count = 10
     local: Algorithm | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.method = PoolOfArrivals(self.unit, self.fraction, self.blend, local=self.local)
         super().__post_init__()
+
+    def _inner(self) -> list[Method]:
+        return [self.method]
 
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)

@@ -170,6 +170,9 @@ class Part(Method):
         """Return figures that are recorded after every round."""
         return {}
 
+    def require_resources(self) -> None:
+        """Raise the errors of a missing library or of a choice that fails, before the first round."""
+
     @property
     def spent(self) -> bool:
         """True if no further round is allowed."""

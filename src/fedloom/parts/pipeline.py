@@ -34,7 +34,10 @@ from fedloom.round import Round
 STAGE = "@stage"
 """Name in a message of the number of the stage, where the run chooses when a stage ends."""
 
-Watch = Callable[[Callable[[Cohort, Message], Message], Cohort, Message], Message]
+Work = Callable[[Cohort, Message], Message]
+"""Takes a cohort and its inbox to its replies."""
+
+Watch = Callable[[Work, Cohort, Message], Message]
 """Called instead of a client's work, with the work, the cohort and the inbox."""
 
 
@@ -194,7 +197,7 @@ class Pipeline:
             moved = part.message(round, moved)
         if selection.receivers is not None:
             moved = self._with_idle_row(round, moved)
-        for part in self.acting("move"):
+        for part in reversed(self.acting("move")):
             moved = part.move(round, moved)
         wire = dict(moved)
         for part in reversed(self.acting("encode_down")):
@@ -261,6 +264,8 @@ class Pipeline:
 
     def decoded(self, round: Round, message: Message) -> Message:
         """Return what coded replies contain, with updates instead of models."""
+        if not self.acting("decode"):
+            return message
         specs, chain = self._specs(round), []
         for part in self._coders:
             chain.append((part, specs))

@@ -47,7 +47,7 @@ class Accounted(Part):
             raise InvalidValue(f"{name_of(self)}: {choices}")
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(needs_total_rounds=self.noise is None)
 
     @abstractmethod
@@ -76,6 +76,9 @@ class Accounted(Part):
     def report(self) -> dict[str, float]:
         return {"epsilon": self.cost()}
 
+    def require_resources(self) -> None:
+        self.cost(extra=1)  # chooses the noise and needs the library
+
     @property
     def spent(self) -> bool:
         if self.target_epsilon is None:
@@ -95,10 +98,6 @@ class AccountedByClient(Accounted):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         self.state["releases"] = torch.zeros(plan.clients, dtype=torch.int64)
-
-    def select(self, round: Round, inner: Inner) -> Selection:
-        self.cost(extra=1)  # chooses the noise and needs the library: errors come before training
-        return inner.select(round)
 
     def counted(self, selection: Selection) -> tuple[int, ...]:
         return selection.clients

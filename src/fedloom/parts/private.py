@@ -53,7 +53,7 @@ class Private(Accounted):
     )
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(
             needs_total_rounds=self.noise is None,
             needs_every_reply=True,
@@ -86,7 +86,6 @@ class Private(Accounted):
         if selection.clients != uniform(round) or selection.weights is not None:
             reason = "chooses its clients itself, which epsilon leaves out"
             raise InvalidValue(f"private: {self.method} {reason}")
-        self.cost(extra=1)  # chooses the noise and needs the library: errors come before training
         return selection
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:

@@ -5,64 +5,64 @@ from collections.abc import Callable
 from fedloom.algorithm import as_spec
 from fedloom.errors import InvalidValue
 from fedloom.method import Method, components, name_of
-from fedloom.parts.part import Part
+from fedloom.parts.part import Part, parts_of
 from fedloom.parts.pipeline import Pipeline
 
 Requirement = Callable[[Pipeline], str]
-"""Returns the reason why an algorithm and the parts inside do not fit, or "". {0} is the algorithm."""
+"""Returns the reason why a pipeline does not meet it, or "". {0} stands for the algorithm."""
 
 
-def _one_download(inner: Pipeline) -> str:
-    if inner.algorithm.facts.one_download and "model" in inner.algorithm.send(inner.plan.opening()):
+def _one_download(pipeline: Pipeline) -> str:
+    if pipeline.algorithm.facts.one_download and "model" in pipeline.algorithm.send(pipeline.plan.opening()):
         return ""
     return "clients of {0} are not sent one model"
 
 
-def _one_update(inner: Pipeline) -> str:
-    opening, algorithm = inner.plan.opening(), inner.algorithm
+def _one_update(pipeline: Pipeline) -> str:
+    opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
     expected = algorithm.expects(opening).get("model")
     sent = algorithm.send(opening).get("model")
     if expected is not None and sent is not None:
-        if tuple(sent.shape[1:]) == as_spec(expected, inner.plan.layout).shape:
+        if tuple(sent.shape[1:]) == as_spec(expected, pipeline.plan.layout).shape:
             return ""
     return "clients of {0} do not return an update of one model that they are sent"
 
 
-def _whole_model(inner: Pipeline) -> str:
-    if exchanges_models(inner):
+def _whole_model(pipeline: Pipeline) -> str:
+    if exchanges_models(pipeline):
         return ""
     return "clients of {0} do not exchange one whole model"
 
 
-def _returns_whole_model(inner: Pipeline) -> str:
-    return "" if inner.returns_whole(inner.plan.opening()) else "clients of {0} do not return whole models"
+def _returns_whole_model(pipeline: Pipeline) -> str:
+    return "" if pipeline.returns_whole(pipeline.plan.opening()) else "clients of {0} do not return whole models"
 
 
-def _only_the_model(inner: Pipeline) -> str:
-    extra = sorted(inner.expected_names(inner.plan.opening()) - {"model"})
+def _only_the_model(pipeline: Pipeline) -> str:
+    extra = sorted(pipeline.expected_names(pipeline.plan.opening()) - {"model"})
     return f"clients of {{0}} upload {extra[0]!r} too, which would leak" if extra else ""
 
 
-def _no_integers(inner: Pipeline) -> str:
-    if inner.plan.layout.integers:
+def _no_integers(pipeline: Pipeline) -> str:
+    if pipeline.plan.layout.integers:
         return "the model counts its batches (batch norm), which would leak: use group norm"
     return ""
 
 
-def _averages(inner: Pipeline) -> str:
-    if inner.algorithm.facts.averages:
+def _averages(pipeline: Pipeline) -> str:
+    if pipeline.algorithm.facts.averages:
         return ""
     return "{0} needs the single replies, not an estimate of their mean"
 
 
-def _one_model_for_all(inner: Pipeline) -> str:
-    if inner.algorithm.facts.one_model_each:
+def _one_model_for_all(pipeline: Pipeline) -> str:
+    if pipeline.algorithm.facts.one_model_each:
         return "one client less changes what {0} sends to others"
     return ""
 
 
-def _one_fit(inner: Pipeline) -> str:
-    for method in inner.components():
+def _one_fit(pipeline: Pipeline) -> str:
+    for method in pipeline.components():
         if not method.facts.fits_once:
             name = name_of(method)
             return (
@@ -71,25 +71,25 @@ def _one_fit(inner: Pipeline) -> str:
     return ""
 
 
-def _anonymous(inner: Pipeline) -> str:
-    if inner.algorithm.facts.anonymous:
+def _anonymous(pipeline: Pipeline) -> str:
+    if pipeline.algorithm.facts.anonymous:
         return ""
-    hint = ": give it weighted=false" if getattr(inner.algorithm, "weighted", False) else ""
+    hint = ": give it weighted=false" if getattr(pipeline.algorithm, "weighted", False) else ""
     return f"{{0}} needs to know whose an upload is, which the exchange hides{hint}"
 
 
-def _averages_only(inner: Pipeline) -> str:
+def _averages_only(pipeline: Pipeline) -> str:
     """Stale replies fit only algorithms that average whole models and nothing else."""
-    opening, algorithm = inner.plan.opening(), inner.algorithm
-    exchanges = algorithm.send(opening).keys() == {"model"} == inner.expected_names(opening)
-    one_model = not algorithm.facts.one_model_each and exchanges_models(inner)
+    opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
+    exchanges = algorithm.send(opening).keys() == {"model"} == pipeline.expected_names(opening)
+    one_model = not algorithm.facts.one_model_each and exchanges_models(pipeline)
     if exchanges and one_model and algorithm.facts.averages:
         return ""
     return "{0} does more than average whole models, which stale replies do not fit"
 
 
-def _common_messages(inner: Pipeline) -> str:
-    message = inner.algorithm.send(inner.plan.opening())
+def _common_messages(pipeline: Pipeline) -> str:
+    message = pipeline.algorithm.send(pipeline.plan.opening())
     addressed = sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1)
     if addressed:
         return f"clients of {{0}} are sent {addressed[0]!r} of their own, which idle clients cannot be"
@@ -125,10 +125,9 @@ def require_combination(pipeline: Pipeline) -> None:
     for rule in _RULES:
         rule(pipeline)
     for part in reversed(pipeline.parts):
-        inner = pipeline.inside(part)
         for name in part.requires:
-            if reason := REQUIREMENTS[name](inner):
-                raise InvalidValue(f"{name_of(part)}: {reason.format(inner.algorithm)}")
+            if reason := REQUIREMENTS[name](pipeline):
+                raise InvalidValue(f"{name_of(part)}: {reason.format(pipeline.algorithm)}")
 
 
 def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
@@ -138,7 +137,13 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
     for pipeline in pipelines:
         for part in pipeline.acting("close"):
             raise InvalidValue(f"{part} decides who trains when: it cannot be in stages or around them")
-    for part in (part for part in components(method) if isinstance(part, Part) and "move" in part.hooks()):
+    for part in parts_of(method):
+        if getattr(part, "counts_privacy", False):
+            if any(all(part is not other for other in pipeline.parts) for pipeline in pipelines):
+                name = name_of(part)
+                raise InvalidValue(f"{name}: other stages would have no privacy: put {name} around stages")
+        if "move" not in part.hooks():
+            continue
         around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
         units = [pipeline.algorithm.units() for pipeline in around]
         if any(unit != units[0] for unit in units):
@@ -172,7 +177,8 @@ def _closing_is_outermost(pipeline: Pipeline) -> None:
         changing = {"select", "poll", "move", "exchange", "release", "observe", "close"}
         for other in pipeline.parts:
             outer = any(other is candidate for candidate in outside)
-            if other is not part and (other.hooks() & changing or (outer and "rewrite" in other.hooks())):
+            rewrites = outer and "rewrite" in other.hooks()
+            if other is not part and (rewrites or other.hooks() & changing):
                 reason = "decides who trains when, so nothing else may change the clients of a round"
                 raise InvalidValue(f"{part} {reason}: leave out {name_of(other)}")
 

@@ -50,7 +50,7 @@ class Robust(Part):
             raise InvalidValue(f"robust: radius and steps belong to rule=clipping, not to {self.rule}")
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(anonymous=self.rule in ("median", "trimmed_mean"))
 
     def setup(self, plan: Plan, inner: Inner) -> None:

@@ -41,7 +41,6 @@ class Secure(Part):
     high: int | None = None
     when: Literal["both", "before_upload", "before_train"] = "both"
 
-    once: ClassVar[bool] = True
     requires: ClassVar[tuple[str, ...]] = ("anonymous", "whole models", "only the model")
     facts = Facts(anonymous=True)
 

@@ -7,15 +7,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import server_model
 from fedloom.algorithms.statistics import divided
 from fedloom.config.expression import show
 from fedloom.config.fields import Count, Probability
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan, Replies, Specs, TensorSpec
+from fedloom.exchange import Message, Plan, Replies, Specs, TensorSpec, server_model
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
-from fedloom.method import Method, algorithms, components
+from fedloom.method import Facts, Method, algorithms, components
 from fedloom.parts.part import Inner, Part
 from fedloom.round import Round
 
@@ -52,6 +51,7 @@ class Stages(Part):
     improvement: Probability = 0.01
 
     variadic: ClassVar[bool] = True
+    requires: ClassVar[tuple[str, ...]] = ("one download", "whole models")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +81,14 @@ class Stages(Part):
         return [method for method, _ in self.stages]
 
     def _leading(self) -> list[tuple[int, Method]]:
+        if not self.state:
+            return []
         leading = int(self.state["stage"])
         return [(leading, self.stages[leading][0])]
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(fits_once=False, foreseeable=not self.automatic)
 
     @property
     def automatic(self) -> bool:
@@ -119,7 +125,7 @@ class Stages(Part):
     def forget(self) -> None:
         """Drop the state of all stages but the present one."""
         for stage, (method, _) in enumerate(self.stages):
-            if stage != int(self.state["stage"]):
+            if self.state and stage != int(self.state["stage"]):
                 for component in components(method):
                     component.state = {}
 

@@ -42,7 +42,7 @@ class Umf(Part):
     requires: ClassVar[tuple[str, ...]] = ("one download", "whole models", "common messages")
 
     @property
-    def facts(self) -> Facts:  # type: ignore[override]
+    def facts(self) -> Facts:
         return Facts(needs_total_rounds=not self._trains_all)  # no idle client trains in the last round
 
     @property

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm
-from fedloom.algorithms.ala import Ala, Blend
 from fedloom.config.fields import NonNegativeInt
 from fedloom.local.cohort import Cohort
+from fedloom.method import Method, components
+from fedloom.parts.ala import Ala, Blend
 from fedloom.recording.recorder import Recorder, RunContext, Series, Tensors, recorders
+from fedloom.rounds.federation import Federation
 
 
 @recorders.register("ala")
@@ -30,10 +31,10 @@ class AlaLearning(Recorder):
     def require(self, context: RunContext) -> None:
         context.client(self.client)
 
-    def inapplicable(self, method: Algorithm) -> str:
-        return "" if any(isinstance(inner, Ala) for inner in method.nested()) else "it does not learn with ala"
+    def inapplicable(self, method: Method) -> str:
+        return "" if any(isinstance(inner, Ala) for inner in components(method)) else "it does not learn with ala"
 
-    def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
+    def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
         client = context.client(self.client)
         learned: dict[int, list[float]] = {}
 
@@ -48,9 +49,9 @@ class AlaLearning(Recorder):
 
             return listen
 
-        for inner in method.nested():
+        for inner in components(federation.algorithm):
             if isinstance(inner, Ala):
-                setattr(inner, "report", listening(inner.report))  # noqa: B010
+                setattr(inner, "record_learning", listening(inner.record_learning))  # noqa: B010
         return lambda number: learned.pop(number, None)
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, NonNegativeInt, Positive, require_at_least
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
@@ -51,8 +51,8 @@ class Landscape(Recorder):
     def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         return Measurement({}) if number == context.rounds else None
 
-    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
-        return self.around(method.model(), context.task, integers, context.evaluator)
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
+        return self.around(federation.model(), context.task, federation.integers, context.evaluator)
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
         return dict(series[-1][1])

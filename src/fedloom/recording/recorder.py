@@ -6,11 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.expression import show
 from fedloom.config.fields import require_fields
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
+from fedloom.method import Method
+from fedloom.parts.course import pipelines
+from fedloom.parts.requirements import exchanges_models
+from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
 
@@ -104,22 +107,22 @@ class Recorder:
         """True if it needs the models that clients receive and upload."""
         return type(self).measure is not Recorder.measure
 
-    def inapplicable(self, method: Algorithm) -> str:
+    def inapplicable(self, method: Method) -> str:
         """Return the reason why this method, not yet set up, has nothing to record; empty where it has."""
         return ""
 
     def require(self, context: RunContext) -> None:
         """Raise `InvalidValue` when this run has no such client or round."""
 
-    def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any] | None:
-        """Hook into the method's own code, if need be; the function returned gives a round's value, or its `Measurement`."""
+    def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
+        """Hook into the method's code or the clients' work, if needed; the function returned gives a round's value, or its `Measurement`."""
         return None
 
     def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         """Return the measurement of round `number`, in which clients exchanged these models, in the order of the slots."""
         return None
 
-    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
         """Return a measurement's value once the method has received the replies: figures of the aggregate may be added."""
         return value
 
@@ -150,11 +153,11 @@ def expression(recorder: Recorder) -> str:
     return f"{recorder.kind}({parameters})"
 
 
-def partial_models(method: Algorithm) -> str:
-    """Return the reason why clients of the method, which is set up, exchange no whole models one by one; empty where they do."""
-    for inner in method.nested():
-        if not inner.single_download:
+def partial_models(method: Method) -> str:
+    """Return the reason why clients of the method, which is set up, do not exchange whole models; else ""."""
+    for pipeline in pipelines(method):
+        if not pipeline.algorithm.facts.one_download:
             return "its clients are not sent one model"
-        if inner.expects(inner.plan.opening()).get("model") != (inner.layout.size,):
+        if "model" not in pipeline.expected(pipeline.plan.opening()) or not exchanges_models(pipeline):
             return "its clients keep part of the model to themselves"
     return ""

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import mean_cosine_similarity
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+from fedloom.rounds.federation import Federation
 
 CURVES = ("right", "memorised", "corrected")
 """Curves of the recorder `memorisation`."""
@@ -42,8 +41,8 @@ class Aggregate(Recorder):
         values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
         return Measurement({"slots": [exchange.slot for exchange in scored], **values})
 
-    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
-        score = context.test_score(method.model(), integers)
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
+        score = context.test_score(federation.model(), federation.integers)
         return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
@@ -80,8 +79,8 @@ class Similarity(Recorder):
         rows = torch.stack([exchange.uploaded[: context.task.layout.trainable] for exchange in exchanges])
         return Measurement({"uploaded": float(mean_cosine_similarity(rows))})
 
-    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
-        return {**value, "pool": method.diagnose().get("pool_cosine")}
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
+        return {**value, "pool": federation.pipeline.diagnose().get("pool_cosine")}
 
 
 @recorders.register("objective")
@@ -126,7 +125,7 @@ class Memorisation(Recorder):
     def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
         return None if number % self.every else Measurement({})
 
-    def complete(self, value: Any, method: Algorithm, integers: Tensor, context: RunContext) -> Any:
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
         task = context.task
         trained = np.sort(task.partition.indices[: task.partition.offsets[context.trainers]])
         index = torch.from_numpy(trained).to(task.train.labels.device)
@@ -134,6 +133,6 @@ class Memorisation(Recorder):
         true = samples.labels if task.true_labels is None else task.true_labels[index]
         wrong = samples.labels != true
         groups = (samples[~wrong], samples[wrong], replace(samples, labels=true)[wrong])
-        model, score = method.model(), context.evaluator.score
+        model, score, integers = federation.model(), context.evaluator.score, federation.integers
         scores = [score(model, group, integers)["accuracy"] if len(group) else None for group in groups]
         return {"samples": [len(groups[0]), len(groups[1])], **dict(zip(CURVES, scores, strict=True))}

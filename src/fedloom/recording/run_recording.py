@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.algorithm import Replies
 from fedloom.errors import InvalidValue
+from fedloom.exchange import INTEGERS, Replies
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, partial_models
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, below
-from fedloom.rounds.engine import INTEGERS, ClientTask
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.state.files import flush, remove_unfinished, write_text
@@ -88,7 +88,7 @@ class Recording:
             else:
                 applicable.append(recorder)
         self.recorders = applicable
-        hooks = {recorder.name: recorder.hook(method, self._context) for recorder in self.recorders}
+        hooks = {recorder.name: recorder.hook(federation, self._context) for recorder in self.recorders}
         self._hooks = {name: reported for name, reported in hooks.items() if reported is not None}
         if self._hooks and not in_process:
             reason = "it hooks client training, which is in other processes here"
@@ -96,9 +96,9 @@ class Recording:
         if self.directory is not None:
             remove_unfinished(self.directory / "recorded")
 
-    def observe(self, round: Round, client_tasks: Sequence[ClientTask], replies: Replies) -> None:
+    def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
         """Let the recorders measure this round, which may still fail. Changes no argument and stores none without a copy."""
-        exchanges = _exchanges(client_tasks, replies)
+        exchanges = _exchanges(jobs, replies)
         self._pending = {}
         for recorder in self.recorders:
             reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
@@ -110,9 +110,8 @@ class Recording:
 
     def commit(self, number: int) -> None:
         """Store the measurements of a round that has succeeded, models before the line that refers to them."""
-        method, integers = self._federation.algorithm, self._federation.integers
         values = {
-            recorder.name: _plain(recorder.complete(pending.value, method, integers, self._context))
+            recorder.name: _plain(recorder.complete(pending.value, self._federation, self._context))
             for recorder in self.recorders
             if (pending := self._pending.get(recorder.name)) is not None
         }
@@ -160,11 +159,11 @@ def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, T
     return below(f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0])
 
 
-def _exchanges(client_tasks: Sequence[ClientTask], replies: Replies) -> list[ClientExchange]:
+def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
     """Return the models of the clients that replied, in the order of the slots; none where it is not one model each."""
-    if "model" not in replies.matrices or any("model" not in client_task.inbox for client_task in client_tasks):
+    if "model" not in replies.matrices or any("model" not in job.inbox for job in jobs):
         return []
-    inboxes = {client_task.slot: client_task.inbox for client_task in client_tasks if client_task.slot is not None}
+    inboxes = {job.slot: job.inbox for job in jobs if job.slot is not None}
     models, integers = replies.matrices["model"], replies.matrices.get(INTEGERS)
     return [
         ClientExchange(

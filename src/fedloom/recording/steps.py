@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Exchange, Message, Selection
 from fedloom.config.fields import Count
+from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.batches import LockStep
 from fedloom.local.cohort import Cohort
+from fedloom.parts.pipeline import Work
 from fedloom.recording.recorder import Measurement, Recorder, RunContext, recorders
-from fedloom.round import Round
+from fedloom.rounds.federation import Federation
 
 
 @recorders.register("steps")
@@ -31,25 +32,27 @@ class Steps(Recorder):
     begin: Count = 1
     end: Count | None = None
 
-    def hook(self, method: Algorithm, context: RunContext) -> Callable[[int], Any]:
+    def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any]:
         trace = _Trace(context)
-        select, train, finish = method.select, method.train, method.finish
+        object.__setattr__(self, "_trace", trace)  # for `complete`
 
-        def selecting(round: Round) -> Selection:
-            trace.begin(self.begin <= round.number <= (self.end or round.number))
-            return select(round)
+        def watch(work: Work, cohort: Cohort, inbox: Message) -> Message:
+            number = cohort.round.number
+            if self.begin <= number <= (self.end or number):
+                return trace.watched(work, cohort, inbox)
+            return work(cohort, inbox)
 
-        def training(cohort: Cohort, inbox: Message) -> Message:
-            return trace.watched(train, cohort, inbox) if trace.open else train(cohort, inbox)
-
-        def finishing(round: Round, exchange: Exchange) -> None:
-            finish(round, exchange)
-            state = {name: row for name, row in method.full_state().items() if row.dim() == 1 and name[-6:] != ".model"}
-            trace.add("server/end", {**state, "model": method.model()} if trace.sizes else {})
-
-        for name, hooked in {"select": selecting, "train": training, "finish": finishing}.items():
-            setattr(method, name, hooked)
+        federation.course.watch = watch
         return trace.report
+
+    def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
+        rows = {
+            name: row
+            for name, row in federation.server_state().items()
+            if row.dim() == 1 and not name.endswith(".model")
+        }
+        self._trace.add("server/end", {**rows, "model": federation.model()})  # type: ignore[attr-defined]
+        return value
 
 
 class _Trace:
@@ -57,17 +60,20 @@ class _Trace:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self.begin(False)
+        self._begin(0)
 
-    def begin(self, open: bool) -> None:
-        self.open, self.sizes = open, dict[int, int]()
+    def _begin(self, number: int) -> None:
+        self.number = number
+        self.sizes: dict[int, int] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def report(self, number: int) -> Measurement | None:
-        """Return the round so far. The server's state after it joins the same tensors."""
-        self.open = False  # clients that are evaluated may train as well
+        """Return the round so far. The server's state after it is added to the same tensors."""
+        if number != self.number:
+            return None
+        self.number = 0  # a round that is repeated begins anew
         value = {"clients": list(self.sizes), "sizes": list(self.sizes.values())}
-        return Measurement(value, self.tensors) if self.sizes else None
+        return Measurement(value, self.tensors)
 
     def add(self, name: str, rows: Mapping[str, Tensor]) -> None:
         """Add rows, tensor by tensor where one is of the whole model or of all its parameters."""
@@ -80,8 +86,10 @@ class _Trace:
             else:
                 self.tensors[f"{name}/{key}"] = copied
 
-    def watched(self, train: Callable[[Cohort, Message], Message], cohort: Cohort, inbox: Message) -> Message:
-        """Train the clients and add what goes in and comes out."""
+    def watched(self, work: Work, cohort: Cohort, inbox: Message) -> Message:
+        """Let the clients work, and add what goes in and comes out."""
+        if cohort.round.number != self.number:
+            self._begin(cohort.round.number)
         names = [self.context.numbers[client] for client in cohort.clients]
         self.sizes |= dict(zip(names, cohort.sizes.tolist(), strict=True))
         numbers = [count() for _ in names]
@@ -105,7 +113,7 @@ class _Trace:
 
         cohort.flat_module.watch = watch
         try:
-            reply = train(cohort, inbox)
+            reply = work(cohort, inbox)
         finally:
             cohort.flat_module.watch = None
         for k, name in enumerate(names):

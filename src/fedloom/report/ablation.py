@@ -7,9 +7,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from fedloom.algorithm import algorithms
 from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
+from fedloom.method import algorithms
 from fedloom.report.figures import DASHES, SHARES, Style, framed, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted

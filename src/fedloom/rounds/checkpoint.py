@@ -13,6 +13,9 @@ from fedloom.state.digest import Checksum
 from fedloom.state.files import append_line, flush, write_bytes
 from fedloom.state.tensors import read_tensors, write_tensors
 
+Record = dict[str, Any]
+"""Figures of a round, ready for JSON."""
+
 FORMAT = "3"
 T = TypeVar("T")
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged

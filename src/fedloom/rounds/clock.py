@@ -146,6 +146,10 @@ class Clock:
         device = Device(speed, down, up, start, self.hours)
         return replace(device, **self.lines[client % len(self.lines)]) if self.lines else device
 
+    def closes(self, now: float) -> float:
+        """Return when the server stops waiting for the replies of a round that begins `now`."""
+        return math.inf if self.deadline is None else now + self.deadline
+
     def selected(self, replies: int, clients: int) -> int:
         """Return how many clients to select for so many replies."""
         return min(clients, math.ceil((1 + self.over_selection) * replies - 1e-9))

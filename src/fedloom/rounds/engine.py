@@ -1,46 +1,25 @@
 """What a federation asks of the place where clients train: the interface of engines, and what passes through it."""
 
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Algorithm, Exchange, Message
 from fedloom.errors import NotFinite
-from fedloom.flat.layout import Layout
+from fedloom.exchange import Aggregate, Exchange, Message
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.scoring import Tally
 from fedloom.task import Task
 
-INTEGERS = "@integers"
-"""Name under which a model's integer buffers travel beside the method's own tensors, when the model has any."""
-
-
-class TensorSpec(NamedTuple):
-    """Shape and type of one tensor in a client's reply, without a client axis. At a site the server checks types: None."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the tensor."""
-        return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
-
-
-Expected = Mapping[str, TensorSpec]
-"""What a client's reply must hold."""
-
 
 @dataclass(frozen=True)
-class ClientTask:
+class Job:
     """A client's work in a round: its number, slot (None: no upload), inbox, and its reply's weight if not its samples."""
 
     client: int
@@ -50,14 +29,14 @@ class ClientTask:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Answer:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
-    `gathered`: matrices `[slots, ...]` of its block (`Algorithm.slots_together`), given away, in which the tensors lie already,
+    `gathered`: matrices `[slots, ...]` of its block (`Pipeline.block_size`), given away, in which the tensors lie already,
     in the row of its slot. `samples`: how many the client trains on, where it is not the task that knows.
     """
 
-    client_task: ClientTask
+    job: Job
     tensors: Mapping[str, Tensor]
     metrics: Mapping[str, float]
     gathered: Mapping[str, Tensor] = field(default_factory=dict)
@@ -68,7 +47,7 @@ class Reply:
 class Fault:
     """One client that did not answer, or whose answer was refused, and why."""
 
-    client_task: ClientTask
+    job: Job
     reason: str
     error: Exception | None = None
     sent: bool = True  # whether the message went out to it
@@ -85,12 +64,12 @@ class FoldedBlock:
     `[r, Z]`, and their bytes. Their `Reply` has no tensors then, and comes after it."""
 
     number: int
-    aggregate: AggregatedReplies | None
+    aggregate: Aggregate | None
     integers: Tensor | None
     bytes: int
 
 
-Result = Reply | Fault | FoldedBlock
+Result = Answer | Fault | FoldedBlock
 """What comes of training clients."""
 
 
@@ -113,8 +92,8 @@ class Engine(Protocol):
     notices: list[str]
     in_process: bool | None
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Result]: ...
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]: ...
+    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Result]: ...
+    def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]: ...
     def begin(self, task: Task, directory: Path | None) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> bool: ...
@@ -129,7 +108,7 @@ class FoldingEngine(ABC):
 
     @abstractmethod
     def train(
-        self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask], fold: Exchange | None = None
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
         """Train the clients; with the round's exchange as `fold`, blocks may come folded."""
 
@@ -145,26 +124,15 @@ class RemoteClients:
         return frozenset()
 
 
-def slot_blocks(client_tasks: Sequence[ClientTask], round: Round, slots: int) -> dict[int, list[ClientTask]]:
+def slot_blocks(jobs: Sequence[Job], round: Round, slots: int) -> dict[int, list[Job]]:
     """Return the tasks of each block of so many slots. Clients that train without uploading come last, in the next slots."""
-    blocks: defaultdict[int, list[ClientTask]] = defaultdict(list)
+    blocks: defaultdict[int, list[Job]] = defaultdict(list)
     beyond = count(len(round.selected))
-    for client_task in client_tasks:
-        blocks[(next(beyond) if client_task.slot is None else client_task.slot) // slots].append(client_task)
+    for job in jobs:
+        blocks[(next(beyond) if job.slot is None else job.slot) // slots].append(job)
     return dict(sorted(blocks.items()))
 
 
 def inbox_of(message: Message, index: int) -> Message:
     """Return the rows `[1, ...]` of a message that receiver `index` is sent; a single row is for all."""
     return {name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()}
-
-
-def expectations(algorithm: Algorithm, round: Round, layout: Layout) -> dict[str, TensorSpec]:
-    """Return what a reply must hold; integer buffers, such as batch norm's counters, travel with whole models alone."""
-    dtypes = algorithm.reply_dtypes
-    expected = {
-        name: TensorSpec(tuple(shape), dtypes.get(name, layout.dtype))
-        for name, shape in algorithm.expects(round).items()
-    }
-    accompanied = layout.integers > 0 and algorithm.returns_whole(round)
-    return expected | {INTEGERS: TensorSpec((layout.integers,), torch.int64)} if accompanied else expected

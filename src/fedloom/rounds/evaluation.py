@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Message
+from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
+from fedloom.exchange import INTEGERS, Message
+from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.round import Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Engine, expectations, inbox_of
+from fedloom.rounds.checkpoint import Record as Record
+from fedloom.rounds.engine import Engine, Job, inbox_of
 from fedloom.rounds.schedule import Patience, Schedule, Stop
 from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
-
-Record = dict[str, Any]
-"""Figures ready for JSON."""
 
 SHARE = 0.1
 """What evaluation may cost, as a share of training, where the schedule leaves open how often to evaluate."""
@@ -87,56 +87,56 @@ class Evaluation:
         return Patience(stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every)
 
     def measure(
-        self, algorithm: Algorithm, round: Round, model: Tensor, integers: Tensor, ends: bool = False
+        self, pipeline: Pipeline, round: Round, model: Tensor, integers: Tensor, ends: bool = False
     ) -> tuple[Record, Record | None]:
         """Return the figures due after `round` (all when it `ends` the run), and those of each client when personal models are
-        due. The global `model` is the algorithm's, `integers` are its integer buffers."""
+        due. The global `model` is the pipeline's, `integers` are its integer buffers."""
         figures: Record = {}
-        ends = ends or algorithm.spent or round.number == self.rounds
+        ends = ends or round.number == self.rounds
         due = ends or round.number % self.every == 0
         personal = self.personal_every > 0 and (ends or round.number % self.personal_every == 0)
         if due:
             figures |= self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
-            figures |= algorithm.diagnose()
+            figures |= pipeline.diagnose()
         tallies: dict[str, Tally] = {}
-        scored = partial(self._tally, algorithm, self.task.training.round_at(round, round.number + 1), integers)
+        scored = partial(self._tally, pipeline, self.task.training.round_at(round, round.number + 1), integers)
         if personal or (due and self.personal_every):
             tallies["client"] = scored(model, self.clients)
         if personal:
-            tallies["personal"] = scored(None, self.clients) if algorithm.personal else tallies["client"]
+            tallies["personal"] = scored(None, self.clients) if pipeline.personal else tallies["client"]
             if self.newcomers:
-                tallies["new_client"] = scored(None if algorithm.personal else model, self.newcomers)
+                tallies["new_client"] = scored(None if pipeline.personal else model, self.newcomers)
         tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
         if not ends and self.patience.ends(round.number, figures):
-            return self.measure(algorithm, round, model, integers, ends=True)
+            return self.measure(pipeline, round, model, integers, ends=True)
         table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
         return figures, table if personal else None
 
     def _tally(
-        self, algorithm: Algorithm, upcoming: Round, integers: Tensor, model: Tensor | None, clients: Sequence[int]
+        self, pipeline: Pipeline, upcoming: Round, integers: Tensor, model: Tensor | None, clients: Sequence[int]
     ) -> Tally:
         """Score the global `model`, or else the models that the clients would use, on the clients' own test data."""
         if model is not None and not self.task.elsewhere and self.task.local_test is not None:
             return self.evaluator.tally(model, self.task.train, self.task.local_test, clients, integers)
         if model is not None:
             plain = Algorithm()  # with it, clients use what they are sent
-            plain.plan, plain.state = algorithm.plan, {"model": model}
-            algorithm = plain
-        blocks = self.deployed(algorithm, upcoming, clients, integers)
-        return Tally.joined([t for block in blocks for t in self.engine.evaluate(algorithm, upcoming, block)])
+            plain.plan, plain.state = pipeline.plan, {"model": model}
+            pipeline = Pipeline(plain)
+        blocks = self.deployed(pipeline, upcoming, clients, integers)
+        return Tally.joined([t for block in blocks for t in self.engine.evaluate(pipeline, upcoming, block)])
 
     def deployed(
-        self, algorithm: Algorithm, upcoming: Round, clients: Sequence[int], integers: Tensor
-    ) -> Iterator[list[ClientTask]]:
+        self, pipeline: Pipeline, upcoming: Round, clients: Sequence[int], integers: Tensor
+    ) -> Iterator[list[Job]]:
         """Yield what clients are sent in order to personalise, some at a time."""
         for start in range(0, len(clients), BLOCK):
             block = tuple(clients[start : start + BLOCK])
-            message: Message = dict(algorithm.deploy(upcoming, block))
-            if INTEGERS in expectations(algorithm, upcoming, self.task.layout):
+            message: Message = pipeline.deploy(upcoming, block)
+            if INTEGERS in pipeline.expected(upcoming):
                 message[INTEGERS] = integers.unsqueeze(0)
-            yield [ClientTask(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
+            yield [Job(client, None, inbox_of(message, k)) for k, client in enumerate(block)]
 
     def _table(self, tally: Tally) -> Record:
         metric = self.task.objective.metric.name
@@ -182,16 +182,17 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 
 
-def untrained(algorithm: Algorithm) -> list[str]:
+def untrained(pipeline: Pipeline) -> list[str]:
     """Return a notice that names the layers of the global model that nothing changes, where there are any."""
-    layout, unit = algorithm.layout, algorithm.travelling(algorithm.plan.opening())
+    plan, algorithm = pipeline.plan, pipeline.algorithm
+    layout, unit = plan.layout, algorithm.shared(plan.module, plan.layout)
     trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
     stays = [t for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit)]
-    moved = algorithm.model() != algorithm.plan.initial if stays else torch.empty(0)
+    moved = algorithm.model() != plan.initial if stays else torch.empty(0)
     fixed = dict.fromkeys(t.layer for t in stays if not moved[t.slice].any())
     reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
     remedy = "judge it by the clients' own models (personal_every, measure = personal)"
-    return [f"the global model of {algorithm} {reason}: {remedy}"] if fixed else []
+    return [f"the global model of {pipeline} {reason}: {remedy}"] if fixed else []
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:

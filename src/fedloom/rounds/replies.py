@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import AggregatedReplies, Exchange, Replies
-from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, FoldedBlock, Reply, Result
+from fedloom.exchange import INTEGERS, Aggregate, Exchange, Replies
+from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job, Result
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 
@@ -25,11 +25,11 @@ class RoundReplies:
 
     def __init__(
         self,
-        client_tasks: Sequence[ClientTask],
+        jobs: Sequence[Job],
         slots: int,
         size: int,
-        weigh: Callable[[Sequence[Reply]], Tensor],
-        fold: Callable[[Replies], AggregatedReplies] | None,
+        weigh: Callable[[Sequence[Answer]], Tensor],
+        fold: Callable[[Replies], Aggregate] | None,
         pools: PoolFiles | None = None,
         exchange: Exchange | None = None,
     ) -> None:
@@ -38,13 +38,13 @@ class RoundReplies:
         self.faults: list[Fault] = []
         self.bytes = 0
         self._integers: dict[int, Tensor] = {}  # by block
-        self.arrived: list[Reply] = []  # without their tensors
-        self.aggregate: AggregatedReplies | None = None
+        self.arrived: list[Answer] = []  # without their tensors
+        self.aggregate: Aggregate | None = None
         self._matrices: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)  # by block
-        self._arrived: defaultdict[int, list[Reply]] = defaultdict(list)  # by block
-        self._awaited = Counter(task.slot // self.size for task in client_tasks if task.slot is not None)
+        self._arrived: defaultdict[int, list[Answer]] = defaultdict(list)  # by block
+        self._awaited = Counter(task.slot // self.size for task in jobs if task.slot is not None)
         self._turns = deque(sorted(self._awaited))  # blocks whose aggregates are to be joined
-        self._folded: dict[int, AggregatedReplies | None] = {}  # those whose turn has not come
+        self._folded: dict[int, Aggregate | None] = {}  # those whose turn has not come
 
     def collect(self, results: Iterable[Result]) -> None:
         """Take the answers as they come."""
@@ -55,7 +55,7 @@ class RoundReplies:
                     self._integers[result.number] = result.integers
                 self.bytes += result.bytes
                 continue
-            slot = result.client_task.slot
+            slot = result.job.slot
             if isinstance(result, Fault):
                 self.faults.append(result)
             elif slot is not None:
@@ -69,7 +69,7 @@ class RoundReplies:
         self.faults.sort(key=_order)
         self.arrived.sort(key=_order)
 
-    def _store(self, reply: Reply, slot: int) -> None:
+    def _store(self, reply: Answer, slot: int) -> None:
         number, row = divmod(slot, self.size)
         rows = min(self.size, self.slots - number * self.size)
         matrices = self._matrices[number]
@@ -83,7 +83,7 @@ class RoundReplies:
             if target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor)
             self.bytes += tensor.nbytes
-        self.arrived.append(Reply(reply.client_task, {}, reply.metrics, samples=reply.samples))
+        self.arrived.append(Answer(reply.job, {}, reply.metrics, samples=reply.samples))
         self._arrived[number].append(self.arrived[-1])
 
     def _fold(self, number: int) -> None:
@@ -105,8 +105,8 @@ class RoundReplies:
         """Return the replies of a block, which is given up. The rows of slots without a reply become zero."""
         matrices = self._matrices.pop(number, {})
         arrived = sorted(self._arrived.pop(number, []), key=_order)
-        slots = torch.tensor([reply.client_task.slot for reply in arrived], dtype=torch.int64)
-        clients = torch.tensor([reply.client_task.client for reply in arrived], dtype=torch.int64)
+        slots = torch.tensor([reply.job.slot for reply in arrived], dtype=torch.int64)
+        clients = torch.tensor([reply.job.client for reply in arrived], dtype=torch.int64)
         offset = number * self.size
         answered = set((slots - offset).tolist())
         for matrix in matrices.values():
@@ -136,15 +136,15 @@ class RoundReplies:
         }
 
 
-def weights_of(task: Task, replies: Sequence[Reply]) -> Tensor:
+def weights_of(task: Task, replies: Sequence[Answer]) -> Tensor:
     """Return the weights of replies: those of their clients' tasks, or else the samples of the clients."""
-    if any(reply.client_task.weight is not None for reply in replies):
-        return torch.tensor([reply.client_task.weight for reply in replies], dtype=torch.float64)
-    sizes = task.sizes(torch.tensor([reply.client_task.client for reply in replies], dtype=torch.int64))
+    if any(reply.job.weight is not None for reply in replies):
+        return torch.tensor([reply.job.weight for reply in replies], dtype=torch.float64)
+    sizes = task.sizes(torch.tensor([reply.job.client for reply in replies], dtype=torch.int64))
     claimed = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
     return torch.where(claimed < 0, sizes, claimed)
 
 
-def _order(answer: Reply | Fault) -> tuple[bool, int, int]:
-    task = answer.client_task
+def _order(answer: Answer | Fault) -> tuple[bool, int, int]:
+    task = answer.job
     return task.slot is None, task.slot or 0, task.client

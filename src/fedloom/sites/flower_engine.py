@@ -19,9 +19,11 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
+from fedloom.exchange import TensorSpec
 from fedloom.objectives.metrics import counted_shapes
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, RemoteClients, Reply, TensorSpec, expectations
+from fedloom.rounds.engine import Answer, Fault, Job, RemoteClients
 from fedloom.rounds.scoring import Tally
 from fedloom.sites.known_sites import MOST_SAMPLES, KnownSites, Orders
 from fedloom.sites.messages import ARRAYS, Refusal, Words, figures_of, tensors_of, whole_number, words_of
@@ -51,53 +53,53 @@ class FlowerEngine(RemoteClients):
         self._saving = self._committed
         self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
 
-    def train(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
-        method = layer_exchange(algorithm, round.number)
+    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+        method = layer_exchange(pipeline)
         if method is not None:
-            train = partial(self.train_at_sites, algorithm, round)
-            yield from SecureRound(self.sites, self.task, method, round, train, self.forget).train(client_tasks)
+            train = partial(self.train_at_sites, pipeline, round)
+            yield from SecureRound(self.sites, self.task, method, round, train, self.forget).train(jobs)
         else:
-            yield from self.train_at_sites(algorithm, round, client_tasks)
+            yield from self.train_at_sites(pipeline, round, jobs)
 
     def train_at_sites(
         self,
-        algorithm: Algorithm,
+        pipeline: Pipeline,
         round: Round,
-        client_tasks: Sequence[ClientTask],
+        jobs: Sequence[Job],
         exchanged: bool = False,
         withheld: bool = False,
-    ) -> Iterator[Reply | Fault]:
+    ) -> Iterator[Answer | Fault]:
         """Let sites train and yield what they reply. Raises `FedloomError` when every site has failed since a reply was taken.
 
         Where models are `exchanged`, sites begin from those that they exchanged before. Models that are `withheld` are no part of
         the replies: sites exchange them afterwards.
         """
-        expected = expectations(algorithm, round, self.task.layout)
+        expected = pipeline.expected(round)
         shapes = {name: list(spec.shape) for name, spec in expected.items()}
         if withheld:
             del expected["model"]
-        figures = {name for method in algorithm.nested() for name in method.client_figures}
+        figures = {name for method in pipeline.components() for name in method.client_figures}
 
-        def words(client_task: ClientTask) -> Words:
-            client, uploads = client_task.client, client_task.slot is not None
+        def words(job: Job) -> Words:
+            client, uploads = job.client, job.slot is not None
             keep, due = sorted({int(saved[client]) for saved in self._saved} - {0}), shapes if uploads else None
             memory = int(self._versions[client])
             return {"memory": memory, "keep": keep, "expected": due, "exchanged": exchanged and uploads}
 
-        needed, taken = algorithm.step_replies, 0
-        starting = [task for task in client_tasks if task.client not in self.under_way]
+        needed, taken = pipeline.step_replies, 0
+        starting = [task for task in jobs if task.client not in self.under_way]
         orders = None if needed is None else self._orders
-        for began, client_task, answer in self.sites.answers("train", round, starting, words, orders=orders):
+        for began, job, answer in self.sites.answers("train", round, starting, words, orders=orders):
             if isinstance(answer, Fault):
                 yield answer
                 continue
             try:
-                due = {} if client_task.slot is None else expected
-                reply = self._reply(algorithm, began, client_task, answer, due, figures)
+                due = {} if job.slot is None else expected
+                reply = self._reply(pipeline, began, job, answer, due, figures)
             except FedloomError as error:
                 if not (isinstance(error, Refusal) and "lost" in error.words):
-                    self._failing[client_task.client] = str(error)
-                yield Fault(client_task, str(error))
+                    self._failing[job.client] = str(error)
+                yield Fault(job, str(error))
             else:
                 self._failing.clear()
                 yield reply
@@ -113,19 +115,19 @@ class FlowerEngine(RemoteClients):
     @property
     def under_way(self) -> frozenset[int]:
         """Return the clients that train already, for an asynchronous method."""
-        return frozenset(client_task.client for _, client_task in self._orders.values())
+        return frozenset(job.client for _, job in self._orders.values())
 
     def _reply(
         self,
-        algorithm: Algorithm,
+        pipeline: Pipeline,
         round: Round,
-        client_task: ClientTask,
+        job: Job,
         message: Message,
         expected: Mapping[str, TensorSpec],
         figures: set[str],
-    ) -> Reply:
+    ) -> Answer:
         """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when it is refused."""
-        client, number = client_task.client, self.numbers[client_task.client]
+        client, number = job.client, self.numbers[job.client]
         try:
             words = words_of(message, ARRAYS)
         except Refusal as refusal:
@@ -141,25 +143,25 @@ class FlowerEngine(RemoteClients):
         # Names, shapes and types are as the method has them, whatever any site sends.
         tensors = tensors_of(message, expected)
         if expected:
-            inspect_reply(algorithm, round, tensors, expected)
+            inspect_reply(pipeline, round, tensors, expected)
         measured = figures_of(words, figures)
         self._versions[client] = version
         samples = self.sites.samples(number) if self.task.elsewhere else None
-        return Reply(client_task, tensors, measured, samples=samples)
+        return Answer(job, tensors, measured, samples=samples)
 
-    def evaluate(self, algorithm: Algorithm, round: Round, client_tasks: Sequence[ClientTask]) -> Iterator[Tally]:
-        as_sent = type(algorithm) is Algorithm  # every client judges what it is sent
+    def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
+        as_sent = type(pipeline.algorithm) is Algorithm  # every client judges what it is sent
 
-        def words(client_task: ClientTask) -> Words:
-            return {"memory": int(self._versions[client_task.client]), "given": as_sent}
+        def words(job: Job) -> Words:
+            return {"memory": int(self._versions[job.client]), "given": as_sent}
 
-        for _, client_task, answer in self.sites.answers("evaluate", round, client_tasks, words):
+        for _, job, answer in self.sites.answers("evaluate", round, jobs, words):
             try:
                 if isinstance(answer, Fault):
                     raise FedloomError(answer.reason)
-                yield self._tally(client_task.client, words_of(answer))
+                yield self._tally(job.client, words_of(answer))
             except FedloomError as error:
-                _logger.warning("site %d is not evaluated: %s", self.numbers[client_task.client], error)
+                _logger.warning("site %d is not evaluated: %s", self.numbers[job.client], error)
 
     def _tally(self, client: int, words: Mapping[str, Any]) -> Tally:
         """Return what a site counted, of no more samples than it had at first. Raises `RefusedReply` for impossible counts."""

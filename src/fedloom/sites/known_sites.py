@@ -14,7 +14,7 @@ from flwr.app import Message, MessageType
 
 from fedloom.errors import FedloomError, InvalidValue, RefusedReply
 from fedloom.round import SIMULATED, Round
-from fedloom.rounds.engine import ClientTask, Fault
+from fedloom.rounds.engine import Fault, Job
 from fedloom.sites.messages import Mailbox, Words, encoded, pack, whole_number, words_of
 
 MOST_SAMPLES = 1 << 48
@@ -40,7 +40,7 @@ class KnownSite:
     has_own_data: bool
 
 
-Orders = dict[str, tuple[Round, ClientTask]]
+Orders = dict[str, tuple[Round, Job]]
 """Work that sites were sent and have not answered, with the round in which it began, by the message's id."""
 
 
@@ -157,11 +157,11 @@ class KnownSites:
         self,
         kind: str,
         round: Round,
-        client_tasks: Sequence[ClientTask],
-        words: Callable[[ClientTask], Words],
+        jobs: Sequence[Job],
+        words: Callable[[Job], Words],
         parcels: Mapping[int, bytes] | None = None,
         orders: Orders | None = None,
-    ) -> Iterator[tuple[Round, ClientTask, Message | Fault]]:
+    ) -> Iterator[tuple[Round, Job, Message | Fault]]:
         """Send a message to every site, and yield the answers as they come, or why there is none.
 
         `parcels`, by client, go beside words and tensors. `orders` are those of earlier rounds that are under way: these join
@@ -169,34 +169,34 @@ class KnownSites:
         """
         end = time.monotonic() + self.deadline
         under_way: Orders = {} if orders is None else orders
-        numbers = [self.numbers[client_task.client] for client_task in client_tasks]
+        numbers = [self.numbers[job.client] for job in jobs]
         nodes = self.find(numbers, min(GREETING, self.deadline)) if numbers else {}
         if numbers and not nodes:  # with nobody at all, round after round would pass in no time
             self.wait(1, self.patience, strict=False)
             nodes = self.find(numbers, 0.0)
-        tensors = {id(tensor): tensor for client_task in client_tasks for tensor in client_task.inbox.values()}
+        tensors = {id(tensor): tensor for job in jobs for tensor in job.inbox.values()}
         arrays = {key: encoded(tensor) for key, tensor in tensors.items()}  # what several are sent is encoded once
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
-        for client_task, number in zip(client_tasks, numbers, strict=True):
+        for job, number in zip(jobs, numbers, strict=True):
             if number not in nodes:
-                yield round, client_task, Fault(client_task, "the site is not there", sent=False)
+                yield round, job, Fault(job, "the site is not there", sent=False)
                 continue
             content = pack(
-                common | {"site": number, "client": client_task.client} | words(client_task),
-                {name: arrays[id(tensor)] for name, tensor in client_task.inbox.items()},
-                parcel=b"" if parcels is None else parcels[client_task.client],
+                common | {"site": number, "client": job.client} | words(job),
+                {name: arrays[id(tensor)] for name, tensor in job.inbox.items()},
+                parcel=b"" if parcels is None else parcels[job.client],
             )
             message_id = self.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
             if message_id is None:
-                yield round, client_task, Fault(client_task, "Flower did not take the message", sent=False)
+                yield round, job, Fault(job, "Flower did not take the message", sent=False)
             else:
-                under_way[message_id] = round, client_task
+                under_way[message_id] = round, job
         ids = sorted(under_way, key=lambda message_id: under_way[message_id][1].client)
         for message_id, reply in self.mailbox.collect(ids, max(0.0, end - time.monotonic())):
-            began, client_task = under_way.pop(message_id)
+            began, job = under_way.pop(message_id)
             gone = reply.has_error() and reply.error.code in _UNAVAILABLE
-            yield began, client_task, Fault(client_task, "the site is not there any more") if gone else reply
+            yield began, job, Fault(job, "the site is not there any more") if gone else reply
         if orders is None:
-            for _, client_task in under_way.values():
-                yield round, client_task, Fault(client_task, f"no reply within {self.deadline:g} s")
+            for _, job in under_way.values():
+                yield round, job, Fault(job, f"no reply within {self.deadline:g} s")

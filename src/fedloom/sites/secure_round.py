@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
-from fedloom.algorithms.secure_recombination import Secure
 from fedloom.errors import FedloomError, InvalidValue
+from fedloom.method import Method, components
+from fedloom.parts.pipeline import Pipeline
+from fedloom.parts.secure import Secure
+from fedloom.parts.stages import stages_in
 from fedloom.round import Round
-from fedloom.rounds.engine import ClientTask, Fault, Reply
+from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.secure import ExchangeAborted, ProtocolViolation, ServerKey, Terms, run_exchange
 from fedloom.secure.layers import from_layers, layer_sizes
 from fedloom.secure.wire import unpack
@@ -29,20 +31,21 @@ FEWEST = 2
 _logger = logging.getLogger("flwr.fedloom")
 
 
-def layer_exchange(algorithm: Algorithm, number: int) -> Secure | None:
-    """Return the exchange of layers that clients of `algorithm` make in round `number`, if any."""
-    return next((method for method in algorithm.active(number) if isinstance(method, Secure)), None)
+def layer_exchange(pipeline: Pipeline) -> Secure | None:
+    """Return the exchange of layers that clients make in the round of a pipeline, if any."""
+    return next((part for part in pipeline.parts if isinstance(part, Secure)), None)
 
 
-def exchanges_layers(algorithm: Algorithm) -> bool:
-    """Return True if clients of `algorithm` exchange layers in any round."""
-    return any(isinstance(method, Secure) for method in algorithm.nested())
+def exchanges_layers(method: Method) -> bool:
+    """Return True if clients exchange layers in any round."""
+    return any(isinstance(component, Secure) for component in components(method))
 
 
-def require_supported(algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` for a method whose sites cannot know by themselves in which rounds to exchange their uploads."""
-    if not algorithm.scheduled and exchanges_layers(algorithm):
-        raise InvalidValue(f"{algorithm}: sites must know when secure(...) leads: give a last round in place of auto")
+def require_supported(method: Method) -> None:
+    """Raise `InvalidValue` for a method whose sites cannot know in which rounds to exchange their uploads."""
+    if exchanges_layers(method) and any(stages.automatic for stages in stages_in(method)):
+        remedy = "give a last round instead of auto"
+        raise InvalidValue(f"{method}: sites must know when secure(...) leads: {remedy}")
 
 
 class Courier:
@@ -52,9 +55,9 @@ class Courier:
     are the sites to which a message went out, `carried` the bytes that sites have handed in.
     """
 
-    def __init__(self, sites: KnownSites, round: Round, client_tasks: Sequence[ClientTask], terms: Terms) -> None:
+    def __init__(self, sites: KnownSites, round: Round, jobs: Sequence[Job], terms: Terms) -> None:
         self.sites, self.round, self.terms = sites, round, terms
-        self.client_tasks = {sites.numbers[client_task.client]: client_task for client_task in client_tasks}
+        self.jobs = {sites.numbers[job.client]: job for job in jobs}
         self.lost: dict[int, str] = {}
         self.reached: set[int] = set()
         self.carried = 0
@@ -77,7 +80,7 @@ class Courier:
     def _ask(self, parcels: Mapping[int, bytes], words: Words) -> dict[int, bytes]:
         # The first request of an exchange before training brings the model that is to be exchanged.
         tensors = {"model"} if self.terms.when == "before_train" and not self.reached else set()
-        tasks = [self.client_tasks[peer] for peer in parcels if peer not in self.lost]
+        tasks = [self.jobs[peer] for peer in parcels if peer not in self.lost]
         tasks = [replace(task, inbox={n: rows for n, rows in task.inbox.items() if n in tensors}) for task in tasks]
         by_client = {task.client: parcels[self.sites.numbers[task.client]] for task in tasks}
         words = {"run": self.terms.run, "when": self.terms.when, **words}
@@ -105,13 +108,13 @@ class SecureRound:
     task: Task
     method: Secure
     round: Round
-    train_at_sites: Callable[[Sequence[ClientTask], bool, bool], Iterator[Reply | Fault]]
+    train_at_sites: Callable[[Sequence[Job], bool, bool], Iterator[Answer | Fault]]
     forget: Callable[[int], None]
 
-    def train(self, client_tasks: Sequence[ClientTask]) -> Iterator[Reply | Fault]:
+    def train(self, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
         """Exchange, train, exchange again; yield what sites then upload. One that an exchange loses sits out the round."""
-        uploading = [client_task for client_task in client_tasks if client_task.slot is not None]
-        idle = [client_task for client_task in client_tasks if client_task.slot is None]
+        uploading = [job for job in jobs if job.slot is not None]
+        idle = [job for job in jobs if job.slot is None]
         sent = {task.client: task.inbox["model"][0] for task in uploading}
         several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1  # else there is nothing to exchange
         exchanged = several and self.method.exchanges("before_train")
@@ -124,19 +127,19 @@ class SecureRound:
                 if self.sites.numbers[task.client] in courier.terms.peers
             ]
         withheld = self.method.exchanges("before_upload")
-        trained: list[Reply] = []
+        trained: list[Answer] = []
         for result in self.train_at_sites([*uploading, *idle], exchanged, withheld):
-            if withheld and isinstance(result, Reply) and result.client_task.slot is not None:
+            if withheld and isinstance(result, Answer) and result.job.slot is not None:
                 trained.append(result)
             else:
                 yield result
         if trained:
-            for result in self._uploads(sorted(trained, key=lambda reply: reply.client_task.slot or 0), sent):
+            for result in self._uploads(sorted(trained, key=lambda reply: reply.job.slot or 0), sent):
                 if isinstance(result, Fault):
-                    self.forget(result.client_task.client)
+                    self.forget(result.job.client)
                 yield result
 
-    def _uploads(self, replies: Sequence[Reply], sent: Mapping[int, Tensor]) -> Iterator[Reply | Fault]:
+    def _uploads(self, replies: Sequence[Answer], sent: Mapping[int, Tensor]) -> Iterator[Answer | Fault]:
         """Yield the replies with the models that the sites hold after the exchange.
 
         There is one exchange before upload, whatever becomes of it: from a second one among fewer sites the server would learn
@@ -145,32 +148,32 @@ class SecureRound:
         replaced by that of the model that the server had sent; so are weights that are not finite.
         """
         key = ServerKey()
-        courier, faults = self._exchange("before_upload", [reply.client_task for reply in replies], key)
+        courier, faults = self._exchange("before_upload", [reply.job for reply in replies], key)
         yield from faults
         models, spoilt = key.open_models(courier.uploads(), courier.terms)
         for violation in spoilt:
             _logger.warning("round %d: %s", self.round.number, violation)
             courier.lost.setdefault(violation.peer, str(violation))
         for reply in replies:
-            client = reply.client_task.client
+            client = reply.job.client
             number, like = self.sites.numbers[client], sent[client].to(self.task.initial)
             if number in models:
                 row = from_layers(models[number], self.method.units(), like)
                 row = torch.where(row.isfinite(), row, like)
                 yield replace(reply, tensors={**reply.tensors, "model": row})
             elif number in courier.terms.peers:
-                yield Fault(reply.client_task, courier.lost[number])
+                yield Fault(reply.job, courier.lost[number])
 
-    def _exchange(self, when: str, client_tasks: Sequence[ClientTask], key: ServerKey) -> tuple[Courier, list[Fault]]:
+    def _exchange(self, when: str, jobs: Sequence[Job], key: ServerKey) -> tuple[Courier, list[Fault]]:
         """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new.
 
         Return the courier, whose terms then have the peers that came to the end, and a fault for each site that did not.
         """
         name = f"{self.sites.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))
-        peers = tuple(self.sites.numbers[client_task.client] for client_task in client_tasks)
+        peers = tuple(self.sites.numbers[job.client] for job in jobs)
         opening = Terms(name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes)
-        courier, abort = Courier(self.sites, self.round, client_tasks, opening), ""
+        courier, abort = Courier(self.sites, self.round, jobs, opening), ""
         try:
             courier.terms, violations = run_exchange(courier, opening, fewest=FEWEST)
         except ExchangeAborted as error:
@@ -183,6 +186,6 @@ class SecureRound:
             reasons.setdefault(violation.peer, f"{violation}: {reason}" if reason else str(violation))
         return courier, [
             Fault(task, reasons.get(number, abort), sent=when == "before_upload" or number in courier.reached)
-            for task, number in zip(client_tasks, peers, strict=True)
+            for task, number in zip(jobs, peers, strict=True)
             if number not in courier.terms.peers
         ]

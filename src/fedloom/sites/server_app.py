@@ -14,7 +14,6 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedloom
-from fedloom.algorithms.building import build
 from fedloom.config.expression import parse
 from fedloom.config.fields import checked
 from fedloom.data.dataset import Dataset
@@ -27,6 +26,7 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.federated_statistics import collect
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
+from fedloom.parts.building import build
 from fedloom.report.export import markdown_table
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary

@@ -15,17 +15,21 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 import fedloom
-from fedloom.algorithm import Algorithm, Plan
-from fedloom.algorithms.building import build
+from fedloom.algorithm import Algorithm
 from fedloom.data.columns import TableInputs
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply, quoted
+from fedloom.exchange import INTEGERS, Plan, TensorSpec
 from fedloom.experiment.federated_statistics import Values, answer, client_columns, columns_of
+from fedloom.method import components
+from fedloom.parts.building import build
+from fedloom.parts.course import Course, client_pipeline
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import SIMULATED, Round
-from fedloom.rounds.engine import INTEGERS, ClientTask, Fault, TensorSpec
+from fedloom.rounds.engine import Fault, Job
 from fedloom.secure import from_layers, to_layers
 from fedloom.secure.wire import OCCASIONS
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
@@ -101,10 +105,10 @@ class Site:
         round, client = self._addressed(words)
         engine, memory, version = self._remembering(words, round, client, inbox)
         memory_before = engine.store.read(client)
-        method = self._method(engine.task, round)
+        pipeline = self._pipeline(engine.task, round, inbox)
         expected = _shapes(words.get("expected"))
         # By the site's own configuration: the server cannot ask for a model that others should have a part in.
-        exchange = None if expected is None else layer_exchange(method, round.number)
+        exchange = None if expected is None else layer_exchange(pipeline)
         peer = None if exchange is None else self._peer(words, round)
         if exchange and peer and words.get("exchanged") is True:
             both = peer.exchanged()
@@ -112,9 +116,9 @@ class Site:
             # Another site may have spoilt a layer: what is not finite is as the server sent it.
             inbox = {**inbox, "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0)}
             _require_sound(engine.task, inbox)
-        client_task = ClientTask(client, None if expected is None else 0, dict(inbox))
+        job = Job(client, None if expected is None else 0, dict(inbox))
         with using_threads(step_threads(engine.task)):
-            result = engine.train_one(method, round, client_task, expected or {})
+            result = engine.train_one(pipeline, round, job, expected or {})
         if isinstance(result, Fault):
             _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
             raise Refusal({"refused": result.reason})
@@ -139,7 +143,7 @@ class Site:
         run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
         if words.get("upload") is True:
             return pack({"site": self.number}, parcel=peer.upload(run))
-        method = layer_exchange(build(self.settings.algorithm), round.number)
+        method = layer_exchange(client_pipeline(build(self.settings.algorithm), round.number, {}))
         if method is None or when not in OCCASIONS or not method.exchanges(when):
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
 
@@ -151,7 +155,8 @@ class Site:
     def _sent(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
         """Return the layers of the model that the server sent to this site, for an exchange before training."""
         _require_sound(task, inbox)
-        method, model = layer_exchange(self._method(task, round), round.number), inbox.get("model")
+        method = layer_exchange(self._pipeline(task, round, inbox))
+        model = inbox.get("model")
         if method is None or model is None or model.shape != (1, task.layout.size):
             raise RefusedReply("the server sent no whole model to exchange")
         return to_layers(model[0], method.units())
@@ -160,9 +165,11 @@ class Site:
         """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
-        method = Algorithm() if words.get("given") is True else self._method(engine.task, round)
+        pipeline = self._pipeline(engine.task, round, inbox)
+        if words.get("given") is True:
+            pipeline = Pipeline(Algorithm())  # it uses the model that it is sent
         with using_threads(step_threads(engine.task)):
-            (tally,) = engine.evaluate(method, round, [ClientTask(client, None, dict(inbox))])
+            (tally,) = engine.evaluate(pipeline, round, [Job(client, None, dict(inbox))])
         totals = {name: total[0].tolist() for name, total in tally.totals.items()}
         return pack({"samples": int(tally.samples), "totals": totals})
 
@@ -209,17 +216,18 @@ class Site:
             engine.store.commit()
         return engine, memory, version
 
-    def _method(self, task: Task, round: Round) -> Algorithm:
-        """Return the client half of the method. Its server half's state is not needed here and given up."""
+    def _pipeline(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> Pipeline:
+        """Return the pipeline of a round, without the server's state."""
         method = build(self.settings.algorithm)
         plan = Plan(  # a site does not know the others' sizes, for which only the server half asks
             task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
             task.dataset.classes, torch.ones_like, task.model, remote=True, poisson=round.poisson, training=task.training,
         )  # fmt: skip
-        method.setup(plan)
-        for nested in method.nested():
-            nested.state = {}
-        return method
+        Course(method).setup(plan)
+        pipeline = client_pipeline(method, round.number, dict(inbox))
+        for component in components(method):
+            component.state = {}
+        return pipeline
 
     def _task(self, words: Words, client: int) -> SiteTask:
         """Return the task in which this client has this site's samples."""

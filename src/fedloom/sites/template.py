@@ -13,12 +13,13 @@ import tomli_w
 import torch
 
 from fedloom import __version__
-from fedloom.algorithms.building import build
-from fedloom.algorithms.secure_recombination import Secure
 from fedloom.data.columns import TableInputs
 from fedloom.data.preprocessing import PictureInputs, TextInputs
 from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
+from fedloom.method import components
+from fedloom.parts.building import build
+from fedloom.parts.secure import Secure
 from fedloom.sites.site_data import table_roles
 from fedloom.task import make_dataset
 
@@ -79,7 +80,7 @@ def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
     """Return the text of every file of the app, by its path there."""
     sites, method = plan.data.clients, str(plan.algorithm)
     summary = f"{plan.model} with {method} for {plan.schedule.rounds} rounds over {sites} sites"
-    secure = any(isinstance(nested, Secure) for nested in build(method).nested())
+    secure = any(isinstance(nested, Secure) for nested in components(build(method)))
     blanks = {
         "name": name,
         "version": __version__,

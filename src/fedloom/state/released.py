@@ -7,6 +7,7 @@ here, and has reached the disk, before anything of it is released.
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ class ReleaseLedger:
         append_line(self.path, f"{json.dumps({**entry, 'digest': chained})}\n".encode())
         self.releases.append(release)
         self._digest = chained
+
+    def require_methods(self, methods: Collection[str]) -> None:
+        """Raise `CheckpointError` for releases of other methods than these: their cost would be lost."""
+        known = {*methods, CUT_SHORT, STATISTICS}
+        if unknown := sorted({release.method for release in self.releases} - known):
+            raise self._refusal(f"counts releases of {unknown[0]!r}, which is not in this run")
 
     def counts(self, method: str, clients: int) -> Tensor:
         """Return the number of releases that each client has paid for, `[clients]` int64. A release without names costs all."""

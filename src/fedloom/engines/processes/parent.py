@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, Setup
+from fedloom.engines.client_work import Setup, WorkDone
 from fedloom.engines.dispatch import WorkerDied, WorkerEngine, WorkerHandle, Workers, end_all, grouped
 from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, anonymous_file, pack
@@ -25,7 +24,8 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.worker_life import exit_text, start_python
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.rounds.engine import ClientTask
+from fedloom.parts.pipeline import Pipeline
+from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
@@ -113,11 +113,11 @@ class ProcessesEngine(WorkerEngine):
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.shared_memory.empty(shape, dtype)
 
-    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
+    def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
         """Return the same number of groups for every worker, so that all finish at about the same time."""
-        most = 1 if unstackable_method(algorithm) else self.chunk
-        count = self.workers * math.ceil(len(client_tasks) / (self.workers * most))
-        return grouped(client_tasks, self._sizes(client_tasks), count, most)
+        most = 1 if unstackable_method(pipeline.components()) else self.chunk
+        count = self.workers * math.ceil(len(jobs) / (self.workers * most))
+        return grouped(jobs, self._sizes(jobs), count, most)
 
     @property
     def processes(self) -> list[int]:
@@ -146,13 +146,13 @@ class WorkerProcess(WorkerHandle):
         with contextlib.suppress(OSError):
             self.channel.send(*self._sent)
 
-    def receive(self) -> Answers | Exception:
+    def receive(self) -> WorkDone | Exception:
         try:
             ((data, memory),) = self.channel.receive()
         except (EOFError, OSError):
             raise WorkerDied(exit_text(self.process.wait())) from None
         self._sent = ()
-        answers: Answers | Exception = load(data, memory)
+        answers: WorkDone | Exception = load(data, memory)
         return answers
 
     def end(self) -> None:

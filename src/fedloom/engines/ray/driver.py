@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from fedloom.algorithm import Algorithm
 from fedloom.config.fields import NonNegative, checked
 from fedloom.engines.base import engines
-from fedloom.engines.client_work import Answers, Setup, slim
+from fedloom.engines.client_work import Setup, WorkDone, slim
 from fedloom.engines.dispatch import MOST_WORKERS, WorkerDied, WorkerEngine, WorkerHandle, end_all, grouped
 from fedloom.engines.pickling import Packed, dump, load
 from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import unstackable_method
 from fedloom.errors import FedloomError, InvalidValue, first_line
-from fedloom.rounds.engine import ClientTask
+from fedloom.parts.pipeline import Pipeline
+from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
@@ -130,9 +130,9 @@ class RayEngine(WorkerEngine):
     def _publish(self, packed: Packed) -> Any:
         return self._ray.put(packed)
 
-    def _groups(self, algorithm: Algorithm, client_tasks: Sequence[ClientTask]) -> list[list[ClientTask]]:
-        count = self.workers * (GROUPS if self.inside == "rows" or unstackable_method(algorithm) else 1)
-        return grouped(client_tasks, self._sizes(client_tasks), count, len(client_tasks))
+    def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
+        count = self.workers * (GROUPS if self.inside == "rows" or unstackable_method(pipeline.components()) else 1)
+        return grouped(jobs, self._sizes(jobs), count, len(jobs))
 
     # --- the actors ---
 
@@ -196,14 +196,14 @@ class ActorHandle(WorkerHandle):
     def send(self, setup: Any, assignment: Any, work: Packed) -> None:
         self.call = self.actor.take.remote(setup, assignment, work)
 
-    def receive(self) -> Answers | Exception:
+    def receive(self) -> WorkDone | Exception:
         try:
             result = self.ray.get(self.call)
         except self.ray.exceptions.RayError as error:
             raise WorkerDied(ending(error)) from None
         if not self.ready:
-            return Answers((), ())
-        answers: Answers | Exception = load(*result)
+            return WorkDone((), ())
+        answers: WorkDone | Exception = load(*result)
         return answers
 
     def end(self) -> None:

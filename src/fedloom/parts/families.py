@@ -1,0 +1,35 @@
+"""Families of methods, for the lists of the command line and the pages of the documentation."""
+
+import inspect
+from typing import Any
+
+from fedloom.algorithm import Algorithm
+from fedloom.algorithms.fedmr import Indep
+from fedloom.algorithms.fedmut import FedMut
+from fedloom.config.registry import Entry
+from fedloom.method import Method
+from fedloom.parts.fedmr_async import FedMRAsync
+from fedloom.parts.part import Part
+
+FAMILIES = {
+    "recombination": "Recombination",
+    "global": "One global model",
+    "personal": "A model for each client",
+    "composing": "Around other methods",
+}
+"""Title of each family, by name."""
+
+
+def family_of(entry: Entry[type[Method]]) -> str:
+    """Return the name of a method's family; `composing` is for parts that need an inner method."""
+    make: Any = entry.make
+    for name in {"method", "stages"} & entry.parameters.keys():
+        if entry.parameters[name].default is inspect.Parameter.empty:
+            return "composing"
+    if issubclass(make, Indep | FedMut | FedMRAsync):
+        return "recombination"
+    base: Any = Part if issubclass(make, Part) else Algorithm
+    hooks = ("personalise",) if base is Part else ("personalise", "deploy")
+    if any(getattr(make, name) is not getattr(base, name) for name in hooks):
+        return "personal"
+    return "global"

@@ -1,0 +1,37 @@
+"""The pipeline with which clients answer a poll."""
+
+from collections.abc import Mapping
+
+from fedloom.algorithm import Algorithm
+from fedloom.exchange import Message
+from fedloom.local.cohort import Cohort
+from fedloom.parts.part import Part
+from fedloom.parts.pipeline import Pipeline
+from fedloom.round import Round
+
+
+class PollAlgorithm(Algorithm):
+    """Clients answer a part's poll, with one number each; they are sent what they would personalise from."""
+
+    def __post_init__(self) -> None:
+        """Accept that the fields are not given by users."""
+
+    def bind(self, part: Part, inner: Pipeline) -> "PollAlgorithm":
+        """Ask for `part`, which personalises through the pipeline inside it."""
+        self.part, self.inside = part, inner
+        self.plan, self.state = inner.plan, {}
+        return self
+
+    def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
+        return self.inside.deploy(round, clients)
+
+    def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
+        return {"loss": ()}
+
+    def train(self, cohort: Cohort, inbox: Message) -> Message:
+        return self.part.answer(cohort, inbox, self.inside)
+
+
+def poll_pipeline(pipeline: Pipeline, part: Part) -> Pipeline:
+    """Return the pipeline that asks clients for `part`."""
+    return Pipeline(PollAlgorithm().bind(part, pipeline.inside(part)))

@@ -1,0 +1,60 @@
+"""The account of what a run has released under differential privacy, over real sites."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedloom.errors import CheckpointError, InvalidValue
+from fedloom.exchange import Exchange
+from fedloom.method import Method, components, name_of
+from fedloom.parts.privacy import Accounted
+from fedloom.state.released import RELEASED, Release, ReleaseLedger
+
+
+class Accounts:
+    """Writes every release to the ledger before anything is sent.
+
+    Parts count all releases in the ledger, also those of rounds that failed or are repeated. Without a
+    directory or without real sites there is no ledger, and parts count by themselves.
+    """
+
+    def __init__(self, method: Method, directory: Path | None, identity: str, remote: bool) -> None:
+        self._method = method
+        self._ledger: ReleaseLedger | None = None
+        if directory is not None and remote and any(True for _ in self._accounted()):
+            self._ledger = ReleaseLedger(directory / RELEASED, identity)
+
+    def _accounted(self) -> Iterator[tuple[str, Accounted]]:
+        """Yield the parts whose rounds cost privacy, with their names in the ledger: depth and name."""
+        for depth, component in enumerate(components(self._method)):
+            if isinstance(component, Accounted):
+                yield f"{depth}.{name_of(component)}", component
+
+    def resume(self, shown: int) -> None:
+        """Read the ledger, which must reach round `shown`, the last that the directory shows anything of."""
+        if self._ledger is not None:
+            self._ledger.resume(shown)
+            self._ledger.require_methods({name for name, _ in self._accounted()})
+
+    def note(self, exchange: Exchange) -> None:
+        """Write what the round is about to release."""
+        if self._ledger is not None:
+            for name, part in self._accounted():
+                clients = part.counted(exchange.selection)
+                noise, bound = part.noise_multiplier(), part.bound()
+                release = Release(exchange.round.number, name, noise, bound, clients)
+                self._ledger.append(release)
+
+    def count(self) -> None:
+        """Set the numbers of releases in the states of the parts to those of the ledger."""
+        if self._ledger is not None:
+            for name, part in self._accounted():
+                part.state["releases"] = self._ledger.counts(name, len(part.state["releases"]))
+                part.earlier = self._ledger.statistics()
+
+    def require_budget(self) -> None:
+        """Raise the error of a run whose budget is spent before its first round."""
+        if self._ledger is not None and self._ledger.releases:
+            reason = "lost rounds or statistics spent the budget: change folders"
+            raise CheckpointError(f"{self._ledger.path}: {reason}")
+        reason = "one round costs more epsilon than target_epsilon: give more noise"
+        raise InvalidValue(f"{self._method}: {reason}")
