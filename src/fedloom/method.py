@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform, get_args
 
 from torch import Tensor
 
 from fedloom.config.expression import show
-from fedloom.config.fields import parameters, require_fields
+from fedloom.config.fields import parameters, require_fields, type_hints
 from fedloom.config.registry import Registry
 from fedloom.exchange import Plan
 
@@ -139,6 +139,18 @@ def restore_state(method: Method, full: Mapping[str, Tensor]) -> None:
 
 algorithms: Registry[type[Method]] = Registry("algorithm", "fedloom.algorithms", "fedloom.parts")
 """Methods by name. A method registers itself: `@algorithms.register("fedavg")`."""
+
+
+def method_fields(kind: Any) -> set[str]:
+    """Return the names of the fields of a class of methods that hold other methods."""
+    hints = type_hints(kind)
+    return {name for name, hint in hints.items() if any(map(_is_method, (hint, *get_args(hint))))}
+
+
+def _is_method(kind: Any) -> bool:
+    if isinstance(kind, type):
+        return issubclass(kind, Method)
+    return any(map(_is_method, get_args(kind)))
 
 
 def name_of(method: Method) -> str:

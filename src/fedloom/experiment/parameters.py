@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.config.expression import parse_value, plain
 from fedloom.config.fields import parameters
 from fedloom.errors import InvalidValue
-from fedloom.method import Method, components, name_of
+from fedloom.method import Method, components, method_fields, name_of
 
 PREFIX = "algorithm."
 
@@ -34,7 +34,8 @@ def with_parameters(outer: Method, changes: Mapping[str, Any]) -> Method:
 
 def _parameters(method: Method) -> dict[str, tuple[str, str]]:
     """Return the parameters of a method that are no methods themselves, each with its keys."""
-    names = [name for name in parameters(type(method)) if name not in method.wraps]
+    holders = method_fields(type(method))
+    names = [name for name in parameters(type(method)) if name not in holders]
     return {name: (f"{PREFIX}{name}", f"{PREFIX}{name_of(method)}.{name}") for name in names}
 
 

@@ -1,13 +1,13 @@
 """Methods from expressions such as `stages(fedavg:100, fedmr(unit=segment))`."""
 
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from fedloom.config.expression import Call, parse, show
-from fedloom.config.fields import type_hints
 from fedloom.config.plugins import found_at
 from fedloom.errors import InvalidValue, quoted
-from fedloom.method import Method, algorithms
+from fedloom.method import Method, algorithms, method_fields
+from fedloom.parts.course import require_fitting
 from fedloom.parts.stages import Stages
 
 
@@ -23,9 +23,10 @@ def build(expression: str | Call | Method) -> Method:
 
     Raises:
         UnknownName: If nothing is registered under a name.
-        InvalidValue: If a value or a parameter does not fit.
+        InvalidValue: If a value or a parameter does not fit, or parts do not fit together.
     """
     if isinstance(expression, Method):
+        require_fitting(expression)
         return expression
     if not isinstance(expression, str | Call):
         kind = "class" if isinstance(expression, type) else type(expression).__name__
@@ -46,17 +47,9 @@ def build(expression: str | Call | Method) -> Method:
     for field in options.keys() & method_fields(entry.make):
         if isinstance(options[field], Call):
             options[field] = build(options[field])
-    return cast(Method, algorithms.build(Call(name, named=options)))
-
-
-def method_fields(kind: type[Method]) -> set[str]:
-    """Return the names of the fields of a method that hold other methods."""
-    hints = type_hints(kind)  # type: ignore[arg-type]
-    return {name for name, hint in hints.items() if any(map(_is_method, (hint, *get_args(hint))))}
-
-
-def _is_method(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Method)
+    method = cast(Method, algorithms.build(Call(name, named=options)))
+    require_fitting(method)
+    return method
 
 
 def _registered(path: str) -> str:

@@ -11,7 +11,12 @@ from fedloom.exchange import Message, Plan
 from fedloom.method import Method, restore_state, state_of
 from fedloom.parts.part import Part
 from fedloom.parts.pipeline import STAGE, Pipeline, Watch
-from fedloom.parts.requirements import require_combination, require_stages
+from fedloom.parts.requirements import (
+    require_combination,
+    require_facts,
+    require_stages,
+    require_units,
+)
 from fedloom.parts.stages import Stages, stages_in
 
 Choose = Callable[[Stages], int]
@@ -59,6 +64,14 @@ def _choices(method: Method) -> Iterator[dict[int, int]]:
         yield from _choices(method.method)
 
 
+def require_fitting(method: Method) -> None:
+    """Raise `InvalidValue` unless the parts of an expression fit each other and the algorithm, in all stages."""
+    all_pipelines = list(pipelines(method))
+    for pipeline in all_pipelines:
+        require_facts(pipeline)
+    require_stages(method, all_pipelines)
+
+
 def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
     """Return the pipeline of a round at a site, which reads a chosen stage from its inbox."""
 
@@ -86,11 +99,12 @@ class Course:
     def setup(self, plan: Plan) -> None:
         """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit together."""
         self.plan = plan
+        require_fitting(self.method)
         all_pipelines = list(pipelines(self.method))
         for pipeline in all_pipelines:
             pipeline.algorithm.setup(plan)
             require_combination(pipeline)
-        require_stages(self.method, all_pipelines)
+        require_units(self.method, all_pipelines)
         done: set[int] = set()
         for pipeline in all_pipelines:
             for part in reversed(pipeline.parts):

@@ -104,7 +104,7 @@ class PrivateCohort(Cohort):
         self._fitting = False
 
     @property
-    def _samples(self) -> Any:
+    def _samples(self) -> Any:  # type: ignore[override]
         raise InvalidValue(_uncounted(self.method))
 
     def fit(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -54,7 +54,7 @@ class Part(Method):
 
     once: ClassVar[bool] = False
     """True if a pipeline may contain the part only once."""
-    requires: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[Any] = ()
     """Names of `REQUIREMENTS` that the algorithm and the parts inside must meet."""
 
     def setup(self, plan: Plan, inner: Inner) -> None:

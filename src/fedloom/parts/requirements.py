@@ -13,9 +13,12 @@ Requirement = Callable[[Pipeline], str]
 
 
 def _one_download(pipeline: Pipeline) -> str:
-    if pipeline.algorithm.facts.one_download and "model" in pipeline.algorithm.send(pipeline.plan.opening()):
-        return ""
-    return "clients of {0} are not sent one model"
+    return "" if pipeline.algorithm.facts.one_download else "clients of {0} are not sent one model"
+
+
+def _sends_model(pipeline: Pipeline) -> str:
+    sent = pipeline.algorithm.send(pipeline.plan.opening())
+    return "" if "model" in sent else "clients of {0} are not sent one model"
 
 
 def _one_update(pipeline: Pipeline) -> str:
@@ -96,21 +99,26 @@ def _common_messages(pipeline: Pipeline) -> str:
     return ""
 
 
-REQUIREMENTS: dict[str, Requirement] = {
+FACTS: dict[str, Requirement] = {
     "one download": _one_download,
+    "averages": _averages,
+    "one model for all": _one_model_for_all,
+    "one fit": _one_fit,
+    "anonymous": _anonymous,
+}
+"""Requirements that facts decide, by the names in `Part.requires`."""
+
+REQUIREMENTS: dict[str, Requirement] = {
+    "one download": _sends_model,
     "one update": _one_update,
     "whole models": _whole_model,
     "whole replies": _returns_whole_model,
     "only the model": _only_the_model,
     "no integers": _no_integers,
-    "averages": _averages,
-    "one model for all": _one_model_for_all,
-    "one fit": _one_fit,
-    "anonymous": _anonymous,
     "only averages": _averages_only,
     "common messages": _common_messages,
 }
-"""Requirements by the names in `Part.requires`."""
+"""Requirements that need the plan of a run, by the names in `Part.requires`."""
 
 
 def exchanges_models(pipeline: Pipeline) -> bool:
@@ -120,13 +128,28 @@ def exchanges_models(pipeline: Pipeline) -> bool:
     return sent is not None and tuple(sent.shape[1:]) == (size,) and pipeline.returns_whole(opening)
 
 
-def require_combination(pipeline: Pipeline) -> None:
-    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each other."""
+def require_facts(pipeline: Pipeline) -> None:
+    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each other.
+
+    This needs no plan, so an expression can be refused before a run begins.
+    """
     for rule in _RULES:
         rule(pipeline)
+    _require(pipeline, FACTS)
+
+
+def require_combination(pipeline: Pipeline) -> None:
+    """Raise `InvalidValue`, in one line, unless a pipeline fits the plan of its algorithm."""
+    for part in pipeline.parts:
+        if pipeline.plan.poisson and not (part.facts.independent or part.facts.fixed_participants):
+            raise InvalidValue(f"{name_of(part)}: poisson participation chooses the clients by chance")
+    _require(pipeline, REQUIREMENTS)
+
+
+def _require(pipeline: Pipeline, requirements: dict[str, Requirement]) -> None:
     for part in reversed(pipeline.parts):
-        for name in part.requires:
-            if reason := REQUIREMENTS[name](pipeline):
+        for name in (name for name in part.requires if name in requirements):
+            if reason := requirements[name](pipeline):
                 raise InvalidValue(f"{name_of(part)}: {reason.format(pipeline.algorithm)}")
 
 
@@ -138,18 +161,19 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
         for part in pipeline.acting("close"):
             raise InvalidValue(f"{part} decides who trains when: it cannot be in stages or around them")
     for part in parts_of(method):
-        if getattr(part, "counts_privacy", False):
-            if any(all(part is not other for other in pipeline.parts) for pipeline in pipelines):
-                name = name_of(part)
-                raise InvalidValue(f"{name}: other stages would have no privacy: put {name} around stages")
-        if "move" not in part.hooks():
-            continue
         around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
-        units = [pipeline.algorithm.units() for pipeline in around]
-        if any(unit != units[0] for unit in units):
-            name, inner = name_of(part), around[0].inside(part)
+        name = name_of(part)
+        if getattr(part, "counts_privacy", False) and len(around) < len(pipelines):
+            raise InvalidValue(f"{name}: other stages would have no privacy: put {name} around stages")
+
+
+def require_units(method: Method, pipelines: list[Pipeline]) -> None:
+    """Raise `InvalidValue` unless clients exchange the same units in all stages of one exchange."""
+    for part in (part for part in parts_of(method) if "exchange" in part.hooks()):
+        around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
+        if any(pipeline.algorithm.units() != around[0].algorithm.units() for pipeline in around):
             remedy = "make each of its stages secure by itself"
-            raise InvalidValue(f"{name}: {part.method} moves different units in its stages; {remedy}: {inner}")
+            raise InvalidValue(f"{name_of(part)}: {part.method} moves different units; {remedy}")
 
 
 # --- rules for pairs of parts ---
@@ -166,9 +190,6 @@ def _one_sampler(pipeline: Pipeline) -> None:
     samplers = [part for part in pipeline.parts if not part.facts.independent]
     if len(samplers) > 1:
         raise InvalidValue(f"{name_of(samplers[0])}: {samplers[1]} chooses its clients itself")
-    for part in samplers:
-        if pipeline.plan.poisson and not part.facts.fixed_participants:
-            raise InvalidValue(f"{name_of(part)}: poisson participation chooses the clients by chance")
 
 
 def _closing_is_outermost(pipeline: Pipeline) -> None:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from fedloom.config.expression import Call, parse, show
 from fedloom.errors import FedloomError
-from fedloom.method import algorithms
+from fedloom.method import algorithms, method_fields
 from fedloom.report.figures import DASHES, SHARES, Style, framed, wrapped
 from fedloom.report.sheet import Criterion
 from fedloom.report.summary import RunSummary, Spread, dotted
@@ -170,7 +170,7 @@ def _parameters(call: Call) -> dict[str, Any]:
     if call.name in algorithms:
         entry = algorithms[call.name]
         for name, parameter in entry.parameters.items():
-            if name not in entry.make.wraps and parameter.default is not parameter.empty:
+            if name not in method_fields(entry.make) and parameter.default is not parameter.empty:
                 value = call.named.get(name, parameter.default)
                 features[f"{name} of {call.name}"] = str(value) if isinstance(value, Call) else value
     return features | {METHOD: f"{call.name}({', '.join(names)})" if names else call.name}
