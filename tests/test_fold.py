@@ -74,8 +74,8 @@ def random_replies(method: Algorithm, round: Round, slots: Sequence[int]) -> Rep
 def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for slots in (CLIENTS, 3, 1):
-        monkeypatch.setattr("fedloom.algorithm.LEAST_SLOTS", slots)
-        monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.exchange.LEAST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", slots)
         method = begun(name)
         for number, present in enumerate([range(CLIENTS), (0, 2, 5, 6)], start=1):
             round = replace(
@@ -139,8 +139,8 @@ class Watching:
 
 @pytest.fixture
 def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.algorithm.MOST_SLOTS", 4)
-    monkeypatch.setattr("fedloom.algorithm.LEAST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.exchange.LEAST_SLOTS", 4)
 
 
 @pytest.mark.usefixtures("blocks_of_four")
