@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from every_method import EVERY_METHOD
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
-from fedloom.exchange import INTEGERS
+from fedloom.exchange import INTEGERS, TensorSpec
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import capped
 from fedloom.method import components
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
+from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -107,25 +109,25 @@ def test_every_method_declares_its_figures_and_the_types_of_its_replies(expressi
     """Real sites are refused with anything else."""
     task = small_task()
     method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)  # 15 is too much at this rate
-    replies: list[Answer] = []
+    replies: list[tuple[Answer, dict[str, TensorSpec]]] = []
 
     class Watching(RowsEngine):
-        def train(self, *arguments: Any) -> Any:
-            for result in super().train(*arguments):
+        def train(self, pipeline: Pipeline, round: Round, jobs: Any) -> Any:
+            specs = pipeline.expected(round)
+            for result in super().train(pipeline, round, jobs):
                 assert isinstance(result, Answer), result
-                replies.append(result)
+                replies.append((result, specs))
                 yield result
 
     federation = Federation(method, task, Watching(task), Schedule(rounds=2, participation=1.0))
     federation.run()
     figures = {name for nested in components(method) for name in nested.client_figures}
-    types = {name: dtype for nested in components(method) for name, dtype in nested.reply_dtypes.items()}
-    types[INTEGERS] = torch.int64
-    for reply in replies:
+    for reply, specs in replies:
         assert reply.metrics.keys() <= figures
         if reply.job.slot is not None:
+            assert reply.tensors.keys() == specs.keys()
             for name, tensor in reply.tensors.items():
-                assert tensor.dtype == types.get(name, task.layout.dtype), name
+                assert tensor.dtype == specs[name].dtype, name
 
 
 # --- types ---
@@ -320,8 +322,8 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     federation = flower(config, grid)
     local_test = federation.task.local_test
     assert local_test is not None
-    engine, method = federation.engine, federation.algorithm
-    tasks = [Job(number, None, {"model": method.model().unsqueeze(0)}) for number in range(CLIENTS)]
+    engine, pipeline = federation.engine, federation.pipeline
+    tasks = [Job(number, None, {"model": pipeline.model().unsqueeze(0)}) for number in range(CLIENTS)]
     if federation.task.layout.integers:
         tasks = [Job(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
     site(grid, 0).says = {"totals": {"correct": [1.0], "loss": 1.0}}
@@ -329,7 +331,7 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     site(grid, 3).says = {"totals": {"correct": 1.0, "loss": float("inf")}}
     site(grid, 4).says = {"totals": {"correct": 10**9, "loss": 10**400}}
     site(grid, 5).says = {"totals": {"correct": 1.0}}
-    tallies = {int(t.clients): t for t in engine.evaluate(method, federation._first, tasks)}
+    tallies = {int(t.clients): t for t in engine.evaluate(pipeline, federation._first, tasks)}
     assert tallies.keys() == {1, 2}
     assert int(tallies[1].samples) == int(local_test.sizes[1])
     assert int(tallies[1].totals["correct"]) == int(local_test.sizes[1])
