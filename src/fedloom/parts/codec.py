@@ -12,7 +12,7 @@ from fedloom.exchange import Message, Specs, TensorSpec
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.method import name_of
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.part import Inner, Part, shared_trainable
 from fedloom.round import Round
 
 CODE_NUMBERS = ("values", "factors")
@@ -121,16 +121,6 @@ def update_sizes(shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[st
         elif tuple(shape) == (trainable,):
             sizes[name] = trainable
     return sizes
-
-
-def shared_trainable(inner: Inner) -> int:
-    """Return how many of the numbers that travel as "model" are trainable parameters."""
-    plan = inner.algorithm.plan
-    trainable = plan.layout.trainable
-    size = 0
-    for columns in inner.algorithm.shared(plan.module, plan.layout):
-        size += min(columns.stop, trainable) - min(columns.start, trainable)
-    return size
 
 
 def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Message:

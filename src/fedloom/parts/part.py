@@ -95,6 +95,10 @@ class Part(Method):
         """Return the message as it travels. Innermost first."""
         return message
 
+    def deploy(self, round: Round, clients: tuple[int, ...], message: Message) -> Message:
+        """Return the message from which these clients personalise. Innermost first."""
+        return message
+
     # --- at the clients ---
 
     def decode_down(self, round: Round, inbox: Message, inner: Inner) -> Message:
@@ -109,7 +113,7 @@ class Part(Method):
         """Return the model `[k, P]` that each client would use."""
         return inner.personalise(cohort, inbox)
 
-    def corrupt(self, cohort: Cohort, inbox: Message, reply: Message) -> Message:
+    def corrupt(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
         """Return what malicious clients send instead, in a simulation."""
         return reply
 
@@ -190,6 +194,7 @@ HOOKS = (
     "message",
     "move",
     "encode_down",
+    "deploy",
     "decode_down",
     "train",
     "personalise",
@@ -217,3 +222,13 @@ def parts_of(method: Method) -> Iterator[Part]:
         yield method
     for inner in method._inner():
         yield from parts_of(inner)
+
+
+def shared_trainable(inner: Inner) -> int:
+    """Return how many of the numbers that travel as "model" are trainable parameters; they come first."""
+    plan = inner.algorithm.plan
+    trainable = plan.layout.trainable
+    size = 0
+    for columns in inner.algorithm.shared(plan.module, plan.layout):
+        size += min(columns.stop, trainable) - min(columns.start, trainable)
+    return size

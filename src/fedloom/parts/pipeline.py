@@ -132,7 +132,8 @@ class Pipeline:
     @property
     def personal(self) -> bool:
         """True if clients may use other models than the one that they receive."""
-        return is_personal(self.algorithm) or bool(self.acting("personalise"))
+        parts = self.acting("personalise") or self.acting("deploy")
+        return is_personal(self.algorithm) or bool(parts)
 
     @property
     def waits(self) -> bool:
@@ -164,7 +165,8 @@ class Pipeline:
         """True if replies may be folded as they arrive, so that not all of them are stored."""
         if self.acting("release"):
             return True
-        reads = any(self.acting(hook) for hook in ("exchange", "close", "observe", "rewrite"))
+        reading = ("exchange", "close", "observe", "rewrite")
+        reads = any(self.acting(hook) for hook in reading)
         return not reads and not overrides(self.algorithm, Algorithm, ("receive",))
 
     @property
@@ -350,7 +352,10 @@ class Pipeline:
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         """Return the message from which clients personalise before `round`."""
-        return self._with_stage(dict(self.algorithm.deploy(round, clients)))
+        message = self._with_stage(dict(self.algorithm.deploy(round, clients)))
+        for part in reversed(self.acting("deploy")):
+            message = part.deploy(round, clients, message)
+        return message
 
     def diagnose(self) -> dict[str, float]:
         """Return figures about the server's state."""
@@ -395,7 +400,7 @@ class Pipeline:
             received = part.decode_down(cohort.round, received, self.inside(part))
         reply = self.train(cohort, received)
         for part in reversed(self.acting("corrupt")):
-            reply = part.corrupt(cohort, received, reply)
+            reply = part.corrupt(cohort, received, reply, self.inside(part))
         for part in self._coders:
             reply = part.encode(cohort, received, reply, self.inside(part))
         return reply

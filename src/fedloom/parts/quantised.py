@@ -10,8 +10,8 @@ from torch import Tensor
 from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.method import algorithms
-from fedloom.parts.codec import Codec, Streams, packed, shared_trainable, update_sizes, with_rest
-from fedloom.parts.part import Inner
+from fedloom.parts.codec import Codec, Streams, packed, update_sizes, with_rest
+from fedloom.parts.part import Inner, shared_trainable
 from fedloom.round import Round
 
 Bits = Literal[1, 2, 4, 8]

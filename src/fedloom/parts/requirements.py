@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fedloom.algorithm import as_spec
+from fedloom.algorithm import Algorithm, as_spec, overrides
 from fedloom.errors import InvalidValue
 from fedloom.method import Method, components, name_of
 from fedloom.parts.part import Part, parts_of
@@ -91,6 +91,12 @@ def _averages_only(pipeline: Pipeline) -> str:
     return "{0} does more than average whole models, which stale replies do not fit"
 
 
+def _no_server_step(pipeline: Pipeline) -> str:
+    if overrides(pipeline.algorithm, Algorithm, ("update", "receive", "model")):
+        return "{0} has a server, which nodes that mix their models do without"
+    return ""
+
+
 def _common_messages(pipeline: Pipeline) -> str:
     message = pipeline.algorithm.send(pipeline.plan.opening())
     addressed = sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1)
@@ -105,6 +111,7 @@ FACTS: dict[str, Requirement] = {
     "one model for all": _one_model_for_all,
     "one fit": _one_fit,
     "anonymous": _anonymous,
+    "no server step": _no_server_step,
 }
 """Requirements that facts decide, by the names in `Part.requires`."""
 
@@ -252,6 +259,14 @@ def _release_is_outermost(pipeline: Pipeline) -> None:
                 )
 
 
+def _mixing_is_the_only_step(pipeline: Pipeline) -> None:
+    for part in pipeline.acting("mix"):
+        for other in pipeline.parts:
+            if other.hooks() & {"rewrite", "release", "close", "exchange", "coded"}:
+                reason = f"nodes mix their models without a server, so {name_of(other)} has nothing to act on"
+                raise InvalidValue(f"{name_of(part)}: {reason}")
+
+
 def _position(pipeline: Pipeline, part: Part) -> int:
     return next(k for k, other in enumerate(pipeline.parts) if other is part)
 
@@ -264,6 +279,7 @@ _RULES = (
     _exchange_hides_names,
     _privacy,
     _release_is_outermost,
+    _mixing_is_the_only_step,
 )
 
 

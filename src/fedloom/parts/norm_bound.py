@@ -1,0 +1,47 @@
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedloom.exchange import Plan, Replies
+from fedloom.method import algorithms
+from fedloom.parts.part import Inner, Part
+from fedloom.round import Round
+
+Radius = Annotated[float, Field(gt=0, le=3.4e38)]
+
+
+@algorithms.register("norm_bound")
+class NormBound(Part):
+    """Bound the length of every update: w + d_i min(1, `radius` / |d_i|) replaces the model w + d_i of client i.
+
+    w is the model that the client was sent, and the length is over all numbers that travel. Shorter updates stay
+    as they are, bit for bit. Source: Sun et al. 2019, "Can you really backdoor federated learning?", norm bounding.
+    Use it against few clients whose updates are much longer than the others'; it also bounds one client's influence.
+
+    Args:
+        radius: Longest length of an update.
+    """
+
+    radius: Radius
+
+    requires: ClassVar[tuple[str, ...]] = ("one update",)
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        self.state["bounded"] = torch.zeros(1, dtype=torch.float64)
+
+    def rewrite(self, round: Round, replies: Replies) -> Replies:
+        rows, sent = replies["model"], replies.sent("model")
+        updates = rows - sent
+        lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
+        longer = lengths > self.radius
+        share = (self.radius / lengths.clamp_min(self.radius)).to(rows).unsqueeze(1)
+        rows = torch.where(longer.unsqueeze(1), sent + updates * share, rows)
+        self.state["bounded"] = longer.double().mean().reshape(1).cpu()
+        matrix = replies.matrices["model"].clone()
+        matrix[replies.index.to(matrix.device)] = rows
+        return replies.with_matrices({**replies.matrices, "model": matrix})
+
+    def diagnose(self) -> dict[str, float]:
+        return {"share_bounded": float(self.state["bounded"])}

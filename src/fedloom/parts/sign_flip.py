@@ -1,0 +1,49 @@
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from fedloom.config.fields import Finite
+from fedloom.errors import InvalidValue
+from fedloom.exchange import Message, Plan
+from fedloom.local.cohort import Cohort
+from fedloom.method import algorithms
+from fedloom.parts.part import Inner, Part, shared_trainable
+from fedloom.randomness import stream
+
+
+@algorithms.register("sign_flip")
+class SignFlip(Part):
+    """An attack in a simulation: malicious clients upload w - `scale` d_i instead of their model w + d_i.
+
+    w is the model that the client was sent. round(`share` N) of the N clients are malicious in all rounds, drawn by the
+    run's seed. Batch-norm statistics stay honest, and clients remember their honest work.
+    Source: Li et al. 2019, "RSA: Byzantine-robust stochastic aggregation methods", sign-flipping attack.
+    Use it to see how much a method or a robust rule loses.
+
+    Args:
+        share: Share of the clients that are malicious; 0 is the clean run.
+        scale: Factor of the flipped update; -1 is the honest one.
+    """
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    scale: Finite = 1.0
+
+    requires: ClassVar[tuple[str, ...]] = ("one update",)
+
+    def setup(self, plan: Plan, inner: Inner) -> None:
+        super().setup(plan, inner)
+        if plan.remote:
+            raise InvalidValue("sign_flip: an attack is simulated only: leave it out over real sites")
+        order = torch.randperm(plan.clients, generator=stream(plan.seed, "malicious"))
+        self.malicious = frozenset(order[: round(self.share * plan.clients)].tolist())
+
+    def corrupt(self, cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
+        attacks = torch.tensor([client in self.malicious for client in cohort.clients])
+        if not bool(attacks.any()):
+            return reply
+        size, sent, honest = shared_trainable(inner), inbox["model"], reply["model"]
+        model = honest.clone()
+        model[:, :size] = sent[:, :size] - self.scale * (honest[:, :size] - sent[:, :size])
+        attacks = attacks.to(honest.device).unsqueeze(1)
+        return {**reply, "model": torch.where(attacks, model, honest)}
