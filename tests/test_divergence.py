@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, Wrapper
+from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, RefusedReply
-from fedloom.exchange import Message, Replies
+from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
-from fedloom.method import components
+from fedloom.method import Method, components
 from fedloom.parts.building import build
+from fedloom.parts.part import Part
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -27,13 +28,12 @@ from naive import World
 LAST = 2  # rounds that go well
 
 
-class Spoilt(Wrapper):
+class Spoilt(Part):
     """A method whose server half fails in the round after `LAST`."""
 
     failure = "nan"
 
-    def receive(self, round: Round, replies: Replies) -> None:
-        super().receive(round, replies)
+    def mix(self, round: Round, algorithm: Algorithm) -> None:
         if round.number == LAST + 1:
             if self.failure == "interrupt":
                 raise KeyboardInterrupt
@@ -48,7 +48,7 @@ class Spoilt(Wrapper):
         return tensor.clone().index_fill_(-1, torch.tensor([0]), float(self.failure))
 
 
-def federation(method: Algorithm, directory: Path | None = None, rounds: int = 9, **training: float) -> Federation:
+def federation(method: Method, directory: Path | None = None, rounds: int = 9, **training: float) -> Federation:
     world = World(norm=True)
     if training:
         world.training = Training(batch_size=4, **training)  # type: ignore[arg-type]

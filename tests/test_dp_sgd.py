@@ -18,8 +18,9 @@ from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.parts.building import build
+from fedloom.parts.course import Course
 from fedloom.parts.dp_sgd import DPSGD
-from fedloom.parts.private import AccountedByClient
+from fedloom.parts.privacy import AccountedByClient
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -88,7 +89,7 @@ def test_spent_epsilon_is_computed_once_per_kind_of_client(method: str, monkeypa
     accounted = build(f"{method}(fedavg, noise=1.5)")
     assert isinstance(accounted, AccountedByClient)
     small = run_federation("fedavg", task(), rounds=1).algorithm.plan
-    accounted.setup(replace(small, clients=1000, sizes=lambda clients: 5 + clients % 4))
+    Course(accounted).setup(replace(small, clients=1000, sizes=lambda clients: 5 + clients % 4))
     releases = torch.randint(7, (1000,), generator=torch.Generator().manual_seed(0))
     releases[:4] = torch.tensor([3, 9, 5, 8])
     costs, later_costs = client_costs(accounted, releases), client_costs(accounted, releases + 1)
@@ -99,7 +100,7 @@ def test_spent_epsilon_is_computed_once_per_kind_of_client(method: str, monkeypa
         computed.append(epsilon(*arguments))
         return computed[-1]
 
-    monkeypatch.setattr(f"fedloom.algorithms.{type(accounted).__module__.rpartition('.')[2]}.epsilon", counted)
+    monkeypatch.setattr(f"{type(accounted).__module__}.epsilon", counted)
     assert (accounted.cost(), accounted.cost(extra=1)) == (max(costs), max(later_costs))
     assert len(computed) <= 8
 
@@ -203,9 +204,8 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
         ("dp_sgd(fedasam, noise=1)", "clients of fedasam do more"),
         ("dp_sgd(per_fedavg, noise=1)", "clients of per_fedavg do more"),
         ("dp_sgd(scaffold, noise=1)", "upload 'variate' too"),
-        ("ala(dp_sgd(fedavg, noise=1))", "put dp_sgd around ala"),
+        ("ala(dp_sgd(fedavg, noise=1))", "clients of ala do more with their samples"),
         ("stages(dp_sgd(fedavg, noise=1):3, fedavg)", "put dp_sgd around stages"),
-        ("dp_sgd(quantised(fedavg), noise=1)", "put quantised around dp_sgd"),
         ("private(dp_sgd(fedavg, noise=1), noise=1)", "dp_sgd counts an epsilon of its own: take one of them"),
         ("dp_sgd(local_private(fedavg, noise=1), noise=1)", "local_private counts an epsilon of its own"),
         ("dp_sgd(fedavg)", "give noise, such as 0.8"),
@@ -214,6 +214,13 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
 def test_methods_that_would_break_the_guarantee_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         run_federation(expression, task(), 1)
+
+
+def test_the_order_of_dp_sgd_and_a_code_makes_no_difference() -> None:
+    inside = run_federation("dp_sgd(quantised(fedavg), noise=1)", task())
+    outside = run_federation("quantised(dp_sgd(fedavg, noise=1))", task())
+    assert inside.history == outside.history
+    assert torch.equal(inside.model(), outside.model())
 
 
 def test_models_and_losses_that_mix_the_samples_of_a_batch_are_refused() -> None:

@@ -225,7 +225,7 @@ def _codes(pipeline: Pipeline) -> None:
 def _exchange_hides_names(pipeline: Pipeline) -> None:
     for part in pipeline.acting("exchange"):
         for other in pipeline.parts:
-            reads = other.hooks() & {"observe", "rewrite", "release"}
+            reads = other.hooks() & {"observe", "rewrite"}
             if reads and not other.facts.anonymous:
                 reason = f"{other} needs to know whose an upload is, which the exchange hides"
                 raise InvalidValue(f"{name_of(part)}: {reason}")
