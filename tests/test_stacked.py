@@ -48,7 +48,7 @@ METHODS = sorted(
         "ala(fedavg, p=3, window=2, max_epochs=4)",
         "fedala(window=2, max_epochs=3)",
         "scaffold(option=1)",
-        "scaffold(size_scaled=true)",
+        "scaffold_feddc",
         "per_fedavg(variant='hessian_free')",
         "fedfomo(models=2, exploration=0.3)",
         "fedphp(transfer=0.5)",

@@ -44,6 +44,7 @@ from .algorithms.pfedfda import PFedFDA as PFedFDA
 from .algorithms.pfedme import PFedMe as PFedMe
 from .algorithms.qfedavg import QFedAvg as QFedAvg
 from .algorithms.scaffold import Scaffold as Scaffold
+from .algorithms.scaffold_feddc import ScaffoldFedDC as ScaffoldFedDC
 from .algorithms.server_optimizers import FedAdam as FedAdam
 from .algorithms.server_optimizers import FedAvgM as FedAvgM
 from .algorithms.server_optimizers import FedYogi as FedYogi

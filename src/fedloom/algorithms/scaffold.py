@@ -1,15 +1,15 @@
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Round, algorithms
-from fedloom.algorithms.statistics import mean_gradient, mean_size, momentum_gain, relative_sizes, require_sgd
+from fedloom.algorithms.statistics import mean_gradient, momentum_gain, require_sgd
 from fedloom.config.fields import Positive
 from fedloom.exchange import Aggregate, Message, Plan, Replies, server_model
 from fedloom.flat.module import Batch
-from fedloom.local.cohort import Cohort, Context
+from fedloom.local.cohort import Cohort, Context, Trained
 
 
 @algorithms.register("scaffold")
@@ -25,29 +25,22 @@ class Scaffold(Algorithm):
     Args:
         option: Update of the client's variate, 1 or 2 as in the paper.
         server_learning_rate: eta_g (paper: 1).
-        size_scaled: Weigh clients by a_i = n_i / mean n as FedDC's code does: they receive c / a_i, the server adds
-            a_i (c_i+ - c_i) / N.
-        divisor: eta: the round's (`current`) or round 1's (`base`).
     """
 
     option: Literal[1, 2] = 2
     server_learning_rate: Positive = 1.0
-    size_scaled: bool = False
-    divisor: Literal["current", "base"] = "current"
+
+    sends: ClassVar[tuple[str, ...]] = ("model", "variate")
 
     def setup(self, plan: Plan) -> None:
         if self.option == 2:
             require_sgd("scaffold with option 2", plan)
         super().setup(plan)
         self.state["variate"] = torch.zeros_like(plan.initial[: plan.layout.trainable])
-        if self.size_scaled:
-            self.state["mean_size"] = mean_size(plan)
-
-    def send(self, round: Round) -> Message:
-        return {name: tensor.unsqueeze(0) for name, tensor in self.state.items()}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
-        return {"model": (self.plan.layout.size,), "variate": (self.plan.layout.trainable,)}
+        layout = self.plan.layout
+        return {"model": (layout.size,), "variate": (layout.trainable,)}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         return replies.aggregate(weighted=False, total={"variate": replies["variate"]})
@@ -60,26 +53,36 @@ class Scaffold(Algorithm):
         self.state["variate"] = self.state["variate"] + aggregate.total["variate"] / self.plan.clients
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start = inbox["model"]
-        variate = cohort.memory.get("scaffold_variate", torch.zeros_like(inbox["variate"]))
-        size = relative_sizes(cohort, inbox) if "mean_size" in inbox else torch.ones_like(variate[:, :1])
-        server_variate = inbox["variate"] / size
-
-        def offset(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-            return gradient.add_(context["offset"])
-
-        trained = cohort.fit(start, correction=offset, context={"offset": server_variate - variate})
+        server_variate = inbox["variate"]
+        variate = cohort.memory.get("scaffold_variate", torch.zeros_like(server_variate))
+        trained = self.descend(cohort, inbox["model"], server_variate - variate)
         if self.option == 1:
             new_variate = full_gradient(cohort, server_model(inbox))
         else:
-            count, round = cohort.layout.trainable, cohort.round
-            rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
-            rate = rate * momentum_gain(cohort.training)
-            followed = mean_gradient(start[:, :count], trained.model[:, :count], trained.steps, rate)
+            followed = self.followed(cohort, inbox["model"], trained)
             new_variate = followed.add_(variate).sub_(server_variate)
-        new_variate = torch.where((trained.steps > 0).to(new_variate.device).unsqueeze(1), new_variate, variate)
+        has_trained = (trained.steps > 0).to(new_variate.device).unsqueeze(1)
+        new_variate = torch.where(has_trained, new_variate, variate)
         cohort.memory.write("scaffold_variate", new_variate, cohort.uploads)
-        return {"model": trained.model, "variate": (new_variate - variate).mul_(size)}
+        return {"model": trained.model, "variate": new_variate - variate}
+
+    def descend(self, cohort: Cohort, start: Tensor, offset: Tensor) -> Trained:
+        """Train by steps along g + `offset [k, T]`."""
+
+        def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
+            return gradient.add_(context["offset"])
+
+        return cohort.fit(start, correction=correct, context={"offset": offset})
+
+    def rate(self, round: Round) -> float:
+        """Return eta, by which the way of a client is divided."""
+        return round.learning_rate
+
+    def followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
+        """Return (w_t - w_i) / (tau eta), the mean direction of the local steps, `[k, T]`."""
+        count = cohort.layout.trainable
+        rate = self.rate(cohort.round) * momentum_gain(cohort.training)
+        return mean_gradient(start[:, :count], trained.model[:, :count], trained.steps, rate)
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ commands: tuple[Callable[..., Any], ...] = (
     showing.report,
     predicting.predict,
     predicting.export,
-    listing.command("algorithms", "List the methods by family, or describe the one called NAME, with its parameters."),
+    listing.algorithms,
     listing.command("models", "List the models, or describe the one called NAME."),
     listing.command("datasets", "List the data sets, or describe the one called NAME."),
     listing.command("partitions", "List the ways to share data out to clients, or describe the one called NAME."),

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Name
+from fedloom.cli.options import Name, option
 from fedloom.config.plugins import VARIABLE
-from fedloom.errors import UnknownName
+from fedloom.errors import InvalidValue, UnknownName
 
 if TYPE_CHECKING:
     from fedloom.config.registry import Entry
 
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
+
+With = Annotated[str | None, option("--with", metavar="Y", help="How NAME and Y combine, in both orders.")]
 
 SCHEMA = "fedloom.schema.json"
 
@@ -52,6 +54,20 @@ def command(kind: str, purpose: str) -> Callable[..., None]:
 
     entries.__name__, entries.__doc__ = kind, purpose
     return entries
+
+
+def algorithms(name: Name = None, other: With = None) -> None:
+    """List the methods by family, or describe the one called NAME, with its parameters.
+
+    With another method or part, as in `fedloom algorithms fedavg --with "sparse(share=0.1)"`, it prints which expressions
+    of the two are accepted, in which moments of a round their parts act, and why an expression is refused.
+    """
+    if other is None:
+        _list("algorithms", name)
+    elif name is None:
+        raise InvalidValue("--with needs two methods: fedloom algorithms NAME --with Y")
+    else:
+        _print_combinations(name, other)
 
 
 def schema(file: Schemed = None) -> None:
@@ -108,6 +124,20 @@ def _parameter(name: str, parameter: inspect.Parameter) -> str:
         return f"{name}=..."
     text = parameter.default
     return f"{name}={text if isinstance(text, str) and text.isidentifier() else show(text)}"
+
+
+def _print_combinations(first: str, second: str) -> None:
+    """Print each expression of two methods with the moments of its parts, or with the reason against it."""
+    from fedloom.cli.combining import combinations
+
+    for combination in combinations(first, second):
+        if combination.reason:
+            print(f"{combination.expression}: refused\n    {combination.reason}")
+            continue
+        print(f"{combination.expression}: fits")
+        width = max(map(len, combination.moments), default=0)
+        for name, moments in combination.moments.items():
+            print(f"    {name:{width}}  {', '.join(moments)}")
 
 
 def _list(kind: str, name: str | None) -> None:

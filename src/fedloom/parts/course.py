@@ -103,6 +103,8 @@ class Course:
         all_pipelines = list(pipelines(self.method))
         for pipeline in all_pipelines:
             pipeline.algorithm.setup(plan)
+            for part in pipeline.parts:
+                part.plan = plan  # `expects` may read it before the part is set up
             require_combination(pipeline)
         require_units(self.method, all_pipelines)
         done: set[int] = set()

@@ -75,7 +75,8 @@ def _one_fit(pipeline: Pipeline) -> str:
 
 
 def _anonymous(pipeline: Pipeline) -> str:
-    if pipeline.algorithm.facts.anonymous:
+    estimates = any(part.facts.anonymous for part in pipeline.acting("rewrite"))
+    if pipeline.algorithm.facts.anonymous or estimates:
         return ""
     hint = ": give it weighted=false" if getattr(pipeline.algorithm, "weighted", False) else ""
     return f"{{0}} needs to know whose an upload is, which the exchange hides{hint}"
