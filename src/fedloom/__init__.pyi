@@ -15,6 +15,7 @@ from .algorithms.fedbabu import FedBABU as FedBABU
 from .algorithms.fedcross import FedCross as FedCross
 from .algorithms.feddbe import FedDBE as FedDBE
 from .algorithms.feddc import FedDC as FedDC
+from .algorithms.feddc_code import FedDCCode as FedDCCode
 from .algorithms.feddyn import FedDyn as FedDyn
 from .algorithms.fedexp import FedExP as FedExP
 from .algorithms.fedfomo import FedFomo as FedFomo

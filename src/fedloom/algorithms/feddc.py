@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from fedloom.algorithm import Round, algorithms
 from fedloom.algorithms.feddyn import Drifting
 from fedloom.algorithms.statistics import mean_gradient, relative_sizes, require_sgd
 from fedloom.exchange import Aggregate, Message, Plan, server_model
-from fedloom.local.cohort import Cohort, Context
+from fedloom.local.cohort import Cohort, Context, Trained
 
 
 @algorithms.register("feddc")
@@ -19,16 +19,9 @@ class FedDC(Drifting):
     h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i <- u_i.
     Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
     statistics are averaged. The h_i, g_i and g are `[T]`.
-    Source: Gao et al. 2022, algorithm 1, in the form of the authors' code.
+    Source: Gao et al. 2022, algorithm 1.
     Use it when clients hold few classes each and can remember two vectors as long as the model.
-
-    Args:
-        divisor: Learning rate eta: the round's (`current`) or round 1's (`base`, the authors' code).
-        nominal_steps: Take a mean client's E ceil(mean_j n_j / B) steps as every client's tau, as the authors' code does.
     """
-
-    divisor: Literal["current", "base"] = "current"
-    nominal_steps: bool = False
 
     needs = (require_sgd,)
     sends: ClassVar[tuple[str, ...]] = ("model", "mean_size", "update")
@@ -45,7 +38,7 @@ class FedDC(Drifting):
         self.state["update"] = self.state["update"] + aggregate.total["update"] / self.plan.clients
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        count, round = cohort.layout.trainable, cohort.round
+        count = cohort.layout.trainable
         sent, start = server_model(inbox)[:, :count], inbox["model"]
         drift = cohort.memory.get("feddc_drift", torch.zeros_like(sent))
         update = cohort.memory.get("feddc_update", torch.zeros_like(sent))
@@ -54,13 +47,17 @@ class FedDC(Drifting):
         context = {"strength": self.alpha / size, "centre": sent - drift, "offset": offset}
         trained = cohort.fit(start, correction=_decoupled, context=context)
         moved = trained.model[:, :count]
-        rate = round.learning_rate if self.divisor == "current" else round.initial_learning_rate
-        steps = cohort.training.local_steps(inbox["mean_size"][:, 0]) if self.nominal_steps else trained.steps
+        steps, rate = self.divisors(cohort, inbox, trained)
         new_update = mean_gradient(start[:, :count], moved, steps, rate).sub_(offset)
-        new_update = torch.where((trained.steps > 0).to(new_update.device).unsqueeze(1), new_update, update)
+        has_trained = (trained.steps > 0).to(new_update.device).unsqueeze(1)
+        new_update = torch.where(has_trained, new_update, update)
         cohort.memory.write("feddc_drift", drift + moved - sent, cohort.uploads)
         cohort.memory.write("feddc_update", new_update, cohort.uploads)
         return {"model": trained.model, "update": (new_update - update).mul_(size)}
+
+    def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:
+        """Return tau `[k]` and eta, by which the way of a client is divided."""
+        return trained.steps, cohort.round.learning_rate
 
 
 def _decoupled(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:

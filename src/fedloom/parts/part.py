@@ -18,6 +18,10 @@ class Inner(Protocol):
 
     algorithm: Algorithm
 
+    @property
+    def foreseeable(self) -> bool:
+        """True if the next selection is known before this round's replies."""
+
     def select(self, round: Round) -> Selection:
         """Return the selection without the parts outside."""
 

@@ -125,6 +125,11 @@ class Pipeline:
         return bool(self.algorithm.facts.one_model_each)
 
     @property
+    def foreseeable(self) -> bool:
+        """True if the next selection is known before this round's replies."""
+        return all(method.facts.foreseeable for method in self.components())
+
+    @property
     def unstackable(self) -> Method | None:
         """The component that trains one client at a time, or None."""
         return next((method for method in self.components() if not method.facts.stackable), None)
@@ -179,9 +184,20 @@ class Pipeline:
     def select(self, round: Round) -> Selection:
         """Return the clients of a round, also of a later one."""
         pipeline = self._of_round(round.number)
-        for part in pipeline.acting("select"):
-            return part.select(round, pipeline.inside(part))
+        for part in pipeline._selecting:
+            return part.select(round, pipeline._after(part))
         return Selection(uniform(round))
+
+    @cached_property
+    def _selecting(self) -> list[Part]:
+        """The parts that select in the order of calls: a sampler chooses before others add to it."""
+        return sorted(self.acting("select"), key=lambda part: not part.facts.independent)
+
+    def _after(self, part: Part) -> "Pipeline":
+        """Return the selection without `part` and the parts that select outside of it."""
+        k = next(k for k, other in enumerate(self._selecting) if other is part)
+        parts = self._selecting[k + 1 :]
+        return Pipeline(self.algorithm, parts, None, self.number, self.following, part)
 
     def _of_round(self, number: int) -> "Pipeline":
         if self.following is None or number == self.number:
@@ -189,7 +205,9 @@ class Pipeline:
         later = self.following(number)
         if self.around is None:
             return later
-        return later.inside(self.around) if self.around in later.parts else self
+        if any(part is self.around for part in later.parts):
+            return later._after(self.around)
+        return self
 
     def open(self, round: Round, selection: Selection) -> Exchange:
         """Return the record of a round with its messages: as made, as moved, and as they travel."""

@@ -53,7 +53,7 @@ class Umf(Part):
     def select(self, round: Round, inner: Inner) -> Selection:
         chosen = inner.select(round)
         candidates: Iterable[int] = range(round.clients)
-        if not self._trains_all:
+        if inner.foreseeable and not self._trains_all:
             following = round.at(round.number + 1)
             candidates = inner.select(following).clients if round.number < round.rounds else ()
         idle = tuple(client for client in candidates if client not in set(chosen.clients))

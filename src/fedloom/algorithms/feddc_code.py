@@ -1,0 +1,20 @@
+from torch import Tensor
+
+from fedloom.algorithm import algorithms
+from fedloom.algorithms.feddc import FedDC
+from fedloom.exchange import Message
+from fedloom.local.cohort import Cohort, Trained
+
+
+@algorithms.register("feddc_code")
+class FedDCCode(FedDC):
+    """FedDC as its authors' code computes it, for the tables that were made with that code.
+
+    tau is a mean client's E ceil(mean_j n_j / B) steps for every client, and eta the learning rate of round 1 in all
+    rounds. Source: the authors' code of Gao et al. 2022.
+    Use `feddc` for anything but the reproduction of those tables.
+    """
+
+    def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:
+        steps = cohort.training.local_steps(inbox["mean_size"][:, 0])
+        return steps, cohort.round.initial_learning_rate
