@@ -91,18 +91,18 @@ class World(SmallWorld):
         return Run(moments, [record["clients"] for record in federation.history], federation, engine)
 
     def _moment(self, federation: Federation, engine: RowsEngine) -> Moment:
-        algorithm, layout = federation.algorithm, engine.task.layout
+        pipeline, layout = federation.pipeline, engine.task.layout
         upcoming = self.round(federation.finished + 1)
         everybody = tuple(range(self.clients))
-        message = algorithm.deploy(upcoming, everybody)
+        message = pipeline.deploy(upcoming, everybody)
         if layout.integers:
             message[INTEGERS] = federation.integers.unsqueeze(0)
         jobs = [
             Job(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
             for i in everybody
         ]
-        personal = [engine.personalised(algorithm, upcoming, [job])[0][1] for job in jobs]
-        return Moment(algorithm.model()[: layout.trainable].clone(), [row.clone() for row in personal])
+        personal = [engine.personalised(pipeline, upcoming, [job])[0][1] for job in jobs]
+        return Moment(pipeline.model()[: layout.trainable].clone(), [row.clone() for row in personal])
 
     def round(self, number: int) -> Round:
         rate = self.training.learning_rate

@@ -439,6 +439,6 @@ def test_sites_without_keys_end_the_run_before_it_begins(tmp_path: Path) -> None
 
 
 def test_a_method_of_which_sites_cannot_tell_when_it_leads_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="give a last round in place of auto"):
+    with pytest.raises(InvalidValue, match="give a last round instead of auto"):
         require_supported(build("stages(fedavg:auto, secure(fedmr))"))
     require_supported(build("stages(fedavg:auto, fedmr)"))

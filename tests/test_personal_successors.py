@@ -696,9 +696,9 @@ def test_idle_clients_are_sent_the_global_model_also_beside_a_single_participant
     world = World(participation=0.2)
     run = world.run(build("umf(fedpac, simulate_all=true)"))
     upcoming = world.round(5)
-    method = run.federation.algorithm
+    pipeline = run.federation.pipeline
     for selected in ((1,), (1, 3)):
         round = replace(upcoming, selected=selected)
-        rows = method.exchange(round, method.select(round)).sent["model"]
+        rows = pipeline.open(round, pipeline.select(round)).moved["model"]
         assert len(rows) == len(selected) + 1
-        assert torch.equal(rows[-1], method.model())
+        assert torch.equal(rows[-1], pipeline.model())

@@ -27,7 +27,7 @@ from engine_support import CLIENTS, TASK, assert_same, jobs, run, set_up
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.cli import main
 from fedloom.engines.choose import make_engine, read_engine, settled_by
-from fedloom.engines.client_work import Answers, ClientResult
+from fedloom.engines.client_work import ClientResult, WorkDone
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.engines.pickling import dump, load
 from fedloom.engines.ray import driver, session
@@ -96,7 +96,7 @@ def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatc
 
     monkeypatch.setattr(ActorHandle, "receive", noted)
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
-    answers = [answer for answer in received if isinstance(answer, Answers) and answer.folded is not None]
+    answers = [answer for answer in received if isinstance(answer, WorkDone) and answer.folded is not None]
     assert len(answers) == 3 * len(TASK.partition)
     assert all(
         not result.tensors for answer in answers for result in answer.results if isinstance(result, ClientResult)

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from torch import Tensor
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Replies, Selection
+from fedloom.exchange import Replies, Selection
 from fedloom.flat.population import squared_distances
 from fedloom.parts.building import build
 from fedloom.parts.secure import Secure, exchange_
@@ -200,10 +199,11 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     method = run.algorithm
     assert isinstance(method, Secure)
     run.step()
+    pipeline = run.pipeline
     pool = method.method.state["pool"].clone()
     units, round = run.task.layout.units("layer"), Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
-    exchange = method.exchange(round, Selection(round.selected))
-    sent = exchange.sent["model"]
+    exchange = pipeline.open(round, Selection(round.selected))
+    sent = exchange.moved["model"]
     choices = stream_choices(lambda purpose, peer: stream(3, purpose, round=2, client=peer))
     expected = rehearse([5, 0, 6, 2], 3, Rules(3, 1, 3), choices, "before_train").sources
     for unit, source in zip(units, expected, strict=True):
@@ -213,7 +213,7 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
     slots = torch.tensor([0, 2, 3])
     matrix = torch.zeros(4, rows.shape[1], dtype=rows.dtype).index_copy(0, slots, rows)
-    method.receive(round, Replies({"model": matrix}, torch.tensor([5, 6, 2]), slots, torch.ones(3), exchange))
+    pipeline.close(exchange, Replies({"model": matrix}, torch.tensor([5, 6, 2]), slots, torch.ones(3), exchange))
     sources_before_upload = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
     assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
     for unit, source in zip(units, sources_before_upload, strict=True):
@@ -221,16 +221,15 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
             assert all(
                 torch.equal(method.method.state["pool"][slot, columns], rows[origin, columns]) for columns in unit
             )
-    method.finish(round, exchange)
+    pipeline.finish(exchange)
     sizes = [sum(columns.stop - columns.start for columns in unit) * 8 for unit in units]
     both = [
         rehearse(clients, 3, Rules(3, 1, 3), choices, when).bytes(sizes)
         for clients, when in (((5, 0, 6, 2), "before_train"), ((5, 6, 2), "before_upload"))
     ]
     assert method.diagnose()["peer_bytes"] == sum(both)
-    method.finish(
-        round, method.exchange(round, Selection(round.selected))
-    )  # nobody replied: there was no exchange before upload
+    # Nobody replied: there was no exchange before the upload.
+    pipeline.finish(pipeline.open(round, Selection(round.selected)))
     assert method.diagnose()["peer_bytes"] == both[0]
 
 
@@ -288,10 +287,10 @@ def test_idle_clients_are_sent_the_global_model_itself() -> None:
     run = federation("secure(umf(fedmr), repeats=3)")
     run.step()
     round = Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
-    message: Message = run.algorithm.send(round)
-    inner: Tensor = run.algorithm.inner()[0].send(round)["model"]
-    assert torch.equal(message["model"][4], inner[4])
-    assert not torch.equal(message["model"][:4], inner[:4])
+    exchange = run.pipeline.open(round, Selection(round.selected, idle=(1, 3, 4), receivers=7))
+    moved, sent = exchange.moved["model"], exchange.sent["model"]
+    assert torch.equal(moved[4], run.model())
+    assert not torch.equal(moved[:4], sent[:4])
 
 
 @pytest.mark.parametrize(
@@ -311,13 +310,17 @@ def test_idle_clients_are_sent_the_global_model_itself() -> None:
         ("secure(clustered(fedmr))", "needs to know whose an upload is"),
         ("secure(umf(fedmr(blend=auto)))", r"fedmr\(blend='auto'\) needs to know whose an upload is"),
         ("secure(fedmr(blend=auto, local=fedprox))", r"secure: fedmr\(.*fedprox.*\) needs to know whose an upload is"),
-        ("secure(stages(fedmr:1, fedmr(unit='tensor')))", "moves different units"),
     ],
 )
 def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> None:
     with pytest.raises(InvalidValue, match=text) as caught:
         build(expression)
     assert "\n" not in str(caught.value)
+
+
+def test_stages_that_move_different_units_are_refused() -> None:
+    with pytest.raises(InvalidValue, match="moves different units; make each of its stages secure by itself"):
+        federation("secure(stages(fedmr:1, fedmr(unit='tensor')))")
 
 
 def test_more_layers_than_there_are_is_refused() -> None:

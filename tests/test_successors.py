@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from fedloom.algorithms.afl import on_simplex
 from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
+from fedloom.algorithms.ifca import IFCA
 from fedloom.errors import InvalidValue
 from fedloom.exchange import Plan
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
-from fedloom.parts.power_of_choice import LossQuestion
+from fedloom.parts.course import Course
+from fedloom.parts.power_of_choice import PowerOfChoice
 from fedloom.randomness import stream
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 
@@ -292,7 +294,7 @@ def test_fedkdmr_agrees_with_the_second_computation(norm: bool) -> None:
     def recombined(number: int, uploads: list[State]) -> list[State]:
         pool = [dict(upload) for upload in uploads]
         generator = stream(world.seed, "recombine", round=number)
-        layout = run.federation.algorithm.layout
+        layout = run.federation.task.layout
         for (columns,) in layout.units("tensor", 1.0):
             name = next(entry.name for entry in layout.slices if entry.start == columns.start)
             order = torch.randperm(len(uploads), generator=generator).tolist()
@@ -386,9 +388,9 @@ def test_ifca_trains_the_model_of_least_loss_on_each_client() -> None:
     world = World()
     method = build("ifca(k=3)")
     run = world.run(method)
-    task, layout = run.federation.task, method.layout
+    layout = run.federation.task.layout
     untrained = build("ifca(k=3)")
-    untrained.setup(run.federation.algorithm.plan)
+    Course(untrained).setup(run.federation.pipeline.plan)
     models = [layout_state(world, layout, row) for row in untrained.state["models"]]
     assert len({tuple(flat(world, model).tolist()) for model in models}) == 3
     chosen: set[int] = set()
@@ -402,7 +404,8 @@ def test_ifca_trains_the_model_of_least_loss_on_each_client() -> None:
     assert len(chosen) > 1
     for row, model in zip(method.state["models"], models, strict=True):
         torch.testing.assert_close(row[: layout.trainable], flat(world, model), rtol=1e-9, atol=1e-9)
-    assert task.layout is layout
+    assert isinstance(method, IFCA)
+    assert method.plan.layout is layout
 
 
 def layout_state(world: World, layout: Any, row: Tensor) -> State:
@@ -508,17 +511,17 @@ def test_asking_costs_the_models_of_candidates_that_do_not_take_part_and_a_numbe
 def test_a_candidate_that_does_not_answer_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     silent = candidates(world, 1, 5)[0]
-    heard = LossQuestion.train
+    heard = PowerOfChoice.answer
 
-    def train(self: Any, cohort: Any, inbox: Any) -> Any:
+    def answer(self: Any, cohort: Any, inbox: Any, inner: Any) -> Any:
         if silent in cohort.clients:
             raise RuntimeError("no answer")
-        return heard(self, cohort, inbox)
+        return heard(self, cohort, inbox, inner)
 
-    monkeypatch.setattr(LossQuestion, "train", train)
+    monkeypatch.setattr(PowerOfChoice, "answer", answer)
     run = world.run(build("power_of_choice(fedavg, candidates=4)"))
     assert silent not in run.selected[0]
-    monkeypatch.setattr(LossQuestion, "train", lambda *_: 1 / 0)
+    monkeypatch.setattr(PowerOfChoice, "answer", lambda *_: 1 / 0)
     run = world.run(build("power_of_choice(fedavg, candidates=4)"))
     assert [len(clients) for clients in run.selected] == [3] * world.rounds
 
@@ -529,8 +532,8 @@ def test_sites_are_not_asked() -> None:
     with pytest.raises(
         InvalidValue, match=r"^power_of_choice: sites are asked nothing before a round: give ask=false$"
     ):
-        build("power_of_choice(fedavg)").setup(plan)
-    build("power_of_choice(fedavg, ask=false)").setup(plan)
+        Course(build("power_of_choice(fedavg)")).setup(plan)
+    Course(build("power_of_choice(fedavg, ask=false)")).setup(plan)
 
 
 def test_power_of_choice_takes_the_candidates_of_highest_known_loss() -> None:
@@ -561,13 +564,13 @@ def loss_of_round(world: World, run: Any, number: int, client: int) -> float:
 
 def test_power_of_choice_with_as_many_candidates_draws_by_size() -> None:
     world = World()
-    plain = build("power_of_choice(fedavg, candidates=3)")
-    run = world.run(plain)
+    run = world.run(build("power_of_choice(fedavg, candidates=3)"))
+    pipeline = run.federation.pipeline
     counts = torch.zeros(world.clients)
     for number in range(1, 2001):
-        round = plain.plan.opening()
+        round = pipeline.plan.opening()
         object.__setattr__(round, "number", number)
-        selected = plain.select(round).clients
+        selected = pipeline.select(round).clients
         counts[list(selected)] += 1
     assert counts[world.sizes.index(max(world.sizes))] > 2 * counts[world.sizes.index(min(world.sizes))]
     assert len(run.selected[0]) == 3
