@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithm import Algorithm
 from fedloom.engines.rows import RowsEngine
 from fedloom.exchange import INTEGERS
+from fedloom.method import Method
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
@@ -78,7 +78,7 @@ class World(SmallWorld):
 
     # --- fedloom's side ---
 
-    def run(self, algorithm: Algorithm) -> Run:
+    def run(self, algorithm: Method) -> Run:
         """Run a method by fedloom."""
         task = self.task()
         engine = RowsEngine(task)
@@ -102,7 +102,8 @@ class World(SmallWorld):
             for i in everybody
         ]
         personal = [engine.personalised(pipeline, upcoming, [job])[0][1] for job in jobs]
-        return Moment(pipeline.model()[: layout.trainable].clone(), [row.clone() for row in personal])
+        model = pipeline.model()[: layout.trainable].clone()
+        return Moment(model, [row.clone() for row in personal])
 
     def round(self, number: int) -> Round:
         rate = self.training.learning_rate

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
@@ -111,9 +111,11 @@ class Absences(RowsEngine):
         super().__init__(task)
         self.absent = absent
 
-    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
         gone = self.absent.get(round.number, [])
-        yield from super().train(algorithm, round, [task for task in jobs if task.client not in gone])
+        yield from super().train(pipeline, round, [task for task in jobs if task.client not in gone])
         gone_before = self.absent.get(round.number - 1, [])  # they are not sent anything
         for job in jobs:
             if job.client in gone:

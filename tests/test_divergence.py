@@ -48,7 +48,9 @@ class Spoilt(Part):
         return tensor.clone().index_fill_(-1, torch.tensor([0]), float(self.failure))
 
 
-def federation(method: Method, directory: Path | None = None, rounds: int = 9, **training: float) -> Federation:
+def federation(
+    method: Method, directory: Path | None = None, rounds: int = 9, **training: float
+) -> Federation:
     world = World(norm=True)
     if training:
         world.training = Training(batch_size=4, **training)  # type: ignore[arg-type]

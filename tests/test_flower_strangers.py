@@ -323,7 +323,8 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     local_test = federation.task.local_test
     assert local_test is not None
     engine, pipeline = federation.engine, federation.pipeline
-    tasks = [Job(number, None, {"model": pipeline.model().unsqueeze(0)}) for number in range(CLIENTS)]
+    model = pipeline.model().unsqueeze(0)
+    tasks = [Job(number, None, {"model": model}) for number in range(CLIENTS)]
     if federation.task.layout.integers:
         tasks = [Job(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
     site(grid, 0).says = {"totals": {"correct": [1.0], "loss": 1.0}}

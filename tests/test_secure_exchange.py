@@ -213,7 +213,8 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     rows = torch.randn(3, run.task.layout.size, dtype=torch.float64)
     slots = torch.tensor([0, 2, 3])
     matrix = torch.zeros(4, rows.shape[1], dtype=rows.dtype).index_copy(0, slots, rows)
-    pipeline.close(exchange, Replies({"model": matrix}, torch.tensor([5, 6, 2]), slots, torch.ones(3), exchange))
+    clients = torch.tensor([5, 6, 2])
+    pipeline.close(exchange, Replies({"model": matrix}, clients, slots, torch.ones(3), exchange))
     sources_before_upload = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
     assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
     for unit, source in zip(units, sources_before_upload, strict=True):
@@ -319,7 +320,7 @@ def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> 
 
 
 def test_stages_that_move_different_units_are_refused() -> None:
-    with pytest.raises(InvalidValue, match="moves different units; make each of its stages secure by itself"):
+    with pytest.raises(InvalidValue, match="moves different units; make each of its stages secure"):
         federation("secure(stages(fedmr:1, fedmr(unit='tensor')))")
 
 
