@@ -1,6 +1,6 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
 # make quick: a cross-section of the tests in a minute;  make test: all tests but those that take minutes;
-# make chaos MINUTES=60: these, then kills (SuperNodes and Ray too), damaged files, mutated inputs, malicious sites, and every method in every wrapper;
+# make chaos MINUTES=60: these, then kills (SuperNodes and Ray too), damaged files, mutated inputs, malicious sites, and every method inside every part;
 # make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv

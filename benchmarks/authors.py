@@ -153,10 +153,11 @@ def gap(net: nn.Module, row: Tensor) -> float:
 def personal(federation: Federation, client: int) -> Tensor:
     """Return the model that a client would deploy."""
     upcoming = federation._first.at(federation.finished + 1)
-    message = federation.algorithm.deploy(upcoming, (client,))
+    pipeline = federation.pipeline
+    message = pipeline.deploy(upcoming, (client,))
     task = Job(client, None, inbox_of(message, 0))
     assert isinstance(federation.engine, RowsEngine)
-    ((_, row, _),) = federation.engine.personalised(federation.algorithm, upcoming, [task])
+    ((_, row, _),) = federation.engine.personalised(pipeline, upcoming, [task])
     return row
 
 

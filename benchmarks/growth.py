@@ -29,8 +29,8 @@ import fedloom as fl
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.exchange import Plan, Replies, Selection
 from fedloom.flat.layout import Layout
-from fedloom.method import components
 from fedloom.parts.building import build
+from fedloom.parts.course import Course
 from fedloom.report.page import render, write_page
 from outcome import tell
 
@@ -82,35 +82,44 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(layout.size, generator=generator)
     plan = Plan(layout, initial, clients, clients, 20, 0, 10, lambda numbers: 1 + numbers % 7, module)
-    method = build(name)
-    method.setup(plan)
+    course = Course(build(name))
+    course.setup(plan)
     everybody = torch.arange(clients)
     rounds = [replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1) for number in (1, 2)]
     rounds = [replace(round, selected=tuple(range(clients))) for round in rounds]
-    types = {tensor: dtype for inner_method in components(method) for tensor, dtype in inner_method.reply_dtypes.items()}
 
     def replies(round: Any) -> Replies:
         tensors = {}
-        for tensor, shape in method.expects(round).items():
-            rows = torch.rand(clients, *shape, generator=generator)
-            tensors[tensor] = (9 * rows).to(types[tensor]) if tensor in types else rows
+        for tensor, spec in course.at(round.number).expected(round).items():
+            rows = torch.rand(clients, *spec.shape, generator=generator)
+            tensors[tensor] = rows if spec.dtype == initial.dtype else (9 * rows).to(spec.dtype)
         return Replies(tensors, everybody, everybody, 1 + everybody % 7)
 
     def run(round: Any, answers: Replies) -> None:
-        exchange = method.exchange(round, Selection(round.selected))
-        method.receive(round, replace(answers, exchange=exchange))
-        method.finish(round, exchange)
-        method.model()
-        method.diagnose()
+        pipeline = course.at(round.number)
+        selection = pipeline.select(round) if pipeline.waits else Selection(round.selected)
+        round = replace(round, selected=selection.clients)
+        exchange = pipeline.open(round, selection)
+        pipeline.close(exchange, replace(first(answers, len(selection.clients)), exchange=exchange))
+        pipeline.finish(exchange)
+        course.next(round.number)
+        course.at(round.number + 1).model()
+        course.at(round.number + 1).diagnose()
 
     run(rounds[0], replies(rounds[0]))
-    state, second = method.full_state(), replies(rounds[1])
+    state, second = course.state(), replies(rounds[1])
 
     def second_round() -> None:
-        method.restore(state)
+        course.restore(state)
         run(rounds[1], replace(second, matrices=dict(second.matrices)))
 
     return second_round
+
+
+def first(replies: Replies, count: int) -> Replies:
+    """Return the replies of the first slots."""
+    matrices = {name: matrix[:count] for name, matrix in replies.matrices.items()}
+    return Replies(matrices, replies.clients[:count], replies.slots[:count], replies.weights[:count])
 
 
 def recorded_round(name: str, clients: int) -> float:

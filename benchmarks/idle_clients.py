@@ -26,9 +26,9 @@ class Counting(RowsEngine):
 
     trained = 0
 
-    def train(self, algorithm, round, jobs):  # type: ignore[no-untyped-def]
+    def train(self, pipeline, round, jobs):  # type: ignore[no-untyped-def]
         self.trained += len(jobs)
-        return super().train(algorithm, round, jobs)
+        return super().train(pipeline, round, jobs)
 
 
 def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, Any], torch.Tensor]:

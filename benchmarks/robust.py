@@ -17,10 +17,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
@@ -49,8 +49,8 @@ class Poisoned(RowsEngine):
         super().__init__(task)
         self.malicious, self.attack = set(malicious), attack
 
-    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
-        for result in super().train(algorithm, round, jobs):
+    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+        for result in super().train(pipeline, round, jobs):
             if isinstance(result, Answer) and result.job.client in self.malicious:
                 tensors = {**result.tensors, "model": self._poisoned(round, result.job, result.tensors)}
                 result = replace(result, tensors=tensors)

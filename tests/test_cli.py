@@ -298,8 +298,9 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
     }
     assert listed["recombination"] == ["fedcross", "fedkdmr", "fedmr", "fedmr_async", "fedmut", "indep"]
     assert listed["composing"] == [
-        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "local_private", "lowrank",
-        "power_of_choice", "private", "quantised", "robust", "secure", "sparse", "stages", "umf",
+        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "gossip", "local_private",
+        "lowrank", "norm_bound", "power_of_choice", "private", "quantised", "robust", "secure", "sign_flip", "sparse",
+        "stages", "umf",
     ]  # fmt: skip
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 from xml.etree import ElementTree
@@ -16,13 +17,16 @@ import pytest
 import typer.main
 import yaml
 
-from fedloom.algorithm import algorithms
+from fedloom.algorithm import Algorithm, Facts, algorithms, name_of
 from fedloom.algorithms.fedprox import FedProx
-from fedloom.cli import app
+from fedloom.cli import app, main
+from fedloom.cli.combining import combinations
 from fedloom.config.registry import Entry
 from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
+from fedloom.parts.building import build
+from fedloom.parts.part import HOOKS, Part
 from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,17 +71,17 @@ import warnings; warnings.simplefilter("ignore")
 import fedloom as fl
 training = fl.Training(learning_rate=0.1, epochs=1, batch_size=50)
 task = fl.make_task("digits", clients=4, partition="dirichlet(0.3)", model="mlp(hidden=[8])", training=training)
-for wrapper in ("{}", "umf({})", "ala({}, max_epochs=3)"):
-    model = fl.run(wrapper.format("half_step(step=1.0, mu=0.5)"), task, rounds=3, participation=0.5).model
-    expected = fl.run(wrapper.format("fedprox(mu=0.5)"), task, rounds=3, participation=0.5).model
+for around in ("{}", "umf({})", "ala({}, max_epochs=3)"):
+    model = fl.run(around.format("half_step(step=1.0, mu=0.5)"), task, rounds=3, participation=0.5).model
+    expected = fl.run(around.format("fedprox(mu=0.5)"), task, rounds=3, participation=0.5).model
     for tensor, expected_tensor in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(tensor, expected_tensor)
-    print(wrapper, "as FedProx")
+    print(around, "as FedProx")
 """
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/own-method.md"])
-def test_the_proximal_term_on_a_page_is_that_of_fedprox_under_wrappers_too(
+def test_the_proximal_term_on_a_page_is_that_of_fedprox_inside_parts_too(
     page: str, scripts: Scripts, tmp_path: Path
 ) -> None:
     """A full step of the server makes the page's method FedProx, whose term is centred on the server's model."""
@@ -157,7 +161,7 @@ def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
     assert {entry.name for entry in shipped()} <= {*listed}
     for entry in shipped():
         text = pages.described(entry)
-        if not entry.make.variadic:
+        if not getattr(entry.make, "variadic", False):
             assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(entry.parameters), entry.name
         assert f"{{#{entry.name}}}" in text
     assert {name: pages.family_of(algorithms[name]) for name in ("fedprox", "fedmr", "fedala", "ditto", "ala")} == {
@@ -294,6 +298,50 @@ def test_every_method_has_a_row_with_its_lines_of_code() -> None:
         file = Path(inspect.getfile(algorithms[name].make))
         assert 0 < int(count) < len(file.read_text().splitlines()), name
         assert source
+
+
+def test_the_table_of_moments_has_every_part_in_every_hook_in_which_it_can_act() -> None:
+    rows = re.findall(r"^\| .+? \| (.+) \| .+ \| (.+) \|$", pages.on_page_markdown("[[moments]]"), re.M)
+    names = [(re.findall(r"`(\w+)`", hooks), re.findall(r"`(\w+)`", parts)) for hooks, parts in rows]
+    assert sorted(hook for hooks, _ in names for hook in hooks) == sorted(HOOKS)
+    shown = {(hook, part) for hooks, parts in names for hook in hooks for part in parts}
+    part = build("umf(quantised(sparse(fedavg), down=8))")
+    while isinstance(part, Part):
+        assert part.hooks()
+        assert {(hook, name_of(part)) for hook in part.hooks()} <= shown
+        part = part.method
+    assert "[[moments]]" in (DOCS / "architecture.md").read_text()
+
+
+def test_the_page_about_methods_lists_the_interface() -> None:
+    text = (DOCS / "own-method.md").read_text()
+    table = text.partition("{#interface}")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\w+)", table, re.M))
+    members = {name for name in dir(Algorithm) if not name.startswith("_")} | {"state", "plan"}
+    assert listed == members
+    assert len(members) == 20
+    facts = text.partition("{#facts}")[2].partition("\n## ")[0]
+    of_parts = {"independent", "foreseeable", "needs_every_reply", "updates_without_replies"}
+    assert set(re.findall(r"^\| `(\w+)`", facts, re.M)) == {fact.name for fact in fields(Facts)} - of_parts
+
+
+def test_what_the_page_about_combining_says_is_refused_is_refused() -> None:
+    table = (DOCS / "methods/composing.md").read_text().partition("{#requirements}")[2]
+    rows = re.findall(r"^\| [a-z].+? \| (`.+`) \| (`.+`.*) \|$", table, re.M)
+    assert len(rows) == 8
+    for parts, examples in rows:
+        for part in re.findall(r"`(.+?)`", parts):
+            for method in re.findall(r"`(\w+)`", examples):
+                first, *_ = combinations(method, part)
+                assert first.reason, (part, method)
+
+
+def test_the_page_about_combining_prints_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    commands, printed = blocks("methods/composing.md", "sh"), blocks("methods/composing.md", "text")
+    assert len(commands) == len(printed) == 2
+    for command, text in zip(commands, printed, strict=True):
+        assert main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out == text
 
 
 def test_an_unknown_marker_is_an_error() -> None:

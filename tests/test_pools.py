@@ -14,14 +14,14 @@ import pytest
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.events import Event
-from fedloom.experiment.jobs import Job
+from fedloom.experiment.jobs import RunJob
 from fedloom.experiment.pools import ProcessPool, SerialPool
 from ray_support import gone_soon
 
 ROUNDS = 4
 
 
-def jobs(folder: Path, rounds: int = ROUNDS) -> list[Job]:
+def jobs(folder: Path, rounds: int = ROUNDS) -> list[RunJob]:
     settings = {
         "name": "job", "directory": str(folder), "algorithms": ["fedavg", "fedmr"], "rounds": rounds, "participation": 0.5,
         "model": "logistic", "threads": 1, "data": {"clients": 4},
@@ -29,7 +29,7 @@ def jobs(folder: Path, rounds: int = ROUNDS) -> list[Job]:
     return Comparison.of(configuration(settings)).jobs()
 
 
-def rounds(job: Job) -> list[int]:
+def rounds(job: RunJob) -> list[int]:
     """The rounds of a run whose figures were written."""
     file = job.path / "metrics.jsonl"
     return [json.loads(line)["round"] for line in file.read_text().splitlines()] if file.exists() else []

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithm import Algorithm, algorithms
-from fedloom.parts.families import FAMILIES, family_of
 from fedloom.config.registry import Entry
+from fedloom.method import Method, algorithms
+from fedloom.parts.families import FAMILIES, family_of
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -68,7 +68,7 @@ def _docstring(node: ast.AST) -> range:
     return _span(statement) if is_text and statement is not None else range(0)
 
 
-def length(entry: Entry[type[Algorithm]]) -> int:
+def length(entry: Entry[type[Method]]) -> int:
     """Return the lines of code of a registered method."""
     return code_lines(Path(inspect.getfile(entry.make)).read_text(encoding="utf-8"), entry.make.__name__)
 

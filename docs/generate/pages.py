@@ -3,7 +3,8 @@
 A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
 `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
 `[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
-table of every method, `[[lengths]]` by the lines of code of each, `[[ledger]]` by what is recorded of the papers' tables and
+table of every method, `[[moments]]` by a table of the moments of a round, `[[lengths]]` by the lines of code of each method,
+`[[ledger]]` by what is recorded of the papers' tables and
 figures, and `[[file: benchmarks/RESULTS.md]]` by a file of the repository, whose links lead to pages. So a new method is in
 the documentation without another edit. Within a line, `[[= a^2 + b]]` is set as a formula.
 """
@@ -18,8 +19,6 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from fedloom.algorithm import Algorithm, algorithms
-from fedloom.parts.families import FAMILIES, family_of
 from fedloom.cli.listing import signature
 from fedloom.config.expression import show
 from fedloom.config.fields import LARGEST_COUNT
@@ -29,9 +28,12 @@ from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
 from fedloom.experiment.trackers.tracker import trackers
+from fedloom.method import Method, algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
 from fedloom.papers.ledger import ledger, to_markdown
+from fedloom.parts.families import FAMILIES, family_of
+from fedloom.parts.moments import MOMENTS, parts_by_hook
 from fedloom.recording.recorder import recorders
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,6 +75,8 @@ def _filled(kind: str, which: str | None) -> str:
         return overview() if which is None else "\n\n".join(map(described, family(which)))
     if kind == "lengths":
         return table_of_lengths()
+    if kind == "moments":
+        return table_of_moments()
     if kind == "ledger":
         return to_markdown(ledger(ROOT / "benchmarks" / "records" / "papers"))
     if kind == "file" and which is not None:
@@ -91,7 +95,7 @@ def _page_link(link: re.Match[str], folder: Path) -> str:
     return f"[{text}]({page.name}{anchor})" if target.parent == ROOT / "benchmarks" and page.exists() else text
 
 
-def family(name: str) -> list[Entry[type[Algorithm]]]:
+def family(name: str) -> list[Entry[type[Method]]]:
     """The methods of a family, by name."""
     if name not in FAMILIES:
         raise KeyError(f"there is no family of methods called {name!r}")
@@ -125,6 +129,17 @@ def table_of_lengths() -> str:
     for name, entry, count in lengths():
         source = typeset(Doc(entry).source).replace("|", "&#124;") or "fedloom"
         lines.append(f"| [`{entry.name}`](methods/{name}.md#{entry.name}) | {count} | {source} |")
+    return "\n".join(lines)
+
+
+def table_of_moments() -> str:
+    """The moments of a round with their hooks, and the registered parts that can act in them."""
+    by_hook = parts_by_hook()
+    lines = ["| moment | hooks | runs at | parts |", "| --- | --- | --- | --- |"]
+    for moment in MOMENTS:
+        names = sorted({name for hook in moment.hooks for name in by_hook[hook]})
+        hooks, parts = (", ".join(f"`{name}`" for name in listed) for listed in (moment.hooks, names))
+        lines.append(f"| {moment.name} | {hooks} | {moment.runs} | {parts or 'none of fedloom'} |")
     return "\n".join(lines)
 
 
@@ -166,7 +181,7 @@ def _parameters(entry: Entry[Any]) -> str:
             text = "needed"
         elif repr(default) == "<factory>":
             text = "its own"
-        elif isinstance(default, Algorithm):
+        elif isinstance(default, Method):
             text = f"`{type(default).__name__.lower()}`"
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
@@ -189,7 +204,7 @@ def kind(hint: Any) -> str:
         return " ".join([kind(inner), " and ".join(filter(None, map(_bound, bounds)))]).strip()
     if get_origin(hint) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(hint))
-    if inspect.isclass(hint) and issubclass(hint, Algorithm):
+    if inspect.isclass(hint) and issubclass(hint, Method):
         return "a method"
     if get_origin(hint) in (list, tuple):
         return "a list"

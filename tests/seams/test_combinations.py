@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seams.cases import Case, covering_cases, methods, pair_refusal, rare_cases
+from seams.cases import Case, covering_cases, methods, rare_cases
 from seams.harness import run_case
-from seams.page import COLUMNS, PAGE, reason_of, row_of
 
 
 @pytest.mark.parametrize("method", methods())
@@ -29,16 +28,6 @@ def require_definitions(cases: Sequence[Case], directory: Path) -> None:
             raise AssertionError(
                 f"{case.expression} [{case.attendance}, {case.model}, {case.course}]: {error}"
             ) from error
-
-
-@pytest.mark.parametrize("method", methods())
-def test_the_page_of_combinations_is_up_to_date(method: str) -> None:
-    """Else run tests/seams/page.py."""
-    text = PAGE.read_text()
-    assert row_of(method) in text
-    for wrapper in COLUMNS:
-        if pair_refusal(method, wrapper):
-            assert f"- {reason_of(method, wrapper)}. Methods: " in text
 
 
 @pytest.mark.filterwarnings("ignore:pfedme")

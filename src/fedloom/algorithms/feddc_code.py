@@ -12,7 +12,7 @@ class FedDCCode(FedDC):
 
     tau is a mean client's E ceil(mean_j n_j / B) steps for every client, and eta the learning rate of round 1 in all
     rounds. Source: the authors' code of Gao et al. 2022.
-    Use `feddc` for anything but the reproduction of those tables.
+    Use it only to reproduce those tables, otherwise `feddc`.
     """
 
     def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:

@@ -13,7 +13,7 @@ class ScaffoldFedDC(Scaffold):
 
     Clients weigh by a_i = n_i / mean n: they receive c / a_i, and the server adds a_i (c_i+ - c_i) / N. eta is the
     learning rate of round 1 in all rounds. Source: the code of FedDC (Gao et al. 2022).
-    Use `scaffold` for anything but the reproduction of those tables.
+    Use it only to reproduce those tables, otherwise `scaffold`.
     """
 
     sends: ClassVar[tuple[str, ...]] = ("model", "variate", "mean_size")

@@ -70,8 +70,8 @@ def combinations(first: str, second: str) -> Iterator[Combination]:
 def _candidates(first: Call, second: Call) -> Iterator[list[Call]]:
     """Yield, for each order, an expression with one or several innermost algorithms."""
     if not (_is_open(first) or _is_open(second)):
-        yield [_staged(first, second)]
-        yield [_staged(second, first)]
+        yield [_staged(first, second, Call("stages"))]
+        yield [_staged(second, first, Call("stages"))]
         return
     for outer, inner in ((second, first), (first, second)):
         if _is_open(outer):
@@ -83,7 +83,7 @@ def _candidates(first: Call, second: Call) -> Iterator[list[Call]]:
 def _judged(candidates: Sequence[Call], plans: Sequence[Plan]) -> Combination:
     """Return the first candidate that is accepted, or the first one with the reason against it."""
     sound = [call for call in candidates if _builds(_innermost_part(call))] or candidates
-    reasons = {str(call): _refusal(call, plans) for call in sound}
+    reasons = {str(call).replace(":'auto'", ":auto"): _refusal(call, plans) for call in sound}
     for expression, reason in reasons.items():
         if not reason:
             return Combination(expression, "", _moments(build(expression)))
@@ -144,7 +144,7 @@ def _inside(outer: Call, part: Call) -> Call:
     return replace(outer, positional=(inner, *outer.positional[1:]))
 
 
-def _staged(first: Call, then: Call, stages: Call = Call("stages")) -> Call:
+def _staged(first: Call, then: Call, stages: Call) -> Call:
     return replace(stages, positional=(replace(first, until=ROUNDS // 2), then))
 
 
@@ -216,18 +216,16 @@ def _plans() -> list[Plan]:
         module = nn.Sequential(nn.Linear(6, 4), norm, nn.ReLU(), nn.Linear(4, 3))
         layout = Layout(module)
         initial = 0.1 * torch.randn(layout.size, generator=stream(0, "combining"))
-        for participants in (PARTICIPANTS, CLIENTS):
-            plans.append(
-                Plan(
-                    layout=layout,
-                    initial=initial,
-                    clients=CLIENTS,
-                    participants=participants,
-                    rounds=ROUNDS,
-                    seed=0,
-                    classes=3,
-                    sizes=lambda clients: 5 + clients % 7,
-                    module=module,
-                )
-            )
+        plan = Plan(
+            layout=layout,
+            initial=initial,
+            clients=CLIENTS,
+            participants=PARTICIPANTS,
+            rounds=ROUNDS,
+            seed=0,
+            classes=3,
+            sizes=lambda clients: 5 + clients % 7,
+            module=module,
+        )
+        plans += [plan, replace(plan, participants=CLIENTS)]
     return plans

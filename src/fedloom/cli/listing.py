@@ -34,7 +34,7 @@ SCHEMA = "fedloom.schema.json"
 LISTINGS = Path(__file__).with_name("listings.json")
 
 KINDS = {
-    "algorithms": ("algorithm", "fedloom.algorithm"),
+    "algorithms": ("algorithm", "fedloom.method"),
     "models": ("model", "fedloom.models"),
     "datasets": ("data set", "fedloom.data.dataset"),
     "partitions": ("partition", "fedloom.data.partition"),

@@ -21,7 +21,7 @@ from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import RunDirectory, read_json, readable
 from fedloom.experiment.events import RunName
 from fedloom.experiment.identity import environment, task_digests, version_changes
-from fedloom.experiment.jobs import Job
+from fedloom.experiment.jobs import RunJob
 from fedloom.report.units import time_text
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Schedule
@@ -78,7 +78,7 @@ class Replay:
         ]
 
     @cached_property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RunJob]:
         """The runs. Raises `InvalidValue` for a configuration that this version does not have."""
         jobs = []
         for number, run in enumerate(self.bundle.runs):
@@ -87,7 +87,7 @@ class Replay:
             except FedloomError as error:
                 raise InvalidValue(f"{run.algorithm}: {error} (bundled by fedloom {self.bundle.fedloom})") from None
             name = RunName(configured.only_method("replay"), run.seed, run.setting)
-            jobs.append(Job(configured, name, self.directory / str(number)))
+            jobs.append(RunJob(configured, name, self.directory / str(number)))
         return jobs
 
     def _stored(self, number: int, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fedloom.experiment.cores import runs_side_by_side
 from fedloom.experiment.directory import finished_runs
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import Job, Tasks, job_of, require_possible, unfinished
+from fedloom.experiment.jobs import RunJob, Tasks, job_of, require_possible, unfinished
 from fedloom.experiment.pools import make_pool
 from fedloom.experiment.progress import progress
 from fedloom.experiment.python_objects import PythonObjects, TaskOf
@@ -77,7 +77,7 @@ class Comparison:
         self.result(failed).write(self.configuration)
         return failed
 
-    def jobs(self, *, reuse: bool = True) -> list[Job]:
+    def jobs(self, *, reuse: bool = True) -> list[RunJob]:
         """Return every run with its directory; with `reuse`, a finished one with the same configuration stands for it."""
         finished = finished_runs(self.configuration.folder) if reuse else {}
         return [job_of(self.configuration.settings[name.setting], name, finished) for name in self.names]

@@ -24,7 +24,7 @@ _CACHED = 4
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """One run to make: the configuration of its setting, its name, and its directory."""
 
     configuration: Configuration
@@ -47,15 +47,15 @@ class Job:
         return RunDirectory(self.path).summary(self.name.algorithm)
 
 
-def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]) -> Job:
+def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]) -> RunJob:
     """Return the job of a run whose setting has this configuration; `finished` are the `finished_runs` to reuse."""
     usual = run_directory(configuration, *name).path
     alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
-    return Job(configuration, name, alike[0] if alike and usual not in alike else usual)
+    return RunJob(configuration, name, alike[0] if alike and usual not in alike else usual)
 
 
-def unfinished(jobs: Iterable[Job], watch: Watch, fresh: bool = False) -> list[Job]:
-    """Return the runs that are to be made; `watch` hears of the others. Raises as `Job.require`."""
+def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> list[RunJob]:
+    """Return the runs that are to be made; `watch` hears of the others. Raises as `RunJob.require`."""
     waiting = []
     for job in jobs:
         if not fresh:
@@ -67,7 +67,7 @@ def unfinished(jobs: Iterable[Job], watch: Watch, fresh: bool = False) -> list[J
     return waiting
 
 
-def require_possible(jobs: Sequence[Job], tasks: "Tasks") -> None:
+def require_possible(jobs: Sequence[RunJob], tasks: "Tasks") -> None:
     """Make the task of every setting and seed, and set up every method. Raise what is wrong with any."""
     seeds: dict[str, int] = {}
     for job in jobs:
@@ -101,7 +101,7 @@ class Tasks:
         return self._tasks[key]
 
 
-def attempt(job: Job, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
+def attempt(job: RunJob, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
     """Make one run and return why it failed, on one line, or None. FEDLOOM_TRACEBACK=1 prints the traceback."""
 
     def make_task(seed: int) -> Task:

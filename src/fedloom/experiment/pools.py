@@ -18,7 +18,7 @@ from fedloom.engines.work import using_threads
 from fedloom.experiment.configuration import Configuration
 from fedloom.experiment.cores import threads_each
 from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.jobs import Job, Tasks, attempt
+from fedloom.experiment.jobs import RunJob, Tasks, attempt
 from fedloom.experiment.run_process import EventBoard, make_in_ray, serve
 
 POLL_SECONDS = 0.2
@@ -34,7 +34,7 @@ class SerialPool:
     def __init__(self, tasks: Tasks | None = None, threads: int | None = None) -> None:
         self.tasks, self.threads = tasks or Tasks(), threads
 
-    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+    def run(self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
         """Make the runs and return the reason of each that failed, which stops no other.
 
         When `stopped` returns True, every run in progress finishes its round and `KeyboardInterrupt` is raised.
@@ -66,7 +66,7 @@ class ProcessPool:
         self.processes: dict[Connection, SpawnProcess] = {}
         self.busy: dict[Any, RunName] = {}
 
-    def run(self, jobs: Sequence[Job], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+    def run(self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
         """Make the runs; see `SerialPool.run`."""
         waiting, reasons = list(jobs), {}
         while waiting or self.busy:
@@ -85,7 +85,7 @@ class ProcessPool:
             raise KeyboardInterrupt
         return {job.name: reasons[job.name] for job in jobs if job.name in reasons}
 
-    def _begin(self, job: Job, fresh: bool) -> None:
+    def _begin(self, job: RunJob, fresh: bool) -> None:
         while len(self.processes) < self.size:  # all at once, since each takes seconds to import PyTorch
             self.start()
         connection = next(connection for connection in self.processes if connection not in self.busy)
@@ -136,7 +136,7 @@ class RayPool(ProcessPool):
         self.board = self.ray.remote(EventBoard).options(num_cpus=0).remote()
         self.make = self.ray.remote(num_cpus=threads, max_retries=0, max_calls=1)(make_in_ray)
 
-    def _begin(self, job: Job, fresh: bool) -> None:
+    def _begin(self, job: RunJob, fresh: bool) -> None:
         directory = str(job.configuration.folder.resolve())  # a task has a working folder of its own
         job = replace(job, configuration=replace(job.configuration, directory=directory), path=job.path.resolve())
         self.busy[self.make.remote(job, fresh, self.threads, self.board)] = job.name

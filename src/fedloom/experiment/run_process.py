@@ -12,7 +12,7 @@ from fedloom.engines.worker_life import exit_with_parent, importing
 
 if TYPE_CHECKING:
     from fedloom.experiment.events import Event
-    from fedloom.experiment.jobs import Job
+    from fedloom.experiment.jobs import RunJob
 
 
 def serve(connection: Connection, stopping: Any, threads: int) -> None:
@@ -66,7 +66,7 @@ class EventBoard:
         return events
 
 
-def make_in_ray(job: Job, fresh: bool, threads: int, board: Any) -> str | None:
+def make_in_ray(job: RunJob, fresh: bool, threads: int, board: Any) -> str | None:
     """Make a run in a Ray task, its events on the `board`; return why it failed, or None (also when it was stopped)."""
     exit_with_parent()
     from fedloom.engines.ray.session import load_ray

@@ -18,7 +18,7 @@ from fedloom.experiment.configuration import VARYING, Configuration, configurati
 from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
 from fedloom.experiment.events import RunName, Watch
 from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import Job, job_of, unfinished
+from fedloom.experiment.jobs import RunJob, job_of, unfinished
 from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
 from fedloom.experiment.pools import RunPool
 from fedloom.experiment.python_objects import PythonObjects
@@ -176,7 +176,7 @@ def searches(
     return pairs
 
 
-def jobs_of(trials: Sequence[Trial]) -> dict[RunName, Job]:
+def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
     """Return the runs of the trials, with all their seeds; trials that are alike share theirs."""
     finished = finished_runs(trials[0].configuration.folder)
     names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}

@@ -10,7 +10,7 @@ from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.experiment.configuration import Configuration, configuration, put
 from fedloom.experiment.cores import runs_side_by_side
 from fedloom.experiment.events import RunName
-from fedloom.experiment.jobs import Job
+from fedloom.experiment.jobs import RunJob
 from fedloom.experiment.run import run_directory
 from fedloom.papers.paper_data import data_of, facts, families, family
 from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
@@ -59,7 +59,7 @@ class ReproducePlan:
     cells: list[PaperCell]
     configurations: dict[str, Configuration]
     partial: dict[str, tuple[str, ...]]
-    jobs: list[Job]
+    jobs: list[RunJob]
 
     @property
     def configuration(self) -> Configuration:
@@ -77,11 +77,11 @@ class ReproducePlan:
         """The folder of the files about this table or figure."""
         return self.options.directory / self.exhibit.id
 
-    def jobs_of(self, run: PaperRun) -> list[Job]:
+    def jobs_of(self, run: PaperRun) -> list[RunJob]:
         """Return the runs of a cell, or of its baseline, a seed each."""
         return [job for job in self.jobs if (job.name.setting, job.name.algorithm) == run.key]
 
-    def waiting(self, fresh: bool) -> list[Job]:
+    def waiting(self, fresh: bool) -> list[RunJob]:
         """Return the runs that are not finished yet; all of them if they are made afresh."""
         return [job for job in self.jobs if fresh or not job.finished]
 
@@ -101,7 +101,7 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
             configurations[run.key[0]], partial[run.key[0]] = _configured(run.setting, options)
     counted = [run.key for run in runs if not isinstance(run, PaperCell) or run.measure.kind != "weights"]
     jobs = [
-        Job(configured, RunName(method, seed, key), run_directory(configured, method, seed).path)
+        RunJob(configured, RunName(method, seed, key), run_directory(configured, method, seed).path)
         for key, configured in configurations.items()
         for seed in configured.seeds
         for method in dict.fromkeys(method for name, method in counted if name == key)

@@ -19,7 +19,7 @@ CURVES = ("right", "memorised", "corrected")
 
 @recorders.register("aggregate")
 @dataclass(frozen=True)
-class Aggregate(Recorder):
+class AggregateRecorder(Recorder):
     """Test accuracy and loss of the models that the clients upload, and of the global model aggregated from them.
 
     Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training. The

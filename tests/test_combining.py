@@ -1,0 +1,135 @@
+"""`fedloom algorithms X --with Y`, and the moments of a round in words."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from fedloom.cli import main
+from fedloom.cli.combining import combinations
+from fedloom.method import algorithms
+from fedloom.parts.building import build
+from fedloom.parts.moments import MOMENTS, moments_of, parts_by_hook
+from fedloom.parts.part import HOOKS, Part, parts_of
+
+PARTS = (
+    "ala",
+    "clustered",
+    "private",
+    "quantised",
+    "robust(rule=median)",
+    "secure",
+    "sparse(share=0.1)",
+    "stages",
+    "umf",
+)
+
+
+def shown(first: str, second: str) -> dict[str, str]:
+    """Return the reason against each expression of two methods, or ""."""
+    return {combination.expression: combination.reason for combination in combinations(first, second)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expressions"),
+    [
+        ("fedmr", "umf", ["umf(fedmr)"]),
+        ("umf", "fedmr", ["umf(fedmr)"]),
+        ("umf", "sparse", ["sparse(umf(fedavg))", "umf(sparse(fedavg))"]),
+        ("quantised(fedprox, bits=4)", "umf", ["umf(quantised(fedprox, bits=4))", "quantised(umf(fedprox), bits=4)"]),
+        ("umf(method=fedprox)", "ala", ["ala(umf(method=fedprox))", "umf(method=ala(fedprox))"]),
+        ("fedala", "umf", ["umf(fedala)"]),
+        ("fedavg", "scaffold", ["stages(fedavg:10, scaffold)", "stages(scaffold:10, fedavg)"]),
+        ("secure", "robust(rule=median)", [
+            "robust(secure(fedavg(weighted=false)), rule=median)", "secure(robust(fedavg, rule=median))",
+        ]),
+        ("stages", "umf", ["umf(stages(fedavg:10, fedavg))", "stages(umf(fedavg):10, fedavg)"]),
+        ("fedbn", "umf", ["umf(fedbn)"]),
+        ("gossip", "ala", ["ala(gossip(fedavg))", "gossip(ala(fedavg))"]),
+    ],
+)  # fmt: skip
+def test_each_order_of_two_methods_is_shown(first: str, second: str, expressions: list[str]) -> None:
+    assert list(shown(first, second)) == expressions
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("fedmr", "robust", "robust: fedmr needs the single replies, not an estimate of their mean"),
+        ("scaffold", "private", "private: clients of scaffold upload 'variate' too, which would leak"),
+        ("fedproto", "sparse", "sparse: clients of fedproto do not return an update of one model that they are sent"),
+        ("sparse", "sparse", "sparse(sparse(fedavg)): sparse acts once, not twice"),
+    ],
+)
+def test_a_refusal_gives_its_reason_in_one_line(first: str, second: str, reason: str) -> None:
+    """The second needs a plan, and so does the third."""
+    assert list(shown(first, second).values()) == [reason]
+
+
+@pytest.mark.parametrize(("first", "second"), list(permutations(PARTS, 2)))
+def test_what_is_shown_is_what_build_accepts(first: str, second: str) -> None:
+    for combination in combinations(first, second):
+        if not combination.reason:
+            parts = list(parts_of(build(combination.expression)))
+            acting = [moments for part in parts if (moments := moments_of(part))]
+            assert len(parts) == 2
+            assert all(moments in acting for moments in combination.moments.values())
+
+
+def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", "umf", "--with", "sparse"]) == 0
+    assert capsys.readouterr().out == (
+        "sparse(umf(fedavg)): fits\n    sparse  upload\n    umf     selection, local training\n"
+        "umf(sparse(fedavg)): fits\n    umf     selection, local training\n    sparse  upload\n"
+    )
+    assert main(["algorithms", "fedmr", "--with", "robust"]) == 0
+    assert capsys.readouterr().out == (
+        "robust(fedmr): refused\n    robust: fedmr needs the single replies, not an estimate of their mean\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["fedmrr", "--with", "umf"], "unknown algorithm 'fedmrr': did you mean 'fedmr'?"),
+        (["fedmr", "--with", "umff"], "unknown algorithm 'umff': did you mean 'umf'?"),
+        (["fedmr", "--with", "umf(fedavgg)"], "unknown algorithm 'fedavgg': did you mean 'fedavg'?"),
+        (["fedmr", "--with", "sparse(share=7)"], "sparse: share must be in (0, 1], not 7"),
+        (["fedmr", "--with", "sparse(share"], "cannot read 'sparse(share'"),
+        (["--with", "umf"], "--with needs two methods: fedloom algorithms NAME --with Y"),
+    ],
+)
+def test_bad_names_and_values_end_with_one_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    assert main(["algorithms", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"fedloom: {error}")
+    assert err.count("\n") == 1
+
+
+def test_every_hook_has_one_moment() -> None:
+    assert sorted(name for moment in MOMENTS for name in moment.hooks) == sorted(HOOKS)
+    assert len({moment.name for moment in MOMENTS}) == len(MOMENTS)
+
+
+def test_the_parts_of_a_hook_are_those_that_declare_it() -> None:
+    """With the options that make the parts act in all of their hooks."""
+    options = {
+        "clustered": "clustered(fedavg)", "fedala": "fedala", "fedah": "fedah", "clusamp": "clusamp",
+        "fedmr_async": "fedmr_async", "private": "private(fedavg, noise=1)", "dp_sgd": "dp_sgd(fedavg, noise=1)",
+        "local_private": "local_private(fedavg, noise=1)", "quantised": "quantised(fedavg, down=8)",
+        "norm_bound": "norm_bound(fedavg, radius=1)", "secure": "secure(fedmr)", "stages": "stages(fedavg:auto, fedavg)",
+    }  # fmt: skip
+    by_hook = parts_by_hook()
+    for entry in algorithms:
+        if issubclass(entry.make, Part) and entry.make.__module__.startswith("fedloom."):
+            part = build(options.get(entry.name, f"{entry.name}(fedavg)"))
+            assert isinstance(part, Part)
+            able = {hook for hook, names in by_hook.items() if entry.name in names}
+            either = {"poll", "observe"} if entry.name == "power_of_choice" else set()
+            moved = {"move"} if entry.name == "secure" else set()
+            assert part.hooks() <= able
+            assert able - part.hooks() <= either | moved, entry.name
