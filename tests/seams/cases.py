@@ -1,7 +1,8 @@
-"""The factors of the harness: methods, wrappers, who answers, which model, and whether the run is killed and resumed."""
+"""Factors of the harness: methods, parts, who answers, the model, and whether the run is resumed."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from fedloom.algorithm import algorithms
+from fedloom.config.registry import Entry
 from fedloom.errors import InvalidValue
+from fedloom.method import Method, algorithms
 from fedloom.rounds.clock import Clock
 from fedloom.task import Task
 from seams.setting import Change, LossyEngine, federation, proof_of, small_task
@@ -33,38 +35,55 @@ NESTED = (
     "fedbuff(fedavg, k=3)",
 )  # fmt: skip
 
-WRAPPERS = {
-    "none": "{}",
-    "umf": "umf({})",
-    "ala": "ala({})",
-    "clustered": "clustered({})",
-    "clustered by size": "clustered({}, by=size)",
-    "robust median": "robust({}, rule=median)",
-    "robust trimmed_mean": "robust({})",
-    "robust krum": "robust({}, rule=krum)",
-    "robust multi_krum": "robust({}, rule=multi_krum)",
-    "robust clipping": "robust({}, rule=clipping)",
-    "private": "private({}, clip=0.5, noise=0.3)",
-    "local_private": "local_private({}, clip=0.5, noise=0.3)",
-    "dp_sgd": "dp_sgd({}, noise=0.3)",
-    "quantised": "quantised({}, bits=4, bucket=8)",
-    "quantised down": "quantised({}, down=8)",
-    "sparse": "sparse({}, share=0.3)",
-    "lowrank": "lowrank({}, rank=1)",
-    "coded twice": "quantised(sparse({}, share=0.5), down=4)",
-    "stages, first": "stages({}:1, fedavg)",
-    "stages, later": "stages(fedavg:1, {})",
-    "stages, auto": "stages({}:auto, fedavg, patience=1, improvement=0.9)",
-    "secure": "secure({})",
-    "fedbuff": "fedbuff({}, k=3)",
-    "fedasync": "fedasync({})",
-    "fedmr, local": "fedmr(local={})",
-    "fedntd": "fedntd({})",
-    "fedlc": "fedlc({})",
-    "feddecorr": "feddecorr({})",
-    "power_of_choice": "power_of_choice({})",
+PLACES = {
+    "none": {"none": "{}"},
+    "selection": {
+        "umf": "umf({})",
+        "clustered": "clustered({})",
+        "clustered by size": "clustered({}, by=size)",
+        "power_of_choice": "power_of_choice({})",
+    },
+    "training": {
+        "ala": "ala({})",
+        "fedntd": "fedntd({})",
+        "fedlc": "fedlc({})",
+        "feddecorr": "feddecorr({})",
+        "dp_sgd": "dp_sgd({}, noise=0.3)",
+        "fedmr, local": "fedmr(local={})",
+    },
+    "attacks": {"sign_flip": "sign_flip({}, share=0.3)"},
+    "noise": {"local_private": "local_private({}, clip=0.5, noise=0.3)"},
+    "codes": {
+        "quantised": "quantised({}, bits=4, bucket=8)",
+        "quantised down": "quantised({}, down=8)",
+        "sparse": "sparse({}, share=0.3)",
+        "lowrank": "lowrank({}, rank=1)",
+        "coded twice": "quantised(sparse({}, share=0.5), down=4)",
+    },
+    "exchanges": {"secure": "secure({})"},
+    "arrivals": {"fedbuff": "fedbuff({}, k=3)", "fedasync": "fedasync({})"},
+    "estimates": {
+        "robust median": "robust({}, rule=median)",
+        "robust trimmed_mean": "robust({})",
+        "robust krum": "robust({}, rule=krum)",
+        "robust multi_krum": "robust({}, rule=multi_krum)",
+        "robust clipping": "robust({}, rule=clipping)",
+        "norm_bound": "norm_bound({}, radius=0.1)",
+        "private": "private({}, clip=0.5, noise=0.3)",
+    },
+    "stages": {
+        "stages, first": "stages({}:1, fedavg)",
+        "stages, later": "stages(fedavg:1, {})",
+        "stages, auto": "stages({}:auto, fedavg, patience=1, improvement=0.9)",
+    },
 }
-"""Each wrapper as an expression around a method. A new wrapper joins with a line here, a new method by itself."""
+"""Parts as expressions around a method, by the moment in which they act.
+
+A new part needs a line here; a new algorithm joins by itself.
+"""
+
+WRAPPERS = {name: text for parts in PLACES.values() for name, text in parts.items()}
+"""Each part as an expression around a method."""
 
 ATTENDANCES = ("all", "dropout", "clock", "deadline", "not finite", "nobody", "one", "poisson")
 MODELS = ("plain", "norm", "frozen", "float32")
@@ -75,23 +94,18 @@ EVERYBODY = ("fedamp", "apple", "afl", "cfl", "private(")
 """Methods that need all clients in every round, or a Poisson draw."""
 
 
+def needs_method(entry: Entry[type[Method]]) -> bool:
+    """Return True for a part that is nothing without the methods that are given to it."""
+    given = {"method", "stages"} & entry.parameters.keys()
+    return any(entry.parameters[name].default is inspect.Parameter.empty for name in given)
+
+
+@cache
 def methods() -> list[str]:
-    """Every registered method that needs no other, some of its variants, and wrapped ones."""
-    wrappers = {
-        "stages",
-        "umf",
-        "clustered",
-        "ala",
-        "secure",
-        "robust",
-        "quantised",
-        "sparse",
-        "lowrank",
-        "fedbuff",
-        "fedasync",
-    }
-    wrappers |= {"private", "local_private", "dp_sgd", "fedntd", "fedlc", "feddecorr", "power_of_choice"}
-    single = sorted(PARAMETERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in wrappers)
+    """Return every registered method that needs no other, variants, and parts around methods."""
+    single = sorted(
+        PARAMETERS.get(entry.name, entry.name) for entry in algorithms if not needs_method(entry)
+    )
     return [*single, *VARIANTS, *NESTED]
 
 
@@ -223,7 +237,9 @@ def covering_cases(method: str, only: str = "") -> list[Case]:
 def rare_cases() -> list[Case]:
     """Cases of the pairs of two factors' values that going round does not meet, and that some federation takes: with them every
     pair occurs that is not refused everywhere."""
-    covered = {pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)}
+    covered = {
+        pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)
+    }
     cases: list[Case] = []
     for factor, second_factor in itertools.combinations(FACTORS, 2):
         for value, second_value in itertools.product(FACTORS[factor], FACTORS[second_factor]):
@@ -240,7 +256,10 @@ def rare_cases() -> list[Case]:
 def accepted_case(**fixed: str) -> list[Case]:
     """The first case with these values that is not refused, if there is any."""
     every = (
-        Case(*values) for values in itertools.product(*({**FACTORS, **{k: (v,) for k, v in fixed.items()}}).values())
+        Case(*values)
+        for values in itertools.product(
+            *({**FACTORS, **{k: (v,) for k, v in fixed.items()}}).values()
+        )
     )
     return [*itertools.islice((case for case in every if not refusal(case)), 1)]
 

@@ -1,7 +1,12 @@
-"""The server half of every method and wrapper once more, in plain loops, from what clients were sent and what they uploaded.
+"""The server half of every algorithm and part once more, in plain loops, from what clients were sent and uploaded.
 
-A definition is given the answers of a round as a harness saw them at the client half. It never asks the method that it describes
-for anything but its parameters. What the clients draw and learn is not computed here: `naive_methods` and its like do that.
+A definition is given the answers of a round as the harness saw them at the client half. It reads only
+the parameters of the method that it describes. What clients draw and learn is not computed here:
+`naive_methods` and its like do that.
+
+The definitions of an expression form a chain, `Chain`, in the order in which a reply passes the
+components on its way from the wire to the algorithm: codes, noise, attacks, exchanges of layers,
+arrivals, then all other parts in the order of the text.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.algorithm import Algorithm, name_of
 from fedloom.exchange import SERVER_MODEL, Selection
 from fedloom.flat.layout import Layout
+from fedloom.method import Method, components, name_of
 from fedloom.parts.stages import HELD_OUT_LOSS
 from fedloom.round import Round
 
@@ -69,24 +74,24 @@ def mean_of(rows: Sequence[Tensor], weights: Sequence[float] | None = None) -> T
     return result
 
 
+CODES, NOISE, ATTACKS, EXCHANGES, ARRIVALS, AROUND, LEAF = range(7)
+"""Places of definitions in a chain, from the wire to the algorithm."""
+
+
 class Definition:
     """The base: one global model that is sent to all and replaced by the mean of the uploads, weighted by samples."""
 
     whole = True  # whole models travel, and with them integer buffers
+    place = LEAF
 
-    def __init__(self, method: Algorithm, setting: Setting) -> None:
-        self.method, self.setting = method, setting
+    def __init__(self, method: Method, setting: Setting) -> None:
+        self.method: Any = method
+        self.setting = setting
         self.server_model = setting.initial.clone()
         self.begin()
 
     def begin(self) -> None:
         """Make what else the server remembers."""
-
-    def restart(self, model: Tensor) -> None:
-        """Begin from another model."""
-        self.setting = replace(self.setting, initial=model.clone())
-        self.server_model = model.clone()
-        self.begin()
 
     def sends(self, round: Round) -> list[Message]:
         """The tensors that each selected client is sent, by slot; names that are left out are not checked."""
@@ -102,7 +107,11 @@ class Definition:
         self.average(round, [answer.reply["model"] for answer in answers], weights, answers)
 
     def average(
-        self, round: Round, models: Sequence[Tensor], weights: Sequence[float] | None, answers: Sequence[Answer]
+        self,
+        round: Round,
+        models: Sequence[Tensor],
+        weights: Sequence[float] | None,
+        answers: Sequence[Answer],
     ) -> None:
         self.server_model = mean_of(models, weights)
 
@@ -116,9 +125,21 @@ class Definition:
     def weighted(self) -> bool:
         return getattr(self.method, "weighted", True)
 
-    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
-        """The faults in the client half of a wrapper, from the records of its clients and of those of its inner method.
-        Clients that were `refused` remember nothing of the round."""
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        """Return the faults in the client half of a part; "" if there are none.
+
+        Args:
+            round: The round.
+            outer: Records of its clients.
+            inner: Records of the next definition in the chain.
+            refused: Clients whose reply does not count, so that they remember nothing of the round.
+        """
         return ""
 
 
@@ -138,7 +159,7 @@ class Scaffold(Definition):
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         mean = mean_of([answer.reply["model"] for answer in answers])
         count = self.setting.trainable
-        rate = self.method.server_learning_rate  # type: ignore[attr-defined]
+        rate = self.method.server_learning_rate
         mean[:count] = self.server_model[:count] + rate * (mean[:count] - self.server_model[:count])
         self.server_model = mean
         for answer in answers:
@@ -157,7 +178,10 @@ class FedDyn(Definition):
         count = self.setting.trainable
         mean = mean_of([answer.reply["model"] for answer in answers])
         for answer in answers:
-            self.drift = self.drift + (answer.reply["model"] - self.server_model)[:count] / self.setting.clients
+            self.drift = (
+                self.drift
+                + (answer.reply["model"] - self.server_model)[:count] / self.setting.clients
+            )
         mean[:count] = mean[:count] + self.drift
         self.server_model = mean
 
@@ -179,7 +203,9 @@ class FedDC(FedDyn):
 class FedNova(Definition):
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         count, total = self.setting.trainable, sum(answer.weight for answer in answers)
-        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        mean = mean_of(
+            [answer.reply["model"] for answer in answers], [answer.weight for answer in answers]
+        )
         effective, direction = 0.0, torch.zeros(count, dtype=mean.dtype)
         for answer in answers:
             local, share = float(answer.reply["local_weight"]), answer.weight / total
@@ -196,12 +222,14 @@ class FedExP(Definition):
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         count, total = self.setting.trainable, sum(answer.weight for answer in answers)
-        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        mean = mean_of(
+            [answer.reply["model"] for answer in answers], [answer.weight for answer in answers]
+        )
         update, length = (mean - self.server_model)[:count], 0.0
         for answer in answers:
             drift = (answer.reply["model"] - self.server_model)[:count]
             length += answer.weight / total * float(drift.square().sum())
-        epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2  # type: ignore[attr-defined]
+        epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2
         step = max(1.0, length / (2 * (float(update.square().sum()) + epsilon)))
         mean[:count] = self.server_model[:count] + step * update
         self.shown = mean if round.number == 1 else (self.server_model + mean) / 2
@@ -218,30 +246,34 @@ class ServerOptimizer(Definition):
         self.second = torch.full_like(self.first, getattr(self.method, "adaptivity", 0.0) ** 2)
 
     def average(
-        self, round: Round, models: Sequence[Tensor], weights: Sequence[float] | None, answers: Sequence[Answer]
+        self,
+        round: Round,
+        models: Sequence[Tensor],
+        weights: Sequence[float] | None,
+        answers: Sequence[Answer],
     ) -> None:
         mean, count, method = mean_of(models, weights), self.setting.trainable, self.method
         update = (mean - self.server_model)[:count]
-        rate = method.learning_rate  # type: ignore[attr-defined]
+        rate = method.learning_rate
         if name_of(method) == "fedavgm":
-            self.first = method.momentum * self.first + update  # type: ignore[attr-defined]
+            self.first = method.momentum * self.first + update
             step = rate * self.first
         else:
-            beta1, beta2 = method.beta1, method.beta2  # type: ignore[attr-defined]
+            beta1, beta2 = method.beta1, method.beta2
             self.first = beta1 * self.first + (1 - beta1) * update
             square = update * update
             if name_of(method) == "fedadam":
                 self.second = beta2 * self.second + (1 - beta2) * square
             else:
                 self.second = self.second - (1 - beta2) * square * torch.sign(self.second - square)
-            step = rate * self.first / (self.second.sqrt() + method.adaptivity)  # type: ignore[attr-defined]
+            step = rate * self.first / (self.second.sqrt() + method.adaptivity)
         mean[:count] = self.server_model[:count] + step
         self.server_model = mean
 
 
 class QFedAvg(Definition):
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        count, eta, q = self.setting.trainable, round.learning_rate, self.method.q  # type: ignore[attr-defined]
+        count, eta, q = self.setting.trainable, round.learning_rate, self.method.q
         step, bound = torch.zeros_like(self.server_model[:count]), 0.0
         for answer in answers:
             loss = float(answer.reply["loss"]) + 1e-10
@@ -262,11 +294,15 @@ class AFL(Definition):
         step, raised = torch.zeros_like(self.server_model), list(self.shares)
         for answer in answers:
             step = step + self.shares[answer.client] * (answer.reply["model"] - self.server_model)
-            raised[answer.client] += self.method.rate * float(answer.reply["loss"])  # type: ignore[attr-defined]
+            raised[answer.client] += self.method.rate * float(answer.reply["loss"])
         low, high = min(raised) - 1, max(raised)
         for _ in range(200):  # theta of sum max(v - theta, 0) = 1, by bisection
             theta = (low + high) / 2
-            low, high = (theta, high) if sum(max(value - theta, 0) for value in raised) > 1 else (low, theta)
+            low, high = (
+                (theta, high)
+                if sum(max(value - theta, 0) for value in raised) > 1
+                else (low, theta)
+            )
         self.shares = [max(value - low, 0) for value in raised]
         self.server_model = self.server_model + step
         self.mean = self.mean + (self.server_model - self.mean) / round.number
@@ -285,8 +321,14 @@ class IFCA(Definition):
         return [{"models": torch.stack(self.models)} for _ in round.selected]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        groups = [[a.reply["model"] for a in answers if int(a.reply["choice"]) == j] for j in range(len(self.models))]
-        self.models = [mean_of(group) if group else model for group, model in zip(groups, self.models, strict=True)]
+        groups = [
+            [a.reply["model"] for a in answers if int(a.reply["choice"]) == j]
+            for j in range(len(self.models))
+        ]
+        self.models = [
+            mean_of(group) if group else model
+            for group, model in zip(groups, self.models, strict=True)
+        ]
         self.chosen = [len(group) for group in groups]
 
     def model(self) -> Tensor:
@@ -320,7 +362,9 @@ class FedMut(Definition):
             for slot in range(paired):
                 sign = 1.0 if order[slot] % 2 == 0 else skew - 1.0
                 piece = slice(entry.start, entry.stop)
-                rows[slot][piece] += sign * method.radius * (self.server_model - self.previous)[piece]
+                rows[slot][piece] += (
+                    sign * method.radius * (self.server_model - self.previous)[piece]
+                )
         return [{"model": row} for row in rows]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
@@ -349,10 +393,12 @@ class Pool(Definition):
             self.recombine(round, pool_before, answers)
 
     def recombine(self, round: Round, pool_before: list[Tensor], answers: Sequence[Answer]) -> None:
-        pool, blend = self.pool, self.method.blend  # type: ignore[attr-defined]
+        pool, blend = self.pool, self.method.blend
         target = mean_of(pool)
         if blend == "auto":
-            target = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+            target = mean_of(
+                [answer.reply["model"] for answer in answers], [answer.weight for answer in answers]
+            )
             share = self.chosen_share(pool_before, target)
         else:
             share = share_at(blend, round.number)
@@ -363,10 +409,12 @@ class Pool(Definition):
         count = self.setting.trainable
         common = float((average - self.setting.initial)[:count].square().sum())
         spread = variance([row[:count] for row in self.pool])
-        added = variance([(row - start)[:count] for row, start in zip(self.pool, pool_before, strict=True)])
+        added = variance(
+            [(row - start)[:count] for row, start in zip(self.pool, pool_before, strict=True)]
+        )
         if not spread * added:
             return 0.0
-        return max(0.0, 1 - (self.method.tolerance * common) ** 2 / (spread * added))  # type: ignore[attr-defined]
+        return max(0.0, 1 - (self.method.tolerance * common) ** 2 / (spread * added))
 
     def model(self) -> Tensor:
         return mean_of(self.pool)
@@ -376,22 +424,28 @@ class FedKDMR(Pool):
     def sends(self, round: Round) -> list[Message]:
         method: Any = self.method
         taught = method.distillation > 0 and (not method.ramp or round.number > 1)
-        return [{**message, **({"teacher": self.model()} if taught else {})} for message in super().sends(round)]
+        return [
+            {**message, **({"teacher": self.model()} if taught else {})}
+            for message in super().sends(round)
+        ]
 
 
 class FedCross(Pool):
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         super().receive(round, answers)
         method, pool, mixed = self.method, self.pool, []
-        alpha = share_at(method.alpha, round.number)  # type: ignore[attr-defined]
+        alpha = share_at(method.alpha, round.number)
         for k, row in enumerate(pool):
-            directions = [model[: self.setting.trainable] / model[: self.setting.trainable].norm() for model in pool]
+            directions = [
+                model[: self.setting.trainable] / model[: self.setting.trainable].norm()
+                for model in pool
+            ]
             cosine = {j: float(directions[k] @ directions[j]) for j in range(len(pool)) if j != k}
             partner = {
                 "lowest": min(cosine, key=lambda j: cosine[j]),
                 "highest": max(cosine, key=lambda j: cosine[j]),
                 "in_order": (k + (round.number - 1) % (len(pool) - 1) + 1) % len(pool),
-            }[method.partner]  # type: ignore[attr-defined]
+            }[method.partner]
             mixed.append(alpha * row + (1 - alpha) * pool[partner])
         self.pool = mixed
 
@@ -444,13 +498,21 @@ class Personal(Definition):
     def begin(self) -> None:
         method, layout = self.method, self.setting.layout
         name, private = name_of(method), set()
-        if name in ("fedper", "fedrep", "fedbabu", "fedas", "pfedfda") and not getattr(method, "upload_head", False):
+        if name in ("fedper", "fedrep", "fedbabu", "fedas", "pfedfda") and not getattr(
+            method, "upload_head", False
+        ):
             private = {"head"}
         elif name == "lg_fedavg":
-            private = {layer.rpartition(".")[0] for layer in (entry.name for entry in layout.slices)} - {"head"}
+            private = {
+                layer.rpartition(".")[0] for layer in (entry.name for entry in layout.slices)
+            } - {"head"}
         elif name == "fedbn":
-            private = {n for n, m in self.setting.module.named_modules() if isinstance(m, _BatchNorm)}
-        end = layout.size if getattr(method, "buffers", "average") == "average" else layout.trainable
+            private = {
+                n for n, m in self.setting.module.named_modules() if isinstance(m, _BatchNorm)
+            }
+        end = (
+            layout.size if getattr(method, "buffers", "average") == "average" else layout.trainable
+        )
         index: list[int] = []
         for entry in layout.slices:
             if entry.name.rpartition(".")[0] not in private and entry.stop <= end:
@@ -464,7 +526,9 @@ class Personal(Definition):
         return {"model": self.server_model[self.index]}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        mean = mean_of([answer.reply["model"] for answer in answers], [answer.weight for answer in answers])
+        mean = mean_of(
+            [answer.reply["model"] for answer in answers], [answer.weight for answer in answers]
+        )
         beta = getattr(self.method, "beta", 1.0) if name_of(self.method) == "pfedme" else 1.0
         self.server_model = self.server_model.clone()
         self.server_model[self.index] = (1 - beta) * self.server_model[self.index] + beta * mean
@@ -473,7 +537,9 @@ class Personal(Definition):
 class FedAMP(Personal):
     def begin(self) -> None:
         super().begin()
-        self.models = [self.setting.initial[self.index].clone() for _ in range(self.setting.clients)]
+        self.models = [
+            self.setting.initial[self.index].clone() for _ in range(self.setting.clients)
+        ]
         self.server_model = self.setting.initial.clone()
 
     def sends(self, round: Round) -> list[Message]:
@@ -483,7 +549,11 @@ class FedAMP(Personal):
             pulls = []
             for index in range(self.setting.clients):
                 gap = (self.models[client] - self.models[index])[: self.setting.trainable]
-                pull = method.alpha / method.sigma * math.exp(-float(gap.square().sum()) / method.sigma)
+                pull = (
+                    method.alpha
+                    / method.sigma
+                    * math.exp(-float(gap.square().sum()) / method.sigma)
+                )
                 pulls.append(0.0 if index == client else pull)
             pulls = [pull / max(1.0, sum(pulls)) for pull in pulls]
             pulls[client] = 1 - sum(pulls)
@@ -507,13 +577,18 @@ class Apple(Personal):
 
     def sends(self, round: Round) -> list[Message]:
         sizes = self.setting.initial.new_tensor([float(size) for size in self.setting.sizes])
-        return [{"cores": torch.stack(self.cores), "shares": sizes / sizes.sum()} for _ in round.selected]
+        return [
+            {"cores": torch.stack(self.cores), "shares": sizes / sizes.sum()}
+            for _ in round.selected
+        ]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         for answer in answers:
             self.cores[answer.client] = answer.reply["model"]
         self.server_model = self.server_model.clone()
-        self.server_model[self.index] = mean_of(self.cores, [float(size) for size in self.setting.sizes])
+        self.server_model[self.index] = mean_of(
+            self.cores, [float(size) for size in self.setting.sizes]
+        )
 
 
 class FedFomo(Personal):
@@ -540,7 +615,11 @@ class FedAS(Personal):
         weights = [float(answer.reply["fisher"]) for answer in answers]
         weights = weights if sum(weights) > 0 else [1.0] * len(weights)
         super().receive(
-            round, [replace(answer, weight=weight) for answer, weight in zip(answers, weights, strict=True)]
+            round,
+            [
+                replace(answer, weight=weight)
+                for answer, weight in zip(answers, weights, strict=True)
+            ],
         )
 
 
@@ -557,7 +636,9 @@ class FedDBE(Personal):
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         if self.consensus is None:
-            self.consensus = mean_of([a.reply["mean"] for a in answers], [a.weight for a in answers])
+            self.consensus = mean_of(
+                [a.reply["mean"] for a in answers], [a.weight for a in answers]
+            )
         else:
             super().receive(round, answers)
 
@@ -574,14 +655,21 @@ class Prototypes(Definition):
         self.present = [0.0] * self.classes
 
     def described(self) -> Message:
-        return {"prototypes": torch.stack(self.prototypes), "present": self.setting.initial.new_tensor(self.present)}
+        return {
+            "prototypes": torch.stack(self.prototypes),
+            "present": self.setting.initial.new_tensor(self.present),
+        }
 
     def learn(self, answers: Sequence[Answer], by_samples: bool) -> None:
         for c in range(self.classes):
             having = [answer for answer in answers if float(answer.reply["counts"][c]) > 0]
             if having:
-                weights = [float(answer.reply["counts"][c]) if by_samples else 1.0 for answer in having]
-                self.prototypes[c] = mean_of([answer.reply["means"][c] for answer in having], weights)
+                weights = [
+                    float(answer.reply["counts"][c]) if by_samples else 1.0 for answer in having
+                ]
+                self.prototypes[c] = mean_of(
+                    [answer.reply["means"][c] for answer in having], weights
+                )
                 self.present[c] = 1.0
 
     def with_head(self, row: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -589,7 +677,9 @@ class Prototypes(Definition):
         row = row.clone()
         for entry in self.setting.layout.slices:
             if entry.name in ("head.weight", "head.bias"):
-                row[entry.start : entry.stop] = (weight if entry.name == "head.weight" else bias).reshape(-1)
+                row[entry.start : entry.stop] = (
+                    weight if entry.name == "head.weight" else bias
+                ).reshape(-1)
         return row
 
 
@@ -603,13 +693,16 @@ class FedProto(Prototypes):
         return self.described()
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        self.learn(answers, self.method.weighted)  # type: ignore[attr-defined]
+        self.learn(answers, self.method.weighted)
 
     def model(self) -> Tensor:
         if not any(self.present):
             return self.setting.initial
         points = torch.stack(self.prototypes)
-        bias = [-float(point @ point) if has else -1e9 for point, has in zip(points, self.present, strict=True)]
+        bias = [
+            -float(point @ point) if has else -1e9
+            for point, has in zip(points, self.present, strict=True)
+        ]
         return self.with_head(self.setting.initial, 2 * points, points.new_tensor(bias))
 
 
@@ -641,7 +734,9 @@ class FedPAC(Prototypes, Personal):
             wholes.append(row[self.head])
         for i, answer in enumerate(answers):
             shares = best_mixture(
-                [a.reply["shares"] for a in answers], [float(a.reply["variance"]) for a in answers], i
+                [a.reply["shares"] for a in answers],
+                [float(a.reply["variance"]) for a in answers],
+                i,
             )
             self.heads[answer.client] = mean_of(wholes, shares)
 
@@ -650,7 +745,10 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
     """The a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2: the best over all supports, solved each."""
     count = len(means)
     gaps = torch.stack([(mean - means[client]).reshape(-1).double() for mean in means])
-    quadratic = torch.diag(torch.tensor([max(v, 0.0) for v in variances], dtype=torch.float64)) + gaps @ gaps.T
+    quadratic = (
+        torch.diag(torch.tensor([max(v, 0.0) for v in variances], dtype=torch.float64))
+        + gaps @ gaps.T
+    )
     quadratic += (1e-12 * float(quadratic.trace()) + 1e-300) * torch.eye(
         count, dtype=torch.float64
     )  # one sample: V is 0
@@ -662,7 +760,13 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
             solved = solved / solved.sum()
             value = float(solved @ inner @ solved)
             if bool((solved >= 0).all()) and value < best:
-                best, shares = value, [float(solved[support.index(j)]) if j in support else 0.0 for j in range(count)]
+                best, shares = (
+                    value,
+                    [
+                        float(solved[support.index(j)]) if j in support else 0.0
+                        for j in range(count)
+                    ],
+                )
     return [share if share > 1e-3 else 0.0 for share in shares]
 
 
@@ -672,7 +776,9 @@ class PFedFDA(Prototypes, Personal):
     def begin(self) -> None:
         Personal.begin(self)
         Prototypes.begin(self)
-        self.means = self.method.state["gaussians"][: self.classes].clone()  # whose draw is the method's own
+        self.means = self.method.state["gaussians"][
+            : self.classes
+        ].clone()  # whose draw is the method's own
         self.covariance = torch.eye(self.width, dtype=self.means.dtype)
 
     def sends(self, round: Round) -> list[Message]:
@@ -690,20 +796,24 @@ class PFedFDA(Prototypes, Personal):
             self.means.double(),
             self.covariance.double(),
         )  # whose inverse loses digits in single precision
-        shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(self.width)
+        shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(
+            self.width
+        )
         precision = torch.linalg.inv(shrunk)
         bias = [-float(mean @ precision @ mean) / 2 - math.log(self.classes) for mean in means]
-        return self.with_head(self.server_model, (means @ precision).to(self.means), self.means.new_tensor(bias))
+        return self.with_head(
+            self.server_model, (means @ precision).to(self.means), self.means.new_tensor(bias)
+        )
 
 
-# --- wrappers ---
+# --- parts ---
 
 
 class Wrapped(Definition):
-    """Everything is the inner method's."""
+    """Leaves all to the next definition in the chain; clients pass on what they are given."""
 
-    def begin(self) -> None:
-        self.inner = definition(self.method.inner()[0], self.setting)
+    inner: Definition
+    place = AROUND
 
     def sends(self, round: Round) -> list[Message]:
         return self.inner.sends(round)
@@ -720,28 +830,78 @@ class Wrapped(Definition):
     def model(self) -> Tensor:
         return self.inner.model()
 
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        for client, record in outer.items():
+            if not same_tensors(record.inbox, inner[client].inbox):
+                return f"client {client} works on another inbox than it was sent"
+        return unlike_replies(outer, inner, refused)
+
+
+def unlike_replies(outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int]) -> str:
+    """Return the client whose reply a part changed; "" if there is none."""
+    for client, record in outer.items():
+        if client not in refused and not same_tensors(record.reply, inner[client].reply):
+            return f"client {client} uploads another reply than it made"
+    return ""
+
+
+def unlike_rest(outer: dict[int, Any], inner: dict[int, Any]) -> str:
+    """Return the client whose inbox a part changed beside its model; "" if there is none."""
+    model = {"model", SERVER_MODEL}
+    for client, record in outer.items():
+        before = {name: rows for name, rows in record.inbox.items() if name not in model}
+        after = {name: rows for name, rows in inner[client].inbox.items() if name not in model}
+        if not same_tensors(before, after):
+            return f"client {client} works on another message than it was sent"
+    return ""
+
+
+def same_tensors(message: Message, other: Message) -> bool:
+    """Return True if two messages hold the same, apart from the number of the stage."""
+    named, named_other = message.keys() - {"@stage"}, other.keys() - {"@stage"}
+    return named == named_other and all(same_bits(message[name], other[name]) for name in named)
+
+
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
+
 
 class Umf(Wrapped):
     def begin(self) -> None:
         super().begin()
         self.updates: dict[int, Tensor] = {}  # of those that were idle in the round before
 
-    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
         count, updates = self.setting.trainable, {}
         for client, record in outer.items():
             start = record.inbox["model"].clone()
             if record.uploads and client in self.updates:
-                start[:count] += self.method.alpha * round.rate_change * self.updates[client]  # type: ignore[attr-defined]
+                start[:count] += self.method.alpha * round.rate_change * self.updates[client]
             if wrong := difference(inner[client].inbox["model"], start):
                 return f"client {client} starts off by {wrong}"
             if wrong := difference(
-                inner[client].inbox[SERVER_MODEL], record.inbox.get(SERVER_MODEL, record.inbox["model"])
+                inner[client].inbox[SERVER_MODEL],
+                record.inbox.get(SERVER_MODEL, record.inbox["model"]),
             ):
                 return f"client {client} takes another model for the server's, off by {wrong}"
             if not record.uploads:
                 updates[client] = (inner[client].reply["model"] - start)[:count]
         self.updates = updates
-        return ""
+        return unlike_rest(outer, inner) or unlike_replies(outer, inner, refused)
 
 
 class Ala(Wrapped):
@@ -751,7 +911,13 @@ class Ala(Wrapped):
         super().begin()
         self.trained: dict[int, Tensor] = {}
 
-    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
         for client, record in outer.items():
             download, start = record.inbox["model"], inner[client].inbox["model"]
             handed = inner[client].inbox[SERVER_MODEL]
@@ -763,12 +929,15 @@ class Ala(Wrapped):
                     return f"client {client} starts off by {wrong} in its first round"
             elif len(last_model) == len(start):
                 slack = 1e-9 if start.dtype == torch.float64 else 1e-5
-                low, high = torch.minimum(last_model, download) - slack, torch.maximum(last_model, download) + slack
+                low, high = (
+                    torch.minimum(last_model, download) - slack,
+                    torch.maximum(last_model, download) + slack,
+                )
                 if not bool(((start >= low) & (start <= high)).all()):
                     return f"client {client} starts beyond its last model and its download"
             if record.uploads and client not in refused:
                 self.trained[client] = inner[client].reply["model"]
-        return ""
+        return unlike_rest(outer, inner) or unlike_replies(outer, inner, refused)
 
 
 class Robust(Wrapped):
@@ -781,20 +950,32 @@ class Robust(Wrapped):
             return  # too few to outvote those taken to be malicious
         center = mean_of([answer.sent["model"] for answer in answers])
         models = [answer.reply["model"] - answer.sent["model"] + center for answer in answers]
-        chosen = krum(models, malicious, 1 if method.rule == "krum" else count - malicious) if krums else []
+        chosen = (
+            krum(models, malicious, 1 if method.rule == "krum" else count - malicious)
+            if krums
+            else []
+        )
         estimates: Message = {}
         for name, value in answers[0].reply.items():
-            rows = models if name == "model" else [answer.reply[name].to(models[0].dtype) for answer in answers]
+            rows = (
+                models
+                if name == "model"
+                else [answer.reply[name].to(models[0].dtype) for answer in answers]
+            )
             if chosen:
                 estimate = mean_of([rows[k] for k in chosen])
             elif method.rule == "clipping":
-                estimate = clipped_mean(rows, center if name == "model" else torch.zeros_like(rows[0]), method.radius)
+                estimate = clipped_mean(
+                    rows, center if name == "model" else torch.zeros_like(rows[0]), method.radius
+                )
             else:
                 trimmed = (count - 1) // 2 if method.rule == "median" else malicious
                 columns = torch.stack([row.reshape(-1) for row in rows]).T.tolist()
                 inner_values = [sorted(column)[trimmed : count - trimmed] for column in columns]
                 estimate = (
-                    rows[0].new_tensor([sum(column) / len(column) for column in inner_values]).reshape(rows[0].shape)
+                    rows[0]
+                    .new_tensor([sum(column) / len(column) for column in inner_values])
+                    .reshape(rows[0].shape)
                 )
             estimates[name] = estimate.to(value.dtype)
         self.inner.receive(round, [replace(answer, reply=estimates) for answer in answers])
@@ -804,7 +985,9 @@ def krum(rows: Sequence[Tensor], malicious: int, chosen: int) -> list[int]:
     """The rows whose K - f - 2 nearest others are nearest."""
     scores = []
     for k, row in enumerate(rows):
-        gaps = sorted(float((row - neighbour).square().sum()) for j, neighbour in enumerate(rows) if j != k)
+        gaps = sorted(
+            float((row - neighbour).square().sum()) for j, neighbour in enumerate(rows) if j != k
+        )
         scores.append(sum(gaps[: max(1, len(rows) - malicious - 2)]))
     return sorted(range(len(rows)), key=lambda k: scores[k])[:chosen]
 
@@ -841,21 +1024,34 @@ class Private(Wrapped):
             update = answer.reply["model"] - answer.sent["model"]
             length = float(update.double().norm())
             total += (update * min(1.0, method.clip / length) if length else update).double()
-        noise = torch.randn(total.shape, generator=round.stream("privacy noise"), dtype=torch.float64)
+        noise = torch.randn(
+            total.shape, generator=round.stream("privacy noise"), dtype=torch.float64
+        )
         total += (method.noise or 0.0) * method.clip * noise
         row = base + (total / self.setting.participants).to(base)
-        equal = [Answer(slot, slot, 1.0, {"model": base}, {"model": row}) for slot in range(self.setting.participants)]
+        equal = [
+            Answer(slot, slot, 1.0, {"model": base}, {"model": row})
+            for slot in range(self.setting.participants)
+        ]
         self.inner.receive(round, equal)
         self.released = round.number
 
     def finish(self, round: Round) -> None:
-        if self.method.clip is not None and self.released < round.number:  # type: ignore[attr-defined]
+        if self.method.clip is not None and self.released < round.number:
             self.receive(round, [])
         super().finish(round)
 
 
 class LocalPrivate(Wrapped):
-    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+    place = NOISE
+
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
         method: Any = self.method
         for client, record in outer.items():
             if client in refused:
@@ -877,6 +1073,8 @@ class LocalPrivate(Wrapped):
 class Coded(Wrapped):
     """Quantised, sparse and low-rank updates."""
 
+    place = CODES
+
     def begin(self) -> None:
         super().begin()
         self.errors: dict[tuple[int, str], Tensor] = {}
@@ -888,13 +1086,19 @@ class Coded(Wrapped):
         return [{} for _ in messages]  # checked in `unlike`, after decoding
 
     def sends_idle(self, round: Round) -> Message:
-        return {} if getattr(self.method, "down", None) is not None else self.inner.sends_idle(round)
+        return (
+            {} if getattr(self.method, "down", None) is not None else self.inner.sends_idle(round)
+        )
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         if getattr(self.method, "down", None) is not None:  # updates are added to the exact model
             sent = self.inner.sends(round)
-            answers = [replace(answer, sent={**answer.sent, **sent[answer.slot]}) for answer in answers]
-        decoded = [replace(answer, reply=self.decoded(answer.reply, answer.sent)) for answer in answers]
+            answers = [
+                replace(answer, sent={**answer.sent, **sent[answer.slot]}) for answer in answers
+            ]
+        decoded = [
+            replace(answer, reply=self.decoded(answer.reply, answer.sent)) for answer in answers
+        ]
         self.inner.receive(round, decoded)
 
     @property
@@ -902,7 +1106,7 @@ class Coded(Wrapped):
         """The last words of the names of what codes a tensor."""
         kind = name_of(self.method)
         if kind == "quantised":
-            return {"levels", "scales"} if self.method.bits else {"update"}  # type: ignore[attr-defined]
+            return {"levels", "scales"} if self.method.bits else {"update"}
         return {"indices", "values"} if kind == "sparse" else {"factors"}
 
     def decoded(self, reply: Message, sent: Message) -> Message:
@@ -932,7 +1136,7 @@ class Coded(Wrapped):
         return self.inner.factors(size) if share is None else max(1, int(share * size + 1e-9))
 
     def factors(self, size: int) -> int:
-        rank, total = self.method.rank, 0  # type: ignore[attr-defined]
+        rank, total = self.method.rank, 0
         for entry in self.setting.layout.slices:
             if entry.stop <= size:
                 high = entry.shape[0] if len(entry.shape) > 1 else 1
@@ -946,7 +1150,9 @@ class Coded(Wrapped):
         if kind == "quantised":
             if method.bits is None:
                 return codes["update"].clone()
-            return levels_decoded(codes["levels"], codes["scales"], size, method.bits, method.bucket)
+            return levels_decoded(
+                codes["levels"], codes["scales"], size, method.bits, method.bucket
+            )
         if kind == "sparse":
             row = codes["values"].new_zeros(size)
             for index, value in zip(codes["indices"].tolist(), codes["values"], strict=True):
@@ -959,7 +1165,9 @@ class Coded(Wrapped):
             high = entry.shape[0] if len(entry.shape) > 1 else 1
             wide = (entry.stop - entry.start) // high
             if method.rank * (high + wide) < high * wide:
-                factor_out = factors[offset : offset + high * method.rank].reshape(high, method.rank)
+                factor_out = factors[offset : offset + high * method.rank].reshape(
+                    high, method.rank
+                )
                 offset += high * method.rank
                 factor_in = factors[offset : offset + wide * method.rank].reshape(wide, method.rank)
                 offset += wide * method.rank
@@ -969,18 +1177,32 @@ class Coded(Wrapped):
                 offset += high * wide
         return torch.cat(pieces)
 
-    def unlike(self, round: Round, outer: dict[int, Any], inner: dict[int, Any], refused: Collection[int] = ()) -> str:
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
         """The download decodes to what the inner clients had; the upload to their update, up to what coding leaves out."""
         method: Any = self.method
         for client, record in outer.items():
             inbox, sent = record.inbox, inner[client].inbox
             if getattr(method, "down", None) is not None:
-                for name in [key.removesuffix(".levels") for key in inbox if key.endswith(".levels")]:
+                for name in [
+                    key.removesuffix(".levels") for key in inbox if key.endswith(".levels")
+                ]:
                     size = min(len(sent[name]), self.setting.trainable)
                     row = levels_decoded(
-                        inbox[f"{name}.levels"], inbox[f"{name}.scales"], size, method.down, method.bucket
+                        inbox[f"{name}.levels"],
+                        inbox[f"{name}.scales"],
+                        size,
+                        method.down,
+                        method.bucket,
                     )
-                    row = torch.cat([row, inbox[f"{name}.rest"]]) if f"{name}.rest" in inbox else row
+                    row = (
+                        torch.cat([row, inbox[f"{name}.rest"]]) if f"{name}.rest" in inbox else row
+                    )
                     if wrong := difference(sent[name], row):
                         return f"client {client} decodes {name} off by {wrong}"
                     slots = round.selected
@@ -989,15 +1211,16 @@ class Coded(Wrapped):
                         if client in slots
                         else self.inner.sends_idle(round)
                     )
-                    step = float((inbox[f"{name}.scales"][:, 1] - inbox[f"{name}.scales"][:, 0]).max()) / (
-                        2**method.down - 1
-                    )
+                    step = float(
+                        (inbox[f"{name}.scales"][:, 1] - inbox[f"{name}.scales"][:, 0]).max()
+                    ) / (2**method.down - 1)
                     if name in message and difference(row, message[name]) > 0.5 * step + 1e-6:
                         return f"client {client} was sent {name} off by more than half a level"
             if isinstance(self.inner, Coded) or client in refused:
                 continue
             decoded = self.decoded(
-                record.reply, {"model": torch.zeros_like(inner[client].inbox.get("model", self.setting.initial))}
+                record.reply,
+                {"model": torch.zeros_like(inner[client].inbox.get("model", self.setting.initial))},
             )
             for name in decoded:
                 if name in record.reply:
@@ -1023,10 +1246,18 @@ class Coded(Wrapped):
         kind, tolerance = name_of(method), 1e-9 if update.dtype == torch.float64 else 1e-5
         if kind == "quantised":
             if method.bits is None:
-                return "" if float(error.abs().max()) <= tolerance else "the update changes without being coded"
+                return (
+                    ""
+                    if float(error.abs().max()) <= tolerance
+                    else "the update changes without being coded"
+                )
             scales = reply[f"{name}.scales"]
             step = float((scales[:, 1] - scales[:, 0]).max()) / (2**method.bits - 1)
-            return "" if float(error.abs().max()) <= step + tolerance else "a number is off by more than one level"
+            return (
+                ""
+                if float(error.abs().max()) <= step + tolerance
+                else "a number is off by more than one level"
+            )
         if kind == "sparse":
             count = max(1, int(method.share * len(update) + 1e-9))
             smallest = float(update.abs().sort(descending=True).values[count - 1])
@@ -1055,34 +1286,69 @@ def levels_decoded(levels: Tensor, scales: Tensor, size: int, bits: int, bucket:
     return scales.new_tensor(numbers)
 
 
-class Stages(Definition):
+class Stages(Wrapped):
+    """The stage in progress, with its definitions `inside`. The next stage starts from its model."""
+
     def begin(self) -> None:
-        stages, self.losses = self.method.stages, []  # type: ignore[attr-defined]
-        self.stage = self.lasting(0, self.setting.begins)
-        self.inner = definition(stages[self.stage][0], self.setting)
+        self.losses: list[float] = []
+        self.enter(self.lasting(0, self.setting.begins), self.setting)
+
+    def enter(self, stage: int, setting: Setting) -> None:
+        self.stage = stage
+        self.inside = definitions(self.method.stages[stage][0], setting)
+
+    @property
+    def automatic(self) -> bool:
+        """True if the stage in progress ends by itself."""
+        return bool(self.method.stages[self.stage][1] == "auto")
 
     def lasting(self, stage: int, number: int) -> int:
         """The first stage from this one on whose last round is not before the round."""
-        stages = self.method.stages  # type: ignore[attr-defined]
-        while stage < len(stages) - 1 and isinstance(stages[stage][1], int) and stages[stage][1] < number:
+        stages = self.method.stages
+        while (
+            stage < len(stages) - 1
+            and isinstance(stages[stage][1], int)
+            and stages[stage][1] < number
+        ):
             stage += 1
         return stage
 
     def sends(self, round: Round) -> list[Message]:
-        return self.inner.sends(round)
+        return [self.with_stage(message) for message in self.inner.sends(round)]
 
     def sends_idle(self, round: Round) -> Message:
-        return self.inner.sends_idle(round)
+        return self.with_stage(self.inner.sends_idle(round))
+
+    def with_stage(self, message: Message) -> Message:
+        """The message with the number of the stage, where clients cannot know it from the round."""
+        if all(end != "auto" for _, end in self.method.stages):
+            return message
+        return {**message, "@stage": torch.tensor([self.stage])}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        if self.method.stages[self.stage][1] == "auto":  # type: ignore[attr-defined]
+        if self.automatic:
             losses = [answer.reply[HELD_OUT_LOSS].reshape(1).double() for answer in answers]
             self.losses.append(float(mean_of(losses, [answer.weight for answer in answers])))
-            answers = [
-                replace(answer, reply={n: t for n, t in answer.reply.items() if n != HELD_OUT_LOSS})
-                for answer in answers
-            ]
+            answers = [replace(answer, reply=without_loss(answer.reply)) for answer in answers]
         self.inner.receive(round, answers)
+
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        if not self.automatic:
+            return super().unlike(round, outer, inner, refused)
+        for client, record in outer.items():
+            if HELD_OUT_LOSS not in record.reply:
+                return f"client {client} returns no loss of held-out samples"
+        stripped = {
+            client: replace(record, reply=without_loss(record.reply))
+            for client, record in outer.items()
+        }
+        return super().unlike(round, stripped, inner, refused)
 
     def finish(self, round: Round) -> None:
         method: Any = self.method
@@ -1095,36 +1361,87 @@ class Stages(Definition):
         stage = self.lasting(stage + over, round.number + 1)
         if stage != self.stage:
             model = self.inner.model()
-            self.stage, self.losses = stage, []
-            setting = replace(self.setting, initial=model.clone(), begins=round.number + 1)
-            self.inner = definition(stages[stage][0], setting)
+            self.losses = []
+            self.enter(stage, replace(self.setting, initial=model.clone(), begins=round.number + 1))
 
-    def model(self) -> Tensor:
-        return self.inner.model()
+
+def without_loss(reply: Message) -> Message:
+    return {name: tensor for name, tensor in reply.items() if name != HELD_OUT_LOSS}
+
+
+class NormBound(Wrapped):
+    def receive(self, round: Round, answers: Sequence[Answer]) -> None:
+        bounded = []
+        for answer in answers:
+            update = answer.reply["model"] - answer.sent["model"]
+            share = min(1.0, self.method.radius / max(float(update.double().norm()), 1e-300))
+            model = answer.sent["model"] + share * update
+            bounded.append(replace(answer, reply={**answer.reply, "model": model}))
+        self.inner.receive(round, bounded)
+
+
+class SignFlip(Wrapped):
+    """The malicious clients, whose draw is the library's, upload the opposite of their update."""
+
+    place = ATTACKS
+
+    def unlike(
+        self,
+        round: Round,
+        outer: dict[int, Any],
+        inner: dict[int, Any],
+        refused: Collection[int] = (),
+    ) -> str:
+        method: Any = self.method
+        expected = {}
+        for client, record in inner.items():
+            model, sent = record.reply["model"].clone(), record.inbox["model"]
+            count = min(len(model), self.setting.trainable)
+            if client in method.malicious:
+                model[:count] = sent[:count] - method.scale * (model - sent)[:count]
+            expected[client] = replace(record, reply={**record.reply, "model": model})
+        for client, record in outer.items():
+            found, other = record.reply, expected[client].reply
+            if client in refused:
+                continue
+            if found.keys() != other.keys() or any(
+                difference(found[name], other[name]) for name in found
+            ):
+                return f"client {client} uploads another reply than its attack"
+        return ""
 
 
 class Secure(Wrapped):
+    place = EXCHANGES
+
     def sends(self, round: Round) -> list[Message]:
         messages, method = self.inner.sends(round), self.method
         different = len({id(message["model"]) for message in messages}) > 1
-        if not method.exchanges("before_train") or not different:  # type: ignore[attr-defined]
+        if not method.exchanges("before_train") or not different:
             return messages
-        rows = self.exchanged(round, [message["model"] for message in messages], round.selected, "before_train")
+        rows = self.exchanged(
+            round, [message["model"] for message in messages], round.selected, "before_train"
+        )
         return [{**message, "model": row} for message, row in zip(messages, rows, strict=True)]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        if self.method.exchanges("before_upload"):  # type: ignore[attr-defined]
+        if self.method.exchanges("before_upload"):
             clients = [answer.client for answer in answers]
-            rows = self.exchanged(round, [answer.reply["model"] for answer in answers], clients, "before_upload")
+            rows = self.exchanged(
+                round, [answer.reply["model"] for answer in answers], clients, "before_upload"
+            )
             answers = [
-                replace(answer, reply={**answer.reply, "model": row}) for answer, row in zip(answers, rows, strict=True)
+                replace(answer, reply={**answer.reply, "model": row})
+                for answer, row in zip(answers, rows, strict=True)
             ]
         self.inner.receive(round, answers)
 
-    def exchanged(self, round: Round, rows: Sequence[Tensor], clients: Sequence[int], when: str) -> list[Tensor]:
+    def exchanged(
+        self, round: Round, rows: Sequence[Tensor], clients: Sequence[int], when: str
+    ) -> list[Tensor]:
         """The rows after the exchange between these clients, whose draws are the library's."""
         result = [row.clone() for row in rows]
-        sources = self.method.rehearse(round, clients, when).sources  # type: ignore[attr-defined]
+        sources = self.method.rehearse(round, clients, when).sources
         for unit, source in zip(layers_of(self.setting.layout), sources, strict=True):
             for target, origin in enumerate(source):
                 for piece in unit:
@@ -1145,6 +1462,8 @@ class UnderWay:
 class Buffered(Wrapped):
     """FedBuff and FedAsync: the first k replies make a step; a version is a step."""
 
+    place = ARRIVALS
+
     def begin(self) -> None:
         super().begin()
         self.under_way: list[UnderWay] = []
@@ -1155,11 +1474,17 @@ class Buffered(Wrapped):
         return getattr(self.method, "k", 1)
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
-        free = [slot for slot in range(self.setting.participants) if all(u.slot != slot for u in self.under_way)]
+        free = [
+            slot
+            for slot in range(self.setting.participants)
+            if all(u.slot != slot for u in self.under_way)
+        ]
         for answer in answers:
             speeds = self.setting.speeds
             took = self.setting.sizes[answer.client] / speeds[answer.client] if speeds else 1.0
-            self.under_way.append(UnderWay(self.now + took, answer, self.version, free[answer.slot]))
+            self.under_way.append(
+                UnderWay(self.now + took, answer, self.version, free[answer.slot])
+            )
 
     def arrived(self) -> list[UnderWay]:
         closes = self.now + self.setting.closes
@@ -1167,7 +1492,9 @@ class Buffered(Wrapped):
         taken = [work for work in order[: self.goal] if work.until <= closes]
         waits = math.isfinite(closes) and len(taken) < min(self.goal, len(order))
         self.now = closes if waits else max([self.now, *(work.until for work in taken)])
-        self.under_way = [work for work in self.under_way if all(work is not arrival for arrival in taken)]
+        self.under_way = [
+            work for work in self.under_way if all(work is not arrival for arrival in taken)
+        ]
         return sorted(taken, key=lambda work: work.slot)
 
     def finish(self, round: Round) -> None:
@@ -1179,7 +1506,11 @@ class Buffered(Wrapped):
 
     def moved(self, slot: int, work: UnderWay) -> Answer:
         method: Any = self.method
-        model, sent, reply = self.inner.sends_idle(None)["model"], work.answer.sent["model"], work.answer.reply["model"]  # type: ignore[arg-type]
+        model, sent, reply = (
+            self.inner.sends_idle(None)["model"],
+            work.answer.sent["model"],
+            work.answer.reply["model"],
+        )  # type: ignore[arg-type]
         stale, count = self.version - work.version, self.setting.trainable
         discount = (1 + stale) ** -method.staleness
         row = reply
@@ -1191,14 +1522,20 @@ class Buffered(Wrapped):
 
 
 class PoolUnderWay(Pool, Buffered):
-    """FedMR whose models travel on their own: those that are back are recombined."""
+    """FedMR that recombines the models that are back. It stands for part and algorithm."""
+
+    place = LEAF
 
     def begin(self) -> None:
         Pool.begin(self)
         self.under_way, self.now, self.version = [], 0.0, 0
 
     def sends(self, round: Round) -> list[Message]:
-        free = [slot for slot in range(self.setting.participants) if all(u.slot != slot for u in self.under_way)]
+        free = [
+            slot
+            for slot in range(self.setting.participants)
+            if all(u.slot != slot for u in self.under_way)
+        ]
         return [{"model": self.pool[free[slot]]} for slot in range(len(round.selected))]
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
@@ -1208,9 +1545,11 @@ class PoolUnderWay(Pool, Buffered):
         taken = self.arrived()
         if taken:
             rows = shuffled(
-                [work.answer.reply["model"] for work in taken], self.setting.layout, round.stream("recombine")
+                [work.answer.reply["model"] for work in taken],
+                self.setting.layout,
+                round.stream("recombine"),
             )
-            share, mean = share_at(self.method.blend, round.number), mean_of(rows)  # type: ignore[attr-defined]
+            share, mean = share_at(self.method.blend, round.number), mean_of(rows)
             for work, row in zip(taken, rows, strict=True):
                 self.pool[work.slot] = (1 - share) * row + share * mean
 
@@ -1226,8 +1565,9 @@ def difference(tensor: Tensor, reference: Tensor) -> float:
     return gap if not gap <= allowed * (1 + float(reference.double().abs().max())) else 0.0
 
 
-KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
-    "scaffold": Scaffold, "feddyn": FedDyn, "feddc": FedDC, "fednova": FedNova, "fedexp": FedExP,
+KINDS: dict[str, Callable[[Method, Setting], Definition]] = {
+    "scaffold": Scaffold, "scaffold_feddc": Scaffold, "feddyn": FedDyn, "feddc": FedDC,
+    "feddc_code": FedDC, "fednova": FedNova, "fedexp": FedExP,
     "fedavgm": ServerOptimizer, "fedadam": ServerOptimizer, "fedyogi": ServerOptimizer,
     "fedmut": FedMut, "indep": Pool, "fedmr": Pool, "fedkdmr": FedKDMR, "fedcross": FedCross,
     "qfedavg": QFedAvg, "afl": AFL, "ifca": IFCA, "cfl": CFL,
@@ -1238,6 +1578,7 @@ KINDS: dict[str, Callable[[Algorithm, Setting], Definition]] = {
     "umf": Umf, "ala": Ala, "fedala": Ala, "fedah": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
     "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,
     "fedbuff": Buffered, "fedasync": Buffered, "clustered": Wrapped, "clusamp": Wrapped, "dp_sgd": Wrapped,
+    "norm_bound": NormBound, "sign_flip": SignFlip,
 }  # fmt: skip
 PERSONAL = {
     "fedper", "fedrep", "lg_fedavg", "fedbn", "silobn", "ditto", "pfedme", "fedphp", "per_fedavg", "fedavg_c", "fedprox_c",
@@ -1246,8 +1587,8 @@ PERSONAL = {
 AVERAGED = {"fedavg", "fedprox", "moon", "fedsam", "fedasam", "fedgen"}
 
 
-def definition(method: Algorithm, setting: Setting) -> Definition:
-    """The definition of a method, and of those inside it."""
+def definition(method: Method, setting: Setting) -> Definition:
+    """The definition of one algorithm or part."""
     name = name_of(method)
     if name in KINDS:
         return KINDS[name](method, setting)
@@ -1258,6 +1599,60 @@ def definition(method: Algorithm, setting: Setting) -> Definition:
         "AVERAGED; if a part of them, in PERSONAL; else write its server half in plain loops and name the class in KINDS"
     )
     return Definition(method, setting)
+
+
+def definitions(method: Any, setting: Setting) -> list[Definition]:
+    """Return the definitions of an expression in the order of its text, up to stages."""
+    made = [definition(method, setting)]
+    if made[0].place != LEAF and not isinstance(made[0], Stages):
+        made += definitions(method.method, setting)
+    return made
+
+
+class Chain:
+    """The definitions of an expression for the round in progress, in the order of its moments."""
+
+    def __init__(self, method: Method, setting: Setting) -> None:
+        self.method = method
+        self.made = definitions(method, setting)
+        self.link()
+
+    def link(self) -> None:
+        self.levels = sorted(unfolded(self.made), key=lambda level: level.place)
+        for level, inner in itertools.pairwise(self.levels):
+            assert isinstance(level, Wrapped)
+            level.inner = inner
+
+    @property
+    def first(self) -> Definition:
+        return self.levels[0]
+
+    @property
+    def leaf(self) -> Definition:
+        return self.levels[-1]
+
+    def finish(self, round: Round) -> None:
+        """End a round, and begin the next stage if it is due."""
+        self.first.finish(round)
+        self.link()
+
+    def rebind(self, method: Method) -> None:
+        """Let the definitions describe the method of a resumed run with the same parameters."""
+        fresh = dict(enumerate(components(method)))
+        pairs = {id(old): fresh[k] for k, old in enumerate(components(self.method))}
+        self.method = method
+        for level in self.levels:
+            level.method = pairs[id(level.method)]
+
+
+def unfolded(levels: Sequence[Definition]) -> list[Definition]:
+    """The definitions with those of the stages in progress behind each `Stages`."""
+    result: list[Definition] = []
+    for level in levels:
+        result.append(level)
+        if isinstance(level, Stages):
+            result += unfolded(level.inside)
+    return result
 
 
 def weights_of(selection: Selection, sizes: Sequence[int]) -> list[float]:

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,17 +26,28 @@ from torch import Tensor
 from fedloom.errors import FedloomError
 from fedloom.method import components
 from fedloom.parts.robust import Robust
+from fedloom.round import Round
 from fedloom.rounds.federation import Federation
-from seams.cases import ROUNDS, WRAPPERS, Case, covering_cases, every_case, methods, pair_refusal, rare_cases
+from seams.cases import (
+    ROUNDS,
+    WRAPPERS,
+    Case,
+    covering_cases,
+    every_case,
+    methods,
+    pair_refusal,
+    rare_cases,
+)
 from seams.definitions import (
     Answer,
+    Chain,
     Definition,
     Setting,
-    definition,
     difference,
+    same_tensors,
     weights_of,
 )
-from seams.setting import SIZES, ClientRecord, Recording, federation, small_task
+from seams.setting import SIZES, ClientRecord, Recording, Records, federation, small_task
 
 
 class Deviation(AssertionError):
@@ -56,25 +67,29 @@ def _run_case(case: Case, directory: Path | None) -> None:
     folder = directory if case.course == "resumed" else None
 
     def begin() -> tuple[Federation, Recording]:
-        made = federation(case.expression, task, change=case.change, directory=folder, **case.options())
+        made = federation(
+            case.expression, task, change=case.change, directory=folder, **case.options()
+        )
         if case.attendance == "nobody":
             made[0].engine.lost = lambda number, client: number == 2  # type: ignore[attr-defined]
         return made
 
     run, recording = begin()
-    definitions = definition(run.algorithm, setting_of(run))
+    definitions = Chain(run.algorithm, setting_of(run))
     for number in range(1, ROUNDS + 1):
         if case.course == "resumed" and number == 2 + len(case.method) % 2:
             run.save()
             run, recording = begin()
-            rebind(definitions, run)
+            definitions.rebind(run.algorithm)
             if run.finished != number - 1:
                 raise Deviation(f"resumed after round {run.finished}, not {number - 1}")
         counters = run.integers
         try:
             run.step()
         except FedloomError as error:
-            raise Deviation(f"round {number} is refused: {type(error).__name__}: {error}") from error
+            raise Deviation(
+                f"round {number} is refused: {type(error).__name__}: {error}"
+            ) from error
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise Deviation(
@@ -85,82 +100,122 @@ def _run_case(case: Case, directory: Path | None) -> None:
 
 def setting_of(run: Federation) -> Setting:
     task, clock = run.task, run.schedule.clock
-    speeds = [clock.device(run.schedule.seed, client).speed for client in range(task.clients)] if clock.runs else []
+    speeds = (
+        [clock.device(run.schedule.seed, client).speed for client in range(task.clients)]
+        if clock.runs
+        else []
+    )
     closes = float("inf") if clock.deadline is None else clock.deadline
     return Setting(
         task.layout,
         task.model,
         task.initial,
         SIZES,
-        run.algorithm.plan.participants,
+        run.course.plan.participants,
         task.dataset.classes,
         speeds,
         closes,
     )
 
 
-def rebind(definitions: Definition, run: Federation) -> None:
-    """Let definitions describe the method of the resumed run: it has the same parameters, and other recordings."""
-    fresh = dict(enumerate(components(run.algorithm)))
-    pairs = {id(method): fresh[k] for k, method in enumerate(components(definitions.method))}
-    level: Definition | None = definitions
-    while level is not None:
-        level.method = pairs[id(level.method)]
-        level = getattr(level, "inner", None)
+def records_by_level(recording: Recording, definitions: Chain, number: int) -> list[Records]:
+    """Return the records of a round by definition.
 
-
-def records_of(recording: Recording, level: Definition, number: int) -> dict[int, ClientRecord]:
-    """The records of a round, of the method that a definition describes."""
-    depth = next(k for k, method in enumerate(recording.methods) if method is level.method)
-    return recording.of(number, depth)
+    A definition that acts at no client has the records of the next one.
+    """
+    records: list[Records] = []
+    following: Records = {}
+    for level in reversed(definitions.levels):
+        own = recording.of(number, level.method)
+        if level is definitions.leaf:
+            made = (recording.of(number, method) for method in components(level.method))
+            own = next(filter(None, made), {})
+        following = own or following
+        records.insert(0, following)
+    return records
 
 
 def compare(
-    case: Case, run: Federation, recording: Recording, definitions: Definition, number: int, counters: Tensor
+    case: Case,
+    run: Federation,
+    recording: Recording,
+    definitions: Chain,
+    number: int,
+    counters: Tensor,
 ) -> None:
-    """Raise `Deviation` unless what was sent, coded, counted and made of the answers is as the definitions say."""
+    """Raise `Deviation` unless what was sent, coded, counted and received is as defined."""
     round, selection = recording.selections[number]
     round = replace(round, selected=selection.clients)
     outer, record = recording.of(number), run.history[number - 1]
-    sends = definitions.sends(round)
+    sends = definitions.first.sends(round)
     for slot, client in enumerate(selection.clients):
         if client in outer:
-            same_message(f"round {number}: client {client} is sent", outer[client].inbox, sends[slot])
+            same_message(
+                f"round {number}: client {client} is sent", outer[client].inbox, sends[slot]
+            )
     for client in selection.idle:
         if client in outer:
-            same_message(
-                f"round {number}: idle client {client} is sent", outer[client].inbox, definitions.sends_idle(round)
-            )
+            idle = definitions.first.sends_idle(round)
+            same_message(f"round {number}: idle client {client} is sent", outer[client].inbox, idle)
     faulty = {fault["client"]: fault["reason"] for fault in record["faults"]}
     refused = [client for client in faulty if client in outer]
-    level = definitions
-    while (inner := getattr(level, "inner", None)) is not None:
-        wrong = level.unlike(round, records_of(recording, level, number), records_of(recording, inner, number), refused)
-        if wrong:
-            raise Deviation(f"round {number}: {type(level).__name__}: {wrong}")
-        level = inner
+    same_clients(case, recording, definitions, round, refused)
     if case.attendance == "not finite" and number == 2:
         expected = {client for client in selection.clients if client % 3 == 0}
         if set(faulty) != expected:
-            raise Deviation(f"round 2: {sorted(faulty)} are refused, and {sorted(expected)} are not finite")
+            raise Deviation(
+                f"round 2: {sorted(faulty)} are refused, and {sorted(expected)} are not finite"
+            )
     weights = weights_of(selection, SIZES)
     answers = [
         Answer(slot, client, weights[slot], outer[client].inbox, outer[client].reply)
         for slot, client in enumerate(selection.clients)
         if client not in faulty
     ]
-    same_counters(case, run, level, [outer[answer.client] for answer in answers], counters, number)
-    same_bytes(run, level, recording, outer, record, faulty)
+    trained = [outer[answer.client] for answer in answers]
+    same_counters(case, run, definitions.leaf, trained, counters, number)
+    same_bytes(run, definitions.leaf, recording, outer, record, faulty)
     if answers:
-        definitions.receive(round, answers)
+        definitions.first.receive(round, answers)
     definitions.finish(round)
     if recording.impure:
         raise Deviation(recording.impure)
-    for depth, count in recording.sends.items():
+    for (position, hook), count in recording.calls.items():
         if count > 1:
-            raise Deviation(f"round {number}: {recording.methods[depth]} makes its message {count} times")
-    if wrong := difference(run.model(), definitions.model()):
-        raise Deviation(f"round {number}: the model is off by {wrong:.3g} with {len(answers)} answers")
+            name = recording.methods[position]
+            raise Deviation(f"round {number}: {hook} of {name} is called {count} times")
+    if wrong := difference(run.model(), definitions.first.model()):
+        raise Deviation(
+            f"round {number}: the model is off by {wrong:.3g} with {len(answers)} answers"
+        )
+
+
+def same_clients(
+    case: Case, recording: Recording, definitions: Chain, round: Round, refused: Sequence[int]
+) -> None:
+    """Raise `Deviation` unless the clients work on what travelled, as each definition says."""
+    number = round.number
+    records, wire = records_by_level(recording, definitions, number), recording.of(number)
+    if wire.keys() != records[0].keys():
+        raise Deviation(
+            f"round {number}: {sorted(wire)} were sent something, and {sorted(records[0])} work"
+        )
+    if (
+        case.change is not None and number == 2
+    ):  # idle clients are not refused, and change theirs too
+        refused = [*refused, *(client for client in wire if client % 3 == 0)]
+    for client, record in wire.items():
+        own = records[0][client]
+        if not same_tensors(record.inbox, own.inbox):
+            raise Deviation(
+                f"round {number}: client {client} works on another inbox than travelled"
+            )
+        if client not in refused and not same_tensors(record.reply, own.reply):
+            raise Deviation(f"round {number}: client {client} uploads another reply than it made")
+    records[0] = wire
+    for k, level in enumerate(definitions.levels[:-1]):
+        if wrong := level.unlike(round, records[k], records[k + 1], refused):
+            raise Deviation(f"round {number}: {type(level).__name__}: {wrong}")
 
 
 def same_message(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -172,7 +227,12 @@ def same_message(what: str, found: dict[str, Tensor], expected: dict[str, Tensor
 
 
 def same_counters(
-    case: Case, run: Federation, leaf: Definition, records: list[ClientRecord], before: Tensor, number: int
+    case: Case,
+    run: Federation,
+    leaf: Definition,
+    records: list[ClientRecord],
+    before: Tensor,
+    number: int,
 ) -> None:
     """Integer buffers become the largest of the answers, grown by no more than four times the lower median; under a robust rule
     that median, where the answers are enough to outvote a minority. Where clients keep their own, the server's stay."""
@@ -181,12 +241,18 @@ def same_counters(
     counters = torch.stack([record.counters for record in records])
     growth = (counters - before).sort(0).values
     expected = before + torch.minimum(growth[-1], 4 * growth[(len(records) - 1) // 2])
-    robust = next((method for method in components(run.algorithm) if isinstance(method, Robust)), None)
+    robust = next(
+        (method for method in components(run.algorithm) if isinstance(method, Robust)), None
+    )
     if robust is not None:
-        few = len(records) < 2 * math.ceil(robust.malicious * len(records) - 1e-9) + (3 if "krum" in robust.rule else 1)
+        few = len(records) < 2 * math.ceil(robust.malicious * len(records) - 1e-9) + (
+            3 if "krum" in robust.rule else 1
+        )
         expected = before if few else counters.sort(0).values[(len(records) - 1) // 2]
     if not torch.equal(run.integers, expected):
-        raise Deviation(f"round {number}: integer buffers are {run.integers.tolist()}, of answers {counters.tolist()}")
+        raise Deviation(
+            f"round {number}: integer buffers are {run.integers.tolist()}, of answers {counters.tolist()}"
+        )
 
 
 def same_bytes(
@@ -207,18 +273,24 @@ def same_bytes(
     heard = [client for client in asked if not run.engine.lost(record["round"], client)]  # type: ignore[attr-defined]
     up += run.task.initial.element_size() * len(heard)
     if record["bytes_up"] != up:
-        raise Deviation(f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were uploaded")
+        raise Deviation(
+            f"round {record['round']}: {record['bytes_up']} bytes up are counted, {up} were uploaded"
+        )
     receivers = selection.receivers or len(selection.clients) + len(selection.idle)
     receivers -= sum(reason == "dropped out" for reason in faulty.values())
     if outer:
         inbox = next(iter(outer.values())).inbox
         down = (size_of(inbox) + counters) * receivers
         sent = recording.sent[record["round"]]
-        same = question.keys() == sent.keys() and all(torch.equal(rows, sent[name]) for name, rows in question.items())
+        same = question.keys() == sent.keys() and all(
+            torch.equal(rows, sent[name]) for name, rows in question.items()
+        )
         shown = len(asked) - same * len(selection.clients)
         down += sum(rows[0].numel() * rows.element_size() for rows in question.values()) * shown
         if record["bytes_down"] != down:
-            raise Deviation(f"round {record['round']}: {record['bytes_down']} bytes down are counted, {down} were sent")
+            raise Deviation(
+                f"round {record['round']}: {record['bytes_down']} bytes down are counted, {down} were sent"
+            )
 
 
 def size_of(message: dict[str, Tensor]) -> int:
@@ -248,15 +320,21 @@ def run_all(cases: Iterable[Case], seconds: float = float("inf")) -> Outcome:
             except Exception as error:
                 text = str(error) if isinstance(error, Deviation) else traceback.format_exc()
                 outcome.deviations.append((case, text))
-                print(f"{case.expression} [{case.attendance}, {case.model}, {case.course}]: {text}", flush=True)
+                print(
+                    f"{case.expression} [{case.attendance}, {case.model}, {case.course}]: {text}",
+                    flush=True,
+                )
             else:
                 outcome.agreed += 1
     return outcome
 
 
 def table(outcome: Outcome) -> str:
-    """Return what was tried, wrapper by wrapper: methods that it takes and refuses, those that were run in it, and the cases."""
-    lines = ["| wrapper | takes | refuses | methods run | cases | deviations |", "|---|---|---|---|---|---|"]
+    """Return what was tried, by part: methods accepted, refused and run, and numbers of cases."""
+    lines = [
+        "| part | takes | refuses | methods run | cases | deviations |",
+        "|---|---|---|---|---|---|",
+    ]
     totals = Counter[str]()
     for wrapper in WRAPPERS:
         refused = sum(bool(pair_refusal(method, wrapper)) for method in methods())
@@ -278,7 +356,9 @@ COLUMNS = ("takes", "refuses", "run", "cases", "deviations")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--pairs", action="store_true", help="the selection in which every pair of factors occurs")
+    parser.add_argument(
+        "--pairs", action="store_true", help="the selection in which every pair of factors occurs"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the order of the cases")
     parser.add_argument("--only", default="", help="cases whose expression has this in it")
     options = parser.parse_args()
@@ -290,7 +370,9 @@ def main() -> None:
         cases = itertools.chain(itertools.chain.from_iterable(each), rare_cases())
     outcome = run_all(cases, 60 * options.minutes)
     print(table(outcome))
-    print(f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s")
+    print(
+        f"{outcome.agreed} agree, {len(outcome.deviations)} deviate, {time.monotonic() - began:.1f} s"
+    )
     raise SystemExit(1 if outcome.deviations else 0)
 
 

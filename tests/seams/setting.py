@@ -1,4 +1,4 @@
-"""A small federation, and a record of what its clients were sent and what they uploaded, taken at the client half alone."""
+"""A small federation, and a recording of what its clients were sent and uploaded, at their hooks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.exchange import Exchange, Message, Selection
 from fedloom.local.cohort import Cohort
-from fedloom.method import components
+from fedloom.method import Method, components
 from fedloom.parts.building import build
+from fedloom.parts.course import Course
+from fedloom.parts.part import Inner, Part, Poll
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation
@@ -46,7 +49,10 @@ class Net(nn.Module):
 
 
 def small_task(
-    model: str = "plain", sizes: Sequence[int] = SIZES, local_test: float | None = None, **training: Any
+    model: str = "plain",
+    sizes: Sequence[int] = SIZES,
+    local_test: float | None = None,
+    **training: Any,
 ) -> Task:
     """Unequal clients with random data; `model` is plain, norm (batch norm), frozen (a bias that does not train) or float32."""
     generator = torch.Generator().manual_seed(11)
@@ -59,16 +65,20 @@ def small_task(
     if model == "frozen":
         module.lower.bias.requires_grad_(False)
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    partition = Partition.of([list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)])
+    partition = Partition.of(
+        [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    )
     options = {"learning_rate": 0.1, "decay": 0.9, "batch_size": 7, "weight_decay": 1e-2} | training
     dataset = Dataset("random", samples, samples, CLASSES)
-    partition, tested = (partition, None) if local_test is None else split_train_test(partition, 0, local_test)
+    partition, tested = (
+        (partition, None) if local_test is None else split_train_test(partition, 0, local_test)
+    )
     return Task(dataset, samples, samples, partition, module, Training(**options), tested)
 
 
 @dataclass
 class ClientRecord:
-    """One client's work in a round, as one method of a nesting saw it: copies of its inbox and of its reply."""
+    """Work of one client in a round as one component saw it: copies of its inbox and its reply."""
 
     client: int
     uploads: bool
@@ -77,102 +87,210 @@ class ClientRecord:
     counters: Tensor  # integer buffers after training
 
 
+Records = dict[int, ClientRecord]
+"""Records of a round by client."""
+
+WIRE = -1
+"""Position of the records of what travelled, before and after all parts."""
+
+
 @dataclass
 class Recording:
-    """By round, what the clients of each method of a nesting were given and returned, and what was selected; `sends` counts how
-    often the method at each position has made its message in the round, and `impure` says what selecting changed."""
+    """What the hooks of the parts and of the algorithm were given and returned, by round.
 
-    methods: list[Algorithm]
-    records: dict[int, list[dict[int, ClientRecord]]] = field(default_factory=dict)
+    Attributes:
+        methods: The parts and algorithms of the expression, in the order of its text.
+        records: By round and position in `methods` (or `WIRE`), the records of the clients.
+        selections: The round and the selection, by round.
+        calls: How often a position made or changed the message of the present round, by hook.
+        asked: The message and the clients of the poll before the selection, by round.
+        sent: The message of the algorithm, by round.
+        counting: True from the selection to the end of the round.
+        impure: What selecting changed, if anything.
+    """
+
+    methods: list[Method]
+    records: dict[int, dict[int, Records]] = field(default_factory=dict)
     selections: dict[int, tuple[Round, Selection]] = field(default_factory=dict)
-    sends: Counter[int] = field(default_factory=Counter)
+    calls: Counter[tuple[int, str]] = field(default_factory=Counter)
     asked: dict[int, tuple[Message, tuple[int, ...]]] = field(default_factory=dict)
-    """What, and whom, before the selection."""
     sent: dict[int, Message] = field(default_factory=dict)
-    """What the selected clients were sent, one row for all or one each."""
     counting: bool = False
     impure: str = ""
+    inboxes: dict[int, Message] = field(default_factory=dict)
+    """What the parts that decode downloads were given, by position, until the client replies."""
 
-    def of(self, number: int, depth: int = 0) -> dict[int, ClientRecord]:
-        """The records of one round by client, of the method at this position of `Algorithm.nested`."""
-        return self.records.get(number, [{} for _ in self.methods])[depth]
+    def of(self, number: int, method: Method | None = None) -> Records:
+        """Return what travelled in a round, or the records of a method that acted at clients, or {}."""
+        position = WIRE if method is None else self.position(method)
+        return self.records.get(number, {}).get(position, {})
+
+    def position(self, method: Method) -> int:
+        """Return the position of a part or an algorithm in the expression."""
+        return next(k for k, other in enumerate(self.methods) if other is method)
+
+    def add(self, position: int, cohort: Cohort, inbox: Message, reply: Message) -> None:
+        """Record the work of a cohort. The inbox must be a copy from before the work."""
+        counters = torch.zeros(1, 0, dtype=torch.int64)
+        if cohort.layout.integers:
+            counters = cohort.flat_module.integers()
+        records = self.records.setdefault(cohort.round.number, {}).setdefault(position, {})
+        for k, client in enumerate(cohort.clients):
+            records[client] = ClientRecord(
+                client,
+                bool(cohort.uploads[k]),
+                {name: rows[k if len(rows) > 1 else 0].clone() for name, rows in inbox.items()},
+                {name: rows[k].clone() for name, rows in reply.items()},
+                counters[k if len(counters) > 1 else 0].clone(),
+            )
 
 
 Change = Callable[[int, int, Message], Message]
 """What a client uploads in place of its reply, from the round, the client and the reply."""
 
+MAKING = ("send", "message", "move", "encode_down")
+"""Hooks that make or change the message of a round: each is called once."""
 
-def record(method: Algorithm, change: Change | None = None) -> Recording:
-    """Record the client halves of `method` and of all it wraps; with `change`, replies are changed first on their way out."""
-    recording = Recording(list(components(method)))
-    for depth, nested in enumerate(recording.methods):
-        _record(nested, recording, depth, change if depth == 0 else None)
-    select = method.select
 
-    def selecting(round: Round) -> Selection:
-        before = method.full_state()
-        selection = select(round)
-        if select(round) != selection:
-            recording.impure = f"round {round.number}: selecting twice selects others"
-        after = method.full_state()
-        if before.keys() != after.keys() or not all(torch.equal(before[name], after[name]) for name in before):
-            recording.impure = f"round {round.number}: selecting changes the state"
-        recording.selections[round.number] = (round, selection)
-        recording.sends.clear()
-        recording.counting = True
-        return selection
+def record(run: Federation, change: Change | None = None) -> Recording:
+    """Record the hooks of all components of a run. `change` alters replies before they travel."""
+    recording = Recording(list(components(run.algorithm)))
+    for position, method in enumerate(recording.methods):
+        for hook in MAKING:
+            if hasattr(method, hook):
+                _count(method, hook, position, recording)
+        if isinstance(method, Algorithm):
+            _record_algorithm(method, position, recording)
+        elif isinstance(method, Part):
+            _record_part(method, position, recording, run.course)
+    at = run.course.at
 
-    exchange, finish = method.exchange, method.finish
+    def recorded_at(number: int) -> Pipeline:
+        pipeline = at(number)
+        if "work" not in vars(pipeline):  # a course keeps its pipelines for a while
+            _record_pipeline(pipeline, recording, run.course, change)
+        return pipeline
 
-    def exchanging(round: Round, selection: Selection) -> Exchange:
-        begun = exchange(round, selection)
-        recording.sent[round.number] = {name: rows.clone() for name, rows in begun.sent.items()}
-        return begun
-
-    def finishing(round: Round, exchange: Exchange) -> None:
-        recording.counting = False  # the next stage may be set up
-        finish(round, exchange)
-
-    method.select = selecting  # type: ignore[method-assign]
-    method.exchange = exchanging  # type: ignore[method-assign]
-    method.finish = finishing  # type: ignore[method-assign]
+    run.course.at = recorded_at  # type: ignore[method-assign]
     return recording
 
 
-def _record(method: Algorithm, recording: Recording, depth: int, change: Change | None) -> None:
-    train, send, question = method.train, method.send, method.question
+def copies(message: Message) -> Message:
+    return {name: rows.clone() for name, rows in message.items()}
 
-    def sending(round: Round) -> Message:
-        recording.sends[depth] += recording.counting
-        return send(round)
 
-    def recorded(cohort: Cohort, inbox: Message) -> Message:
-        taken = {name: rows.clone() for name, rows in inbox.items()}
+def _count(method: Method, hook: str, position: int, recording: Recording) -> None:
+    """Count the calls of a hook during a round."""
+    make = getattr(method, hook)
+
+    def counted(*given: Any) -> Message:
+        recording.calls[position, hook] += recording.counting
+        message: Message = make(*given)
+        return message
+
+    setattr(method, hook, counted)
+
+
+def _record_algorithm(algorithm: Algorithm, position: int, recording: Recording) -> None:
+    train = algorithm.train
+
+    def training(cohort: Cohort, inbox: Message) -> Message:
+        taken = copies(inbox)
         reply = train(cohort, inbox)
-        if change is not None:
-            reply = change(cohort.round.number, cohort.clients[0], dict(reply))
-        counters = cohort.flat_module.integers() if cohort.layout.integers else torch.zeros(1, 0, dtype=torch.int64)
-        rounds = recording.records.setdefault(cohort.round.number, [{} for _ in recording.methods])
-        for k, client in enumerate(cohort.clients):
-            rounds[depth][client] = ClientRecord(
-                client,
-                bool(cohort.uploads[k]),
-                {name: rows[k if len(rows) > 1 else 0].clone() for name, rows in taken.items()},
-                {name: rows[k].clone() for name, rows in reply.items()},
-                counters[k if len(counters) > 1 else 0].clone(),
-            )
+        recording.add(position, cohort, taken, reply)
         return reply
 
-    def asking(round: Round) -> tuple[Algorithm, tuple[int, ...]] | None:
-        asked = question(round)
+    algorithm.train = training  # type: ignore[method-assign]
+
+
+def _record_part(part: Part, position: int, recording: Recording, course: Course) -> None:
+    """Record the client hooks of a part.
+
+    A part that encodes is recorded as it encodes, with the inbox before it decoded the download.
+    """
+    train, poll, encode, corrupt = part.train, part.poll, part.encode, part.corrupt
+    decode_down = part.decode_down
+
+    def training(cohort: Cohort, inbox: Message, inner: Inner) -> Message:
+        taken = copies(inbox)
+        reply = train(cohort, inbox, inner)
+        recording.add(position, cohort, taken, reply)
+        return reply
+
+    def corrupting(cohort: Cohort, inbox: Message, reply: Message, *inner: Any) -> Message:
+        changed = corrupt(cohort, inbox, reply, *inner)
+        recording.add(position, cohort, copies(inbox), changed)
+        return changed
+
+    def decoding(round: Round, inbox: Message, inner: Inner) -> Message:
+        recording.inboxes[position] = copies(inbox)
+        return decode_down(round, inbox, inner)
+
+    def encoding(cohort: Cohort, inbox: Message, reply: Message, inner: Inner) -> Message:
+        coded = encode(cohort, inbox, reply, inner)
+        taken = recording.inboxes.pop(position, None) or copies(inbox)
+        recording.add(position, cohort, taken, coded)
+        return coded
+
+    def asking(round: Round) -> Poll | None:
+        asked = poll(round)
         if asked is not None:
-            message = asked[0].deploy(round, asked[1])
-            recording.asked[round.number] = {name: rows.clone() for name, rows in message.items()}, asked[1]
+            message = course.at(round.number).deploy(round, asked.clients)
+            recording.asked[round.number] = copies(message), asked.clients
         return asked
 
-    method.question = asking  # type: ignore[method-assign]
-    method.train = recorded  # type: ignore[method-assign]
-    method.send = sending  # type: ignore[method-assign]
+    replaced = {
+        "poll": asking,
+        "train": training,
+        "corrupt": corrupting,
+        "decode_down": decoding,
+        "encode": encoding,
+    }
+    for hook in replaced.keys() & part.hooks():
+        setattr(part, hook, replaced[hook])
+
+
+def _record_pipeline(
+    pipeline: Pipeline, recording: Recording, course: Course, change: Change | None
+) -> None:
+    """Record what a pipeline selects, sends and uploads."""
+    select, begin, finish, work = pipeline.select, pipeline.open, pipeline.finish, pipeline.work
+
+    def selecting(round: Round) -> Selection:
+        before = course.state()
+        selection = select(round)
+        if select(round) != selection:
+            recording.impure = f"round {round.number}: selecting twice selects others"
+        after = course.state()
+        unchanged = before.keys() == after.keys()
+        if not unchanged or not all(torch.equal(before[name], after[name]) for name in before):
+            recording.impure = f"round {round.number}: selecting changes the state"
+        recording.selections[round.number] = (round, selection)
+        recording.calls.clear()
+        recording.counting = True
+        return selection
+
+    def opening(round: Round, selection: Selection) -> Exchange:
+        exchange = begin(round, selection)
+        recording.sent[round.number] = copies(exchange.wire)
+        return exchange
+
+    def finishing(exchange: Exchange) -> None:
+        recording.counting = False  # the next stage may be set up
+        finish(exchange)
+
+    def working(cohort: Cohort, inbox: Message) -> Message:
+        taken = copies(inbox)
+        reply = work(cohort, inbox)
+        if change is not None:
+            reply = change(cohort.round.number, cohort.clients[0], dict(reply))
+        recording.add(WIRE, cohort, taken, reply)
+        return reply
+
+    pipeline.select = selecting  # type: ignore[method-assign]
+    pipeline.open = opening  # type: ignore[method-assign]
+    pipeline.finish = finishing  # type: ignore[method-assign]
+    pipeline.work = working  # type: ignore[method-assign]
 
 
 class LossyEngine(RowsEngine):
@@ -181,12 +299,14 @@ class LossyEngine(RowsEngine):
     lost: Callable[[int, int], bool] = staticmethod(lambda number, client: False)
     tamper: Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]] | None = None
 
-    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
-        present = [task for task in jobs if not self.lost(round.number, task.client)]
-        for task in jobs:
-            if self.lost(round.number, task.client):
-                yield Fault(task, "lost")
-        for answer in super().train(algorithm, round, present):
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
+        present = [job for job in jobs if not self.lost(round.number, job.client)]
+        for job in jobs:
+            if self.lost(round.number, job.client):
+                yield Fault(job, "lost")
+        for answer in super().train(pipeline, round, present):
             if self.tamper is not None and isinstance(answer, Answer):
                 changed = self.tamper(round.number, answer.job.client, dict(answer.tensors))
                 answer = replace(answer, tensors=changed)
@@ -194,7 +314,7 @@ class LossyEngine(RowsEngine):
 
 
 def federation(
-    expression: str | Algorithm,
+    expression: str | Method,
     task: Task | None = None,
     *,
     directory: Path | None = None,
@@ -207,10 +327,10 @@ def federation(
     """A federation of `awaited` clients a round, and the recording of what goes on in it."""
     task = small_task() if task is None else task
     method = build(expression)
-    recording = record(method, change)
     options = {"seed": 3, "evaluate_every": 1000, "checkpoint_every": 1000} | schedule
     plan = Schedule(rounds=rounds, participation=min(1.0, awaited / task.clients + 1e-9), **options)
-    return Federation(method, task, engine or LossyEngine(task, proof_of(task)), plan, directory), recording
+    run = Federation(method, task, engine or LossyEngine(task, proof_of(task)), plan, directory)
+    return run, record(run, change)
 
 
 PROOFS: dict[tuple[object, ...], Proof] = {}

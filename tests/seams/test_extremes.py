@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedloom.algorithm import algorithms
 from fedloom.errors import Diverged, InvalidValue
-from seams.cases import WRAPPERS
+from fedloom.method import algorithms
+from seams.cases import needs_method
 from seams.setting import LossyEngine, federation, proof_of, small_task
 
 COUNTS = (0, -1, 10**13, 2**62)
@@ -19,14 +19,17 @@ ALWAYS = {"stages"}  # whose options stand beside stages
 
 def expressions(name: str) -> Iterator[tuple[str, int]]:
     """Each parameter of a method with each number, and how many rounds to run: none where a count would take for ever."""
-    wraps = any(wrapper.startswith(f"{name}(") for wrapper in WRAPPERS.values())
+    wraps = needs_method(algorithms[name])
     for parameter in algorithms[name].parameters.values():
         if isinstance(parameter.default, bool | str) or parameter.name in ("method", "local"):
             continue
         counted = isinstance(parameter.default, int)
         for value in COUNTS if counted else NUMBERS:
             options = INSIDE.get(name, "") if parameter.name != "noise" else ""
-            yield f"{name}({'fedavg, ' if wraps else ''}{parameter.name}={value}{options})", 0 if counted else 1
+            yield (
+                f"{name}({'fedavg, ' if wraps else ''}{parameter.name}={value}{options})",
+                0 if counted else 1,
+            )
 
 
 @pytest.mark.parametrize("name", sorted({entry.name for entry in algorithms} - ALWAYS))

@@ -1,4 +1,4 @@
-"""Where two parts meet: a wrapper and a missing reply, sampling and accounting, decoding and checks, each with its definition."""
+"""Where two parts meet: missing replies, sampling and accounting, decoding and checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Wrapper
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.exchange import Aggregate, Message, Selection
 from fedloom.local.cohort import Cohort
+from fedloom.method import Method, components
 from fedloom.parts.building import build
+from fedloom.parts.dp_sgd import DPSGD
+from fedloom.parts.local_private import LocalPrivate
+from fedloom.parts.part import Part
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
@@ -95,10 +97,15 @@ def test_each_update_is_clipped_from_the_model_that_its_client_was_sent() -> Non
 
 def test_clients_that_return_what_they_were_sent_move_nothing() -> None:
     task = small_task(sizes=SIZES[:8])
-    run, recording = federation("robust(fedmut(beta=0.0), rule=clipping, radius=0.1)", task, awaited=8, rounds=4)
+    run, recording = federation(
+        "robust(fedmut(beta=0.0), rule=clipping, radius=0.1)", task, awaited=8, rounds=4
+    )
     steps(run, 2)
-    train = run.algorithm.train
-    run.algorithm.train = lambda cohort, inbox: train(cohort, inbox) and {"model": inbox["model"].clone()}  # type: ignore[method-assign]
+    algorithm = run.pipeline.algorithm
+    train = algorithm.train
+    algorithm.train = lambda cohort, inbox: (
+        train(cohort, inbox) and {"model": inbox["model"].clone()}
+    )  # type: ignore[method-assign]
     model_before = run.model().clone()
     run.step()
     assert len(recording.of(3)) == 8
@@ -107,7 +114,10 @@ def test_clients_that_return_what_they_were_sent_move_nothing() -> None:
 
 @pytest.mark.parametrize("inner", ["fedmut", "fedmut(beta=0.0)"])
 def test_private_refuses_models_of_each_client(inner: str) -> None:
-    require_refusal(f"private({inner}, noise=0.5)", f"private: one client less changes what {inner} sends to others")
+    require_refusal(
+        f"private({inner}, noise=0.5)",
+        f"private: one client less changes what {inner} sends to others",
+    )
 
 
 ASYNCHRONOUS = ["fedbuff({}, k=2)", "fedasync({})"]
@@ -116,7 +126,9 @@ ASYNCHRONOUS = ["fedbuff({}, k=2)", "fedasync({})"]
 @pytest.mark.parametrize("method", ASYNCHRONOUS)
 @pytest.mark.parametrize("inner", ["fedavg", "fedprox(mu=0.1)", "ditto"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_asynchronous_methods_go_on_without_clients_that_drop_out(method: str, inner: str, dropout: float) -> None:
+def test_asynchronous_methods_go_on_without_clients_that_drop_out(
+    method: str, inner: str, dropout: float
+) -> None:
     run, _ = federation(method.format(inner), rounds=8, dropout=dropout)
     initial = run.model().clone()
     steps(run, 8)
@@ -151,9 +163,16 @@ def test_stages_inside_stages_run_without_faults(expression: str) -> None:
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("stages(fedavg:auto, stages(fedavg:auto, fedmr), patience=1)", "only one may end by :auto"),
-        ("stages(apple:auto, fedavg)", "clients of apple do not exchange one whole model, which :auto needs"),
-        ("stages(fedfomo:auto, fedavg)", "clients of fedfomo do not exchange one whole model, which :auto needs"),
+        (
+            "stages(fedavg:auto, stages(fedavg:auto, fedmr), patience=1)",
+            "only one may end by :auto",
+        ),
+        ("stages(apple:auto, fedavg)", "stages: clients of apple are not sent one model"),
+        ("stages(fedfomo:auto, fedavg)", "stages: clients of fedfomo are not sent one model"),
+        (
+            "stages(fedper:auto, fedavg)",
+            "stages: clients of fedper do not exchange one whole model",
+        ),
     ],
 )
 def test_stages_whose_end_nobody_can_judge_are_refused(expression: str, reason: str) -> None:
@@ -167,26 +186,35 @@ UNWEIGHTED = "fedavg(weighted=false)"
 IDLE = ["umf(fedavg)", "umf(fedavg, simulate_all=true)"]
 SERVERS = ["robust({}, rule=median)", "quantised({})", "{}"]
 SELECTIVE = ["clustered({})", "clustered({}, by=size)"]
-STAGED = ["stages({}:3, fedavg)", "stages({}:auto, fedavg, patience=2)"]
-ACCOUNTED = pytest.mark.parametrize("accounted", ["dp_sgd({}, noise=1.0)", "local_private({}, noise=1.0)"])
+STAGED = "stages({}:3, fedavg)"
+ACCOUNTED = pytest.mark.parametrize(
+    "accounted", ["dp_sgd({}, noise=1.0)", "local_private({}, noise=1.0)"]
+)
+
+
+def private_part(method: Method) -> Part:
+    """Return the part of an expression with which clients protect their uploads."""
+    return next(part for part in components(method) if isinstance(part, DPSGD | LocalPrivate))
 
 
 @ACCOUNTED
 @pytest.mark.parametrize(
     ("expression", "method"),
     [
-        *itertools.product(SERVERS, [UNWEIGHTED, *IDLE, STAGED[0].format(UNWEIGHTED)]),
-        *itertools.product([*SELECTIVE, "secure({})"], [UNWEIGHTED]),
+        *itertools.product(SERVERS, [UNWEIGHTED, *IDLE, STAGED.format(UNWEIGHTED)]),
+        *itertools.product(SELECTIVE, [UNWEIGHTED, *IDLE]),
+        *itertools.product(["secure({})", "fedbuff({}, k=3)"], [UNWEIGHTED]),
     ],
 )
-def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, accounted: str, method: str) -> None:
+def test_epsilon_counts_the_rounds_in_which_clients_trained(
+    expression: str, accounted: str, method: str
+) -> None:
     run, recording = federation(expression.format(accounted.format(method)), rounds=6)
-    depth = 0 if expression == "{}" else 1
-    private = recording.methods[depth]
+    private = private_part(run.algorithm)
     steps(run, 6)
     counted = [0] * len(SIZES)
     for number in range(1, run.finished + 1):
-        for client, record in recording.of(number, depth).items():
+        for client, record in recording.of(number, private).items():
             counted[client] += record.uploads or accounted.startswith("dp_sgd")
     assert sum(counted) > 0
     assert private.state["releases"].tolist() == counted
@@ -196,15 +224,38 @@ def test_epsilon_counts_the_rounds_in_which_clients_trained(expression: str, acc
 @pytest.mark.parametrize(
     ("expression", "method", "reason"),
     [
-        *((outer, method, "chooses its clients itself") for outer in SELECTIVE for method in IDLE),
         *(("secure({})", method, "needs to know whose an upload is") for method in IDLE),
-        *((outer, method, "stages works on the clients too") for outer in STAGED for method in [UNWEIGHTED, *IDLE]),
-        ("{}", STAGED[1].format(UNWEIGHTED), "upload '@held_out_loss' too, which would leak"),
-        *(("fedbuff({}, k=3)", method, "does more than average whole models") for method in [UNWEIGHTED, *IDLE]),
+        *((STAGED, method, "other stages would have no privacy") for method in [UNWEIGHTED, *IDLE]),
+        *(("fedbuff({}, k=3)", method, "decides who trains when") for method in IDLE),
     ],
 )
-def test_what_would_miscount_epsilon_is_refused(expression: str, accounted: str, method: str, reason: str) -> None:
+def test_what_would_miscount_epsilon_is_refused(
+    expression: str, accounted: str, method: str, reason: str
+) -> None:
     require_refusal(expression.format(accounted.format(method)), reason)
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        (
+            "stages(dp_sgd({}, noise=1.0):auto, fedavg)",
+            "stages do more with their samples than one local training, which epsilon leaves out",
+        ),
+        ("stages(local_private({}, noise=1.0):auto, fedavg)", "other stages would have no privacy"),
+        (
+            "dp_sgd(stages({}:auto, fedavg), noise=1.0)",
+            "stages do more with their samples than one local training, which epsilon leaves out",
+        ),
+        (
+            "local_private(stages({}:auto, fedavg), noise=1.0)",
+            "upload '@held_out_loss' too, which would leak",
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", [UNWEIGHTED, *IDLE])
+def test_held_out_losses_are_not_private(expression: str, reason: str, method: str) -> None:
+    require_refusal(expression.format(method), reason)
 
 
 def test_over_selection_does_not_let_another_client_in() -> None:
@@ -217,7 +268,11 @@ WITH_FEW = [
     "private(fedavg, noise=0.5)",
     "secure(fedavg(weighted=false))",
     "secure(fedmut)",
-    *(f"{wrapper}({inner}, noise=0.5)" for wrapper in ("local_private", "dp_sgd") for inner in ("fedavg", "fedmut")),
+    *(
+        f"{wrapper}({inner}, noise=0.5)"
+        for wrapper in ("local_private", "dp_sgd")
+        for inner in ("fedavg", "fedmut")
+    ),
     *(
         wrapper.format(inner)
         for inner in ("fedavg", "fedmut", "scaffold")
@@ -245,31 +300,42 @@ def test_rounds_of_no_client_and_of_one_are_rounds(expression: str) -> None:
 
 def test_a_private_quantile_needs_more_clients_than_its_rounds_have() -> None:
     run, _ = federation("private(fedavg, noise=0.5, quantile=0.5)", **FEW)
-    with pytest.raises(InvalidValue, match="private: quantile needs more than 5 clients in a round, not 1"):
+    with pytest.raises(
+        InvalidValue, match="private: quantile needs more than 5 clients in a round, not 1"
+    ):
         steps(run, 8)
 
 
 @pytest.mark.parametrize("inner", ["fedavg", "fedmut", "scaffold"])
 @pytest.mark.parametrize("options", ["rule=median", "rule=clipping", "rule=krum, malicious=0"])
 def test_robust_rules_refuse_rounds_of_fewer_than_three(inner: str, options: str) -> None:
-    require_refusal(f"robust({inner}, {options})", "needs at least 3 replies in a round, not 1", **FEW)
+    require_refusal(
+        f"robust({inner}, {options})", "needs at least 3 replies in a round, not 1", **FEW
+    )
 
 
 @pytest.mark.parametrize("wrapper", ["private", "local_private", "dp_sgd"])
 def test_privacy_refuses_uploads_beside_the_model(wrapper: str) -> None:
-    require_refusal(f"{wrapper}(scaffold, noise=0.5)", "clients of scaffold upload 'variate' too, which would leak")
+    require_refusal(
+        f"{wrapper}(scaffold, noise=0.5)",
+        "clients of scaffold upload 'variate' too, which would leak",
+    )
 
 
 @pytest.mark.parametrize("inner", ["fedavg", "scaffold"])
 def test_secure_exchanges_refuse_uploads_with_a_name(inner: str) -> None:
-    require_refusal(f"secure({inner})", f"{inner} needs to know whose an upload is, which the exchange hides")
+    require_refusal(
+        f"secure({inner})", f"{inner} needs to know whose an upload is, which the exchange hides"
+    )
 
 
 @pytest.mark.parametrize("scale", [math.inf, 1e200, 1e40])
 def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float) -> None:
     task = small_task()
     task.train.inputs[2] = scale
-    run, recording = federation("dp_sgd(fedavg, noise=0)", task, awaited=9)  # nothing is evaluated in round 1 of 4
+    run, recording = federation(
+        "dp_sgd(fedavg, noise=0)", task, awaited=9
+    )  # nothing is evaluated in round 1 of 4
     run.step()
     assert run.history[0]["faults"] == []
     for record in recording.of(1).values():
@@ -282,7 +348,9 @@ def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float
 def test_a_round_without_arrivals_is_no_version() -> None:
     """Two clients train at a time; nobody answers in time in round 2, so that the reply of round 3 is as fresh as in round 1."""
     clock = Clock(speed=20.0, deadline=0.2)
-    run, recording = federation("fedbuff(fedavg(weighted=false), k=2)", awaited=2, rounds=6, clock=clock)
+    run, recording = federation(
+        "fedbuff(fedavg(weighted=false), k=2)", awaited=2, rounds=6, clock=clock
+    )
     under_way: list[tuple[float, int, int, Tensor, Tensor]] = []
     model, elapsed, version = run.task.initial.clone(), 0.0, 0
     empty = 0
@@ -292,7 +360,13 @@ def test_a_round_without_arrivals_is_no_version() -> None:
             record = recording.of(number)[client]
             torch.testing.assert_close(record.inbox["model"], model, rtol=1e-9, atol=1e-9)
             under_way.append(
-                (elapsed + SIZES[client] / 20.0, client, version, record.inbox["model"], record.reply["model"])
+                (
+                    elapsed + SIZES[client] / 20.0,
+                    client,
+                    version,
+                    record.inbox["model"],
+                    record.reply["model"],
+                )
             )
         under_way.sort(key=lambda entry: entry[:2])
         closes = elapsed + 0.2
@@ -300,14 +374,18 @@ def test_a_round_without_arrivals_is_no_version() -> None:
         elapsed = taken[-1][0] if len(taken) == 2 else closes
         under_way = under_way[len(taken) :]
         if taken:
-            moved = [(back - sent) * (1 + version - since) ** -0.5 for _, _, since, sent, back in taken]
+            moved = [
+                (back - sent) * (1 + version - since) ** -0.5 for _, _, since, sent, back in taken
+            ]
             model, version = model + sum(moved) / len(moved), version + 1
         empty += not taken
         torch.testing.assert_close(run.model(), model, rtol=1e-9, atol=1e-9)
     assert empty, "every round had an arrival, so nothing was shown"
 
 
-@pytest.mark.parametrize("wrapper", ["dp_sgd({}, noise=0.1)", "local_private({}, noise=0.1)", "quantised({})"])
+@pytest.mark.parametrize(
+    "wrapper", ["dp_sgd({}, noise=0.1)", "local_private({}, noise=0.1)", "quantised({})"]
+)
 def test_wrappers_of_asynchronous_methods_go_by_their_time(wrapper: str) -> None:
     clock, times = Clock(speed="stragglers(100, 10)", deadline=0.3), []
     for expression in ("fedbuff(fedavg, k=3)", wrapper.format("fedbuff(fedavg, k=3)")):
@@ -323,7 +401,9 @@ def test_the_bound_of_krum_is_that_of_the_replies_awaited() -> None:
         federation("robust(fedavg, rule=krum)", awaited=4, clock=clock)
 
 
-@pytest.mark.parametrize("coded", ["quantised(fedavg)", "quantised(fedavg, down=8)", "sparse(fedavg, share=0.2)"])
+@pytest.mark.parametrize(
+    "coded", ["quantised(fedavg)", "quantised(fedavg, down=8)", "sparse(fedavg, share=0.2)"]
+)
 def test_coded_bytes_take_the_same_time_inside_stages(coded: str) -> None:
     seconds = []
     for expression in (coded, f"stages({coded}:9, fedavg)"):
@@ -339,7 +419,10 @@ def test_coded_bytes_take_the_same_time_inside_stages(coded: str) -> None:
 def lying(lie: int) -> Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]]:
     def tamper(number: int, client: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if client == 4:
-            tensors = {n: torch.full_like(t, lie) if t.dtype == torch.int64 else t for n, t in tensors.items()}
+            tensors = {
+                n: torch.full_like(t, lie) if t.dtype == torch.int64 else t
+                for n, t in tensors.items()
+            }
         return tensors
 
     return tamper
@@ -347,14 +430,20 @@ def lying(lie: int) -> Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "clipping"])
 @pytest.mark.parametrize("lie", [2**63 - 1, 10**6, 0, -1, -(2**63)])
-def test_one_client_moves_the_integer_buffers_no_further_than_honest_ones(rule: str, lie: int) -> None:
+def test_one_client_moves_the_integer_buffers_no_further_than_honest_ones(
+    rule: str, lie: int
+) -> None:
     runs = []
     for tamper in (None, lying(lie)):
-        run, recording = federation(f"robust(fedavg, rule={rule})", small_task("norm"), awaited=9, rounds=2)
+        run, recording = federation(
+            f"robust(fedavg, rule={rule})", small_task("norm"), awaited=9, rounds=2
+        )
         run.engine.tamper = tamper  # type: ignore[attr-defined]
         steps(run, 2)
         runs.append(run)
-        honest = torch.stack([record.counters for record in recording.of(2).values() if record.client != 4])
+        honest = torch.stack(
+            [record.counters for record in recording.of(2).values() if record.client != 4]
+        )
         assert bool((run.integers >= 1).all())
         assert bool((run.integers <= honest.amax(0)).all())
 
@@ -365,7 +454,9 @@ def test_integer_buffers_do_not_overflow_at_honest_clients(lie: int) -> None:
     run.engine.tamper = lying(lie)  # type: ignore[attr-defined]
     for number in range(1, 4):
         run.step()
-        assert bool((torch.stack([record.counters for record in recording.of(number).values()]) > 0).all())
+        assert bool(
+            (torch.stack([record.counters for record in recording.of(number).values()]) > 0).all()
+        )
         assert bool((run.integers > 0).all())
 
 
@@ -382,11 +473,17 @@ def hostile(number: int, client: int, reply: Message) -> Message:
     }
 
 
-@pytest.mark.parametrize("inner", ["fedavg", "robust(fedavg, rule=clipping)", "robust(fedavg, rule=median)"])
+@pytest.mark.parametrize(
+    "inner", ["fedavg", "robust(fedavg, rule=clipping)", "robust(fedavg, rule=median)"]
+)
 @pytest.mark.parametrize("coded", ["quantised({})", "sparse({}, share=0.5)", "lowrank({}, rank=1)"])
 def test_what_decodes_to_no_finite_model_is_refused_by_client(coded: str, inner: str) -> None:
-    run, _ = federation(coded.format(inner), small_task("float32"), change=hostile, awaited=9, rounds=3)
-    decodes = coded.startswith("sparse")  # 3e38 is a float, which plain averaging must believe for a round
+    run, _ = federation(
+        coded.format(inner), small_task("float32"), change=hostile, awaited=9, rounds=3
+    )
+    decodes = coded.startswith(
+        "sparse"
+    )  # 3e38 is a float, which plain averaging must believe for a round
     steps(run, 1 if decodes and inner == "fedavg" else 2)
     assert bool(torch.isfinite(run.model()).all())
     for record in run.history:
@@ -405,7 +502,9 @@ class TrainsNothing(FedAvg):
 def test_clients_that_train_no_epoch_leave_the_model() -> None:
     run, _ = federation(TrainsNothing(), rounds=1)
     run.step()
-    torch.testing.assert_close(run.model(), run.task.initial, rtol=1e-12, atol=1e-12)  # a mean of equals
+    torch.testing.assert_close(
+        run.model(), run.task.initial, rtol=1e-12, atol=1e-12
+    )  # a mean of equals
 
 
 class Shares(FedAvg):
@@ -415,11 +514,15 @@ class Shares(FedAvg):
     """Clients whose number has this remainder by two return a whole number."""
 
     def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "share": (1,)}
+        return {"model": (self.plan.layout.size,), "share": (1,)}
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         (client,) = cohort.clients
-        share = torch.tensor([[1]]) if client % 2 == self.parity else inbox["model"].new_tensor([[client + 0.75]])
+        share = (
+            torch.tensor([[1]])
+            if client % 2 == self.parity
+            else inbox["model"].new_tensor([[client + 0.75]])
+        )
         return {**super().train(cohort, inbox), "share": share}
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
@@ -435,9 +538,14 @@ def test_a_reply_of_another_type_is_refused_and_the_others_are_averaged(parity: 
     run.step()
     faults = {fault["client"]: fault["reason"] for fault in run.history[0]["faults"]}
     assert faults.keys() == {client for client in range(9) if client % 2 == parity}
-    assert all("Shares.train returned 'share' as int64, not float64" in reason for reason in faults.values())
+    assert all(
+        "Shares.train returned 'share' as int64, not float64" in reason
+        for reason in faults.values()
+    )
     others = [client for client in range(9) if client % 2 != parity]
-    expected = sum(SIZES[client] * (client + 0.75) for client in others) / sum(SIZES[client] for client in others)
+    expected = sum(SIZES[client] * (client + 0.75) for client in others) / sum(
+        SIZES[client] for client in others
+    )
     assert float(run.algorithm.state["share"]) == pytest.approx(expected)
 
 
@@ -452,7 +560,7 @@ class OwnIntegers(FedAvg):
         return {**super().send(round), "integers": self.state["integers"].unsqueeze(0)}
 
     def expects(self, round: Round) -> dict[str, tuple[int, ...]]:
-        return {"model": (self.layout.size,), "integers": (2,)}
+        return {"model": (self.plan.layout.size,), "integers": (2,)}
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         return {**super().train(cohort, inbox), "integers": inbox["integers"] + 1.5}
@@ -471,21 +579,22 @@ def test_a_method_may_call_something_integers(model: str, tmp_path: Path) -> Non
     resumed, recording = federation(OwnIntegers(), small_task(model), directory=tmp_path, rounds=4)
     assert resumed.algorithm.state["integers"].tolist() == [3.0, 3.0]
     steps(resumed, 1)
-    assert all(record.inbox["integers"].tolist() == [3.0, 3.0] for record in recording.of(3).values())
+    assert all(
+        record.inbox["integers"].tolist() == [3.0, 3.0] for record in recording.of(3).values()
+    )
     assert resumed.algorithm.state["integers"].tolist() == [4.5, 4.5]
     if model == "norm":
         assert bool((resumed.integers > run.integers).all())
 
 
-@dataclass
-class HalvedDownload(Wrapper):
-    """A wrapper that changes what is sent by overriding `send` itself."""
+class HalvedDownload(Part):
+    """A part that changes what is sent."""
 
-    def send(self, round: Round) -> Message:
-        return {name: rows / 2 for name, rows in self.method.send(round).items()}
+    def message(self, round: Round, message: Message) -> Message:
+        return {name: rows / 2 for name, rows in message.items()}
 
 
-def test_a_wrapper_that_overrides_send_is_heard() -> None:
+def test_a_part_may_change_what_is_sent() -> None:
     run, recording = federation(HalvedDownload(build("fedavg")), rounds=1)
     start = run.model().clone()
     run.step()
@@ -493,10 +602,13 @@ def test_a_wrapper_that_overrides_send_is_heard() -> None:
         assert torch.equal(record.inbox["model"], start / 2)
 
 
-def test_an_exchange_among_other_clients_keeps_what_each_level_sent() -> None:
-    method = HalvedDownload(build("fedavg"))
-    run, _ = federation(method, rounds=1)
-    opening = run.algorithm.plan.opening()
-    exchange = method.exchange(opening, Selection((0, 1))).among((2, 3, 4))
-    assert exchange.selection.clients == exchange.within().selection.clients == (2, 3, 4)
-    assert torch.equal(exchange.sent["model"], exchange.within().sent["model"] / 2)
+def test_an_exchange_among_other_clients_keeps_every_message() -> None:
+    run, _ = federation(HalvedDownload(build("quantised(fedavg, down=8)")), rounds=1)
+    exchange = run.pipeline.open(run.course.plan.opening(), Selection((0, 1)))
+    among = exchange.among((2, 3, 4))
+    assert among.selection.clients == among.round.selected == (2, 3, 4)
+    assert torch.equal(among.moved["model"], among.sent["model"] / 2)
+    for name in ("sent", "moved", "wire"):
+        before, after = getattr(exchange, name), getattr(among, name)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.parts.accounting import epsilon
+from fedloom.parts.local_private import LocalPrivate
 from fedloom.rounds.clock import Clock
 from seams.cases import EVERYBODY, WRAPPERS, methods, pair_refusal
 from seams.setting import SIZES, answered, federation, small_task
@@ -32,7 +33,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("inner", ["fedavg", "fedavgm(momentum=0.0)", "ala(fedavg)"])
 @pytest.mark.parametrize("option", ["", ", quantile=0.5"])
-def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner: str, option: str) -> None:
+def test_sums_without_one_client_differ_by_at_most_the_clip(
+    sampling: str, inner: str, option: str
+) -> None:
     expression = f"private({inner}, clip={CLIP}, noise=0{option})"
     everyone, recording = federation(expression, **SAMPLINGS[sampling])
     everyone.step()
@@ -68,25 +71,35 @@ def test_sums_without_one_client_differ_by_at_most_the_clip(sampling: str, inner
 @pytest.mark.parametrize("inner", ["fedavg", "fedmut"])
 def test_no_upload_is_farther_from_what_was_sent_than_the_clip(expression: str, inner: str) -> None:
     run, recording = federation(expression.format(inner), rounds=4)
-    depth = next(k for k, method in enumerate(recording.methods) if type(method).__name__ == "LocalPrivate")
+    private = next(method for method in recording.methods if isinstance(method, LocalPrivate))
     for number in range(1, 4):
         run.step()
-        for record in recording.of(number, depth).values():
-            assert float((record.reply["model"] - record.inbox["model"]).norm()) <= CLIP * (1 + 1e-9)
+        for record in recording.of(number, private).values():
+            assert float((record.reply["model"] - record.inbox["model"]).norm()) <= CLIP * (
+                1 + 1e-9
+            )
 
 
 @pytest.mark.parametrize("awaited", [1, 5])
 def test_epsilon_is_that_of_as_many_releases_as_rounds(awaited: int) -> None:
     """Rounds to which nobody came are releases too."""
-    run, _ = federation("private(fedavg, noise=1.0)", awaited=awaited, participation_mode="poisson", rounds=6)
+    run, _ = federation(
+        "private(fedavg, noise=1.0)", awaited=awaited, participation_mode="poisson", rounds=6
+    )
     for number in range(1, 6):
         run.step()
-        assert run.history[-1]["epsilon"] == pytest.approx(epsilon(1.0, awaited / 9, number, 1e-5), rel=1e-9)
+        assert run.history[-1]["epsilon"] == pytest.approx(
+            epsilon(1.0, awaited / 9, number, 1e-5), rel=1e-9
+        )
 
 
-@pytest.mark.parametrize("wrapper", ["{}", "quantised({})", "clustered({}, by=size)", "robust({}, rule=median)"])
+@pytest.mark.parametrize(
+    "wrapper", ["{}", "quantised({})", "clustered({}, by=size)", "robust({}, rule=median)"]
+)
 @pytest.mark.parametrize("attendance", [{}, {"dropout": 0.4}])
-def test_epsilon_is_that_of_the_client_that_uploaded_most(wrapper: str, attendance: dict[str, float]) -> None:
+def test_epsilon_is_that_of_the_client_that_uploaded_most(
+    wrapper: str, attendance: dict[str, float]
+) -> None:
     """Clients that are selected and lost count: their updates may have been seen."""
     run, _ = federation(wrapper.format("local_private(fedavg, noise=1.0)"), rounds=6, **attendance)
     counts = [0] * len(SIZES)
@@ -94,7 +107,9 @@ def test_epsilon_is_that_of_the_client_that_uploaded_most(wrapper: str, attendan
         run.step()
         for client in run.history[-1]["clients"]:
             counts[client] += 1
-        assert run.history[-1]["epsilon"] == pytest.approx(epsilon(0.5, 1.0, max(counts), 1e-5), rel=1e-9)
+        assert run.history[-1]["epsilon"] == pytest.approx(
+            epsilon(0.5, 1.0, max(counts), 1e-5), rel=1e-9
+        )
 
 
 # --- evaluation ---
@@ -112,7 +127,11 @@ def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method:
         task = small_task("norm" if "fedbn" in method else "plain", local_test=0.3)
         models = []
         for often in ({"personal_every": 0}, {"personal_every": 1, "evaluate_every": 1}):
-            options = {"awaited": 9, "new_clients": 0.0} if everybody else {"awaited": 7, "new_clients": 0.25}
+            options = (
+                {"awaited": 9, "new_clients": 0.0}
+                if everybody
+                else {"awaited": 7, "new_clients": 0.25}
+            )
             run, _ = federation(expression, task, rounds=2, **options, **often)
             run.step()
             run.step()
@@ -127,17 +146,27 @@ def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method:
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "clipping"])
 @pytest.mark.parametrize("inner", ["fedavg", "scaffold", "feddc", "fedavgm", "fedmut"])
 @pytest.mark.parametrize("lie", [1e30, -1e8, 0.0])
-def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(rule: str, inner: str, lie: float) -> None:
+def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(
+    rule: str, inner: str, lie: float
+) -> None:
     """All that a client uploads lies, beside the model too; three rounds, so that what is kept counts."""
 
     def lying(number: int, client: int, reply: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: torch.full_like(rows, lie) for name, rows in reply.items()} if client == 4 else reply
+        return (
+            {name: torch.full_like(rows, lie) for name, rows in reply.items()}
+            if client == 4
+            else reply
+        )
 
     largest = []
     for change in (None, lying):
-        run, _ = federation(f"robust({inner}, rule={rule})", small_task("norm"), awaited=9, change=change)
+        run, _ = federation(
+            f"robust({inner}, rule={rule})", small_task("norm"), awaited=9, change=change
+        )
         for _ in range(3):
             run.step()
         state = run.server_state()
-        largest.append(max(float(tensor.double().abs().max()) for tensor in state.values() if tensor.numel()))
+        largest.append(
+            max(float(tensor.double().abs().max()) for tensor in state.values() if tensor.numel())
+        )
     assert largest[1] <= 2 * largest[0] + 1
