@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm
 from fedloom.exchange import INTEGERS
+from fedloom.method import Method
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation
@@ -22,7 +23,7 @@ TASK = wide_task()
 
 
 def run(
-    algorithm: Algorithm,
+    algorithm: Method,
     engine: Engine,
     *,
     task: Task = TASK,
@@ -59,6 +60,6 @@ def jobs(engine: Engine) -> tuple[Round, list[Job]]:
     return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Job(k, k, inbox) for k in selected]
 
 
-def set_up(engine: Engine, algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm as the first round of a federation on this engine finds it."""
-    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).algorithm
+def set_up(engine: Engine, algorithm: Method) -> Pipeline:
+    """Return the pipeline of the first round of a federation on this engine."""
+    return Federation(algorithm, TASK, engine, Schedule(rounds=1, participation=1.0)).pipeline

@@ -24,11 +24,14 @@ WRAPPERS = {
     "fedlc": "fedlc(fedavg)",
     "feddecorr": "feddecorr(scaffold)",
     "power_of_choice": "power_of_choice(fedavg)",
+    "gossip": "gossip(fedavg)",
+    "norm_bound": "norm_bound(fedavg, radius=0.5)",
+    "sign_flip": "sign_flip(fedavg)",
     "qfedavg": "qfedavg(q=0.1)",  # tests are too short for larger ones, which make smaller steps
     "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",  # so that it splits in a short test
 }
 PRIVATE = ("private", "local_private", "dp_sgd")
 """Refuse batch norm, which the tests' models have: `test_places` and tests of their own run them."""
 EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in PRIVATE)
-EVERYBODY = ("afl", "apple", "cfl", "fedamp")
+EVERYBODY = ("afl", "apple", "cfl", "fedamp", "gossip")
 """Prefixes of methods that need all clients in every round."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from batch_order import batch_order
-from fedloom.algorithm import Algorithm
 from fedloom.engines.rows import RowsEngine
+from fedloom.method import Method
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation, Schedule
 from naive_world import FEATURES, SmallWorld
@@ -59,7 +59,7 @@ class World(SmallWorld):
     def make_net(self) -> nn.Module:
         return Net(FEATURES, self.classes, self.norm)
 
-    def run(self, algorithm: Algorithm) -> Run:
+    def run(self, algorithm: Method) -> Run:
         """Run a method by fedloom: the global model and the selected clients of each round."""
         task = self.task()
         schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1)
@@ -69,7 +69,7 @@ class World(SmallWorld):
         for _ in range(self.rounds):
             federation.step()
             module = copy.deepcopy(self.module)
-            task.layout.load(module, algorithm.model(), federation.integers)
+            task.layout.load(module, federation.model(), federation.integers)
             models.append(copy.deepcopy(module.state_dict()))
         return Run(models, [record["clients"] for record in federation.history], federation, engine)
 

@@ -7,11 +7,12 @@ import os
 import signal
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedloom.algorithm import Facts
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
 from fedloom.exchange import Message
@@ -90,7 +91,7 @@ class Failing(FedAvg):
 class OneByOne(FedAvg):
     """Trains one client at a time and relies on it."""
 
-    stackable: ClassVar[bool] = False
+    facts = Facts(stackable=False)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         assert len(cohort.clients) == 1

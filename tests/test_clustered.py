@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scipy.cluster.hierarchy import fcluster, ward
 from scipy.spatial.distance import pdist
 
-from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
+from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.clustered import (
     CluSamp,
@@ -29,6 +29,8 @@ from fedloom.parts.clustered import (
     displacement_distances,
     similar_groups,
 )
+from fedloom.parts.course import Course
+from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -137,21 +139,21 @@ def test_distances_equal_plain_loops(distance: str) -> None:
 # --- draws ---
 
 
-def ready(method: Algorithm, world: World) -> Algorithm:
-    """Return the method after its setup."""
+def ready(method: Method, world: World) -> Pipeline:
+    """Return the pipeline of the first round after the setup of a method."""
     task = world.task()
-    Federation(method, task, RowsEngine(task), Schedule(rounds=world.rounds, participation=world.participation))
-    return method
+    schedule = Schedule(rounds=world.rounds, participation=world.participation)
+    return Federation(method, task, RowsEngine(task), schedule).pipeline
 
 
 @pytest.mark.parametrize("by", ["size", "similarity"])
 def test_draws_are_unbiased(by: str) -> None:
     """Over many rounds client i weighs m p_i on average."""
     world = World(sizes=(5, 40, 17, 8, 23, 13, 6))
-    method = ready(Clustered(FedAvg(), by=by), world)  # type: ignore[arg-type]
+    pipeline = ready(Clustered(FedAvg(), by=by), world)  # type: ignore[arg-type]
     rounds, total = 3000, Counter[int]()
     for number in range(1, rounds + 1):
-        selection = method.select(replace(method.plan.opening(), number=number))
+        selection = pipeline.select(replace(pipeline.plan.opening(), number=number))
         assert selection.weights is not None
         assert sum(selection.weights) == 3
         assert len(set(selection.clients)) == len(selection.clients)
@@ -164,9 +166,10 @@ def test_draws_are_unbiased(by: str) -> None:
 
 def test_a_client_drawn_twice_trains_once_and_weighs_twice() -> None:
     world = World(sizes=(100, 5, 5, 5, 5, 5, 5), rounds=3)
-    method = CluSamp(by="size")
-    run = world.run(method)
-    clients = [method.select(replace(method.plan.opening(), number=t, seed=world.seed)) for t in (1, 2, 3)]
+    run = world.run(build("clusamp(by=size)"))
+    pipeline = run.federation.pipeline
+    opening = replace(pipeline.plan.opening(), seed=world.seed)
+    clients = [pipeline.select(replace(opening, number=t)) for t in (1, 2, 3)]
     assert [list(selection.clients) for selection in clients] == run.selected
     assert any(selection.weights and max(selection.weights) >= 2 for selection in clients)
     state, expected = world.initial(), []
@@ -294,9 +297,8 @@ def test_every_model_of_a_pool_gets_a_different_client(inner: str, by: str) -> N
 
 def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> None:
     world = World(sizes=(10, 9, 8, 7, 6, 5, 4), rounds=5)
-    method = build("clustered(fedmr, by=size)")
-    run = world.run(method)
-    assert method.full_state()["inner0.pool"].shape[0] == 3
+    run = world.run(build("clustered(fedmr, by=size)"))
+    assert run.federation.server_state()["inner0.pool"].shape[0] == 3
     clusters = clusters_by_size(list(world.sizes), 3)
     for clients in run.selected:  # some order of the slots gives each its own cluster
         draws = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
@@ -305,28 +307,55 @@ def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> Non
 
 def test_a_selection_is_a_function_of_round_and_state() -> None:
     world = World(rounds=3)
-    method = CluSamp()
-    world.run(method)
-    round = replace(method.plan.opening(), number=4)
-    selection = method.select(round)
-    repeated = ready(CluSamp(), world)
-    repeated.restore(method.full_state())
-    assert method.select(round) == selection == repeated.select(round)
+    run = world.run(CluSamp())
+    pipeline = run.federation.pipeline
+    round = replace(pipeline.plan.opening(), number=4)
+    selection = pipeline.select(round)
+    repeated = Course(CluSamp())
+    repeated.setup(run.federation.course.plan)
+    repeated.restore(run.federation.server_state())
+    assert pipeline.select(round) == selection == repeated.at(4).select(round)
 
 
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
-        ("clustered(umf(fedavg))", r"umf\(fedavg\) chooses its clients itself: put clustered inside it"),
-        ("clustered(stages(fedavg:2, umf(fedmr)))", "chooses its clients itself"),
-        ("clustered(clusamp)", "clusamp chooses its clients itself"),
-        ("clustered(fedrep)", "do not exchange whole models: use by=size"),
+        ("clustered(clusamp)", "clusamp acts once, not twice"),
+        ("clustered(power_of_choice(fedavg))", "chooses its clients itself"),
+        ("clustered(fedrep)", "do not exchange one whole model"),
     ],
 )
 def test_methods_that_cannot_be_clustered_are_refused(expression: str, reason: str) -> None:
     with pytest.raises(InvalidValue, match=reason) as caught:
         ready(build(expression), World())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("by", ["size", "similarity"])
+@pytest.mark.parametrize("inner", ["fedavg", "fedmr"])
+def test_idle_clients_train_whether_umf_is_inside_or_around(inner: str, by: str) -> None:
+    world = World(norm=True, rounds=6)
+    inside = world.run(build(f"clustered(umf({inner}), by={by})"))
+    around = world.run(build(f"umf(clustered({inner}, by={by}))"))
+    assert inside.selected == around.selected
+    assert inside.federation.history == around.federation.history
+    assert_same(inside.models, around.models, 0)
+    assert_differ(inside.models[-1], world.run(build(f"clustered({inner}, by={by})")).models[-1])
+
+
+def test_umf_in_one_of_several_stages_may_be_clustered() -> None:
+    world = World(rounds=4)
+    inside = world.run(build("clustered(stages(fedavg:2, umf(fedmr)))"))
+    around = world.run(build("stages(clustered(fedavg):2, umf(clustered(fedmr)))"))
+    assert inside.selected[:2] == around.selected[:2]
+    assert_same(inside.models[:2], around.models[:2], 0)
+    idle = [record["bytes_down"] for record in inside.federation.history]
+    row = inside.federation.task.layout.size * 8
+    assert idle[2:] == [world.clients * row] * 2
+
+
+def assert_differ(state: State, other_state: State) -> None:
+    assert not torch.allclose(state["head.weight"], other_state["head.weight"], atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan, Replies, Selection
+from fedloom.exchange import INTEGERS, Plan, Replies
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
@@ -29,6 +29,7 @@ from fedloom.flat.stacked_module import StackedModule
 from fedloom.local import batches
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
+from fedloom.parts.course import Course
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -261,12 +262,15 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
     settings = Training(learning_rate=0.05, momentum=0.5, batch_size=4)
     task = replace(small_task(), training=settings).to(torch.device("meta"))
     count, clients = task.clients, [0, 1, 2] if stacked else [1]
-    algorithm = build(method)
-    plan = Plan(task.layout, task.initial, count, count, 5, 0, task.dataset.classes, task.sizes, task.model)
-    algorithm.setup(plan)
+    classes = task.dataset.classes
+    plan = Plan(task.layout, task.initial, count, count, 5, 0, classes, task.sizes, task.model)
+    course = Course(build(method))
+    course.setup(plan)
+    pipeline = course.at(1)
     round = Round(1, 5, 0, count, count, 0.05, 0.05)
-    round = replace(round, selected=algorithm.select(round).clients)
-    message = algorithm.send(round)
+    selection = pipeline.select(round)
+    round = replace(round, selected=selection.clients)
+    message = pipeline.open(round, selection).wire
     inbox = {
         name: rows[clients] if len(rows) > 1 else rows.expand(len(clients), *rows.shape[1:])
         for name, rows in message.items()
@@ -276,8 +280,8 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
         flat_module.begin(len(clients), [round.stream("layers", client) for client in clients])
     samples = [task.samples(client) for client in clients]
     cohort = Cohort(clients, samples, task.dataset, flat_module, settings, round, Memory(ClientStore(), clients))
-    replies = algorithm.train(cohort, inbox)
-    assert replies.keys() == algorithm.expects(round).keys()
+    replies = pipeline.work(cohort, inbox)
+    assert replies.keys() == pipeline.expected(round).keys() - {INTEGERS}
     assert all(tensor.is_meta and len(tensor) == len(clients) for tensor in replies.values())
 
 
@@ -300,23 +304,35 @@ def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) ->
     task = small_task().to(torch.device("meta"))
     clients = task.clients
     participants = clients if method.startswith(EVERYBODY) else 3
-    algorithm = build(method)
-    plan = Plan(task.layout, task.initial, clients, participants, 5, 0, task.dataset.classes, task.sizes, task.model)
-    algorithm.setup(plan)
+    classes = task.dataset.classes
+    plan = Plan(
+        task.layout, task.initial, clients, participants, 5, 0, classes, task.sizes, task.model
+    )
+    course = Course(build(method))
+    course.setup(plan)
     replied = participants - 1  # one client drops out
     for number in (1, 2):
         round = Round(number, 5, 0, clients, participants, 0.05, 0.05)
-        selected = algorithm.select(round).clients
+        pipeline = course.at(number)
+        selection = pipeline.select(round)
+        selected = selection.clients
         round = replace(round, selected=selected)
-        exchange = algorithm.exchange(round, Selection(selected))
-        expected = algorithm.expects(round)
-        tensors = {name: torch.empty(participants, *shape, device="meta") for name, shape in expected.items()}
+        exchange = pipeline.open(round, selection)
+        expected = pipeline.expected(round)
+        tensors = {
+            name: torch.empty(participants, *spec.shape, dtype=spec.dtype, device="meta")
+            for name, spec in expected.items()
+            if name != INTEGERS
+        }
         numbers = torch.tensor(selected[:replied])
         slots = torch.arange(replied)
-        algorithm.receive(round, Replies(tensors, numbers, slots, task.sizes(numbers), exchange))
-        algorithm.finish(round, exchange)
-        assert algorithm.model().is_meta
-        assert all(tensor.is_meta for tensor in algorithm.deploy(round, selected).values())
+        replies = Replies(tensors, numbers, slots, task.sizes(numbers), exchange)
+        pipeline.close(exchange, replies)
+        pipeline.finish(exchange)
+        course.next(number)
+        following = course.at(number + 1)
+        assert following.model().is_meta
+        assert all(tensor.is_meta for tensor in following.deploy(round, selected).values())
 
 
 # --- half precision ---

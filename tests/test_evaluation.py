@@ -257,7 +257,7 @@ GLOBAL = {
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "feddyn", "fedexp", WRAPPERS["fedgen"], "fedmr", "fedmr(local=moon)", "fedmut",
     "fednova", "fedprox", "fedsam", "fedyogi", "indep",
-    "lowrank(fedavg, rank=1)", "moon",
+    "lowrank(fedavg, rank=1)", "moon", "norm_bound(fedavg, radius=0.5)", "sign_flip(fedavg)",
     "quantised(fedavg, bits=4, down=8)", "robust(fedavg)", "scaffold",
     "secure(fedmr)", "silobn(buffers=average)",
     "sparse(fedavg, share=0.3)", "stages(fedavg:1, fedmr)", "stages(ditto:1, fedmr)", "umf(feddc)",
@@ -285,23 +285,24 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str) 
     run = Federation(algorithm, task, engine, Schedule(rounds=2, participation=1.0, evaluate_every=1, personal_every=1))
     run.run()
     assert not any(record["faults"] for record in run.history)
-    assert bool(evaluated) == algorithm.personal == (method not in GLOBAL)
+    pipeline = run.pipeline
+    assert bool(evaluated) == pipeline.personal == (method not in GLOBAL)
     following = run._first.at(3)
     evaluated.clear()
     clients = run.evaluation.clients
-    run.evaluation._tally(algorithm, following, run.integers, None, clients)
-    models = [engine.personalised(algorithm, following, [job])[0][1] for job in evaluated]
+    run.evaluation._tally(pipeline, following, run.integers, None, clients)
+    models = [engine.personalised(pipeline, following, [job])[0][1] for job in evaluated]
     assert len(models) == len(clients) == 5
-    differs = any(not torch.equal(model, algorithm.model()) for model in models)
-    assert differs == algorithm.personal
+    differs = any(not torch.equal(model, run.model()) for model in models)
+    assert differs == pipeline.personal
 
 
 class OneHot(FedAvg):
     """Each client is sent a model of its own that always answers with one class, the client's number modulo 4."""
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        rows = torch.zeros(len(clients), self.layout.size)
-        bias = next(entry for entry in self.layout.slices if entry.name == "out.bias")
+        rows = torch.zeros(len(clients), self.plan.layout.size)
+        bias = next(entry for entry in self.plan.layout.slices if entry.name == "out.bias")
         for k, client in enumerate(clients):
             rows[k, bias.start + client % CLASSES] = 1
         return {"model": rows}

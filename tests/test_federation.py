@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import fedloom as fl
-from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue
 from fedloom.exchange import Aggregate, Message, Plan, Replies, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
+from fedloom.parts.part import Inner, Part
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Answer, Fault, Job
@@ -34,13 +35,15 @@ from test_fedavg import federation, small_task
 class Shuffled(RowsEngine):
     """Trains the clients in another order, with another replica for every second one."""
 
-    def train(self, algorithm: Algorithm, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
         replica = RowsEngine(self.task)
         replica.store = self.store
         order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(round.number)).tolist()
         for k in order:
             engine = super() if k % 2 else replica
-            yield from engine.train(algorithm, round, [jobs[k]])
+            yield from engine.train(pipeline, round, [jobs[k]])
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "indep", "stages(fedavg:2, fedmr)"])
@@ -97,20 +100,18 @@ def test_figures_keep_their_precision() -> None:
     assert run.history[0]["third"] == 1 / 3
 
 
-@dataclass
-class Weighing(FedAvg):
-    """FedAvg that weighs its clients itself, and keeps the weights that came with the replies."""
+class Weighing(Part):
+    """Weighs clients itself, and keeps the weights that came with the replies."""
 
-    def select(self, round: Round) -> Selection:
+    def select(self, round: Round, inner: Inner) -> Selection:
         return Selection((0, 1, 2), weights=(1 / 3, 0.1, 2.0**25 + 1))
 
-    def receive(self, round: Round, replies: Replies) -> None:
+    def observe(self, round: Round, replies: Replies) -> None:
         self.given = replies.weights.tolist()
-        super().receive(round, replies)
 
 
 def test_a_selections_weights_keep_their_precision() -> None:
-    method = Weighing()
+    method = Weighing(FedAvg())
     federation(method, small_task(), 1).run()
     assert method.given == [1 / 3, 0.1, 2.0**25 + 1]
 
@@ -204,11 +205,12 @@ def test_a_damaged_reply_is_refused_named_and_counted(harm: str, reason: str) ->
     assert fault["client"] == 2
     assert reason in fault["reason"]
 
-    class Without(FedAvg):
-        def select(self, round: Round) -> Selection:
-            return Selection(tuple(client for client in super().select(round).clients if client != 2))
+    class Without(Part):
+        def select(self, round: Round, inner: Inner) -> Selection:
+            clients = inner.select(round).clients
+            return Selection(tuple(client for client in clients if client != 2))
 
-    honest = federation(Without(), task, 1, participation=1.0)
+    honest = federation(Without(FedAvg()), task, 1, participation=1.0)
     honest.run()
     assert torch.equal(hostile.model(), honest.model())
 

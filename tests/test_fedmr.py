@@ -21,6 +21,7 @@ from fedloom.exchange import Plan, Replies, Selection
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -196,7 +197,7 @@ def test_the_pool_cosine_is_that_of_the_models() -> None:
     world = World()
     method = FedMR()
     figures = world.run(method).federation.history[-1]
-    expected = mean_cosine_similarity(method.state["pool"][:, : method.layout.trainable])
+    expected = mean_cosine_similarity(method.state["pool"][:, : method.plan.layout.trainable])
     assert figures["pool_cosine"] == pytest.approx(float(expected))
     assert figures["pool_cosine"] < 1
 
@@ -352,8 +353,8 @@ def test_a_local_objective_may_use_client_memory() -> None:
         ("fedexp", "on the server alone"),
         ("fedavgm", "on the server alone"),
         ("fedmr", "on the server alone"),
-        ("umf(fedavg)", "wraps another method"),
-        ("stages(fedprox:1, fedavg)", "wraps another method"),
+        ("umf(fedavg)", "local must be a method, such as fedavg"),
+        ("stages(fedprox:1, fedavg)", "local must be a method, such as fedavg"),
     ],
 )
 def test_methods_whose_client_half_needs_more_are_refused(local: str, reason: str) -> None:
@@ -401,7 +402,7 @@ def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> 
     plan = Plan(layout, layout.flatten(module), count, count, 1, seed, 2, lambda clients: clients + 1, module)
     method.setup(plan)
     every = torch.arange(count)
-    exchange = method.exchange(plan.opening(), Selection(plan.opening().selected))
+    exchange = Pipeline(method).open(plan.opening(), Selection(plan.opening().selected))
     method.receive(plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1, exchange))
     return method.state["pool"]
 
@@ -456,6 +457,7 @@ def test_models_of_the_pool_share_no_storage() -> None:
     pool[0] -= 1
     federation.algorithm.state["pool"] = pool
     round = method.plan.opening()
-    exchange, clients = method.exchange(round, Selection(round.selected)), torch.tensor([0, 1])
+    exchange = Pipeline(method).open(round, Selection(round.selected))
+    clients = torch.tensor([0, 1])
     method.receive(round, Replies({"model": pool + 5}, clients, clients, torch.ones(2), exchange))
     assert torch.allclose(old_pool, copy)  # the state before the round is still there

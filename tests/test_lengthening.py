@@ -21,7 +21,9 @@ from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.directory import RunDirectory
 from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
+from fedloom.method import Method, components, needs_total_rounds
 from fedloom.parts.building import build
+from fedloom.parts.part import Part
 from fedloom.state.tensors import read_tensors
 from json_lines import json_lines
 from small_task import small_task
@@ -240,13 +242,22 @@ def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("expression", [*EVERY_METHOD, "fedsam(swa=true)"])
 def test_methods_that_read_the_total_rounds_declare_it(expression: str) -> None:
     """A class whose module reads the number of rounds sets `needs_total_rounds`."""
-    for method in build(expression).nested():
-        ancestors = [kind for kind in type(method).__mro__ if issubclass(kind, Algorithm) and kind is not Algorithm]
+    for method in components(build(expression)):
+        bases = (Method, Algorithm, Part)
+        ancestors = [
+            kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind not in bases
+        ]
         reading = {kind.__module__ for kind in ancestors if re.search(r"\.rounds\b", _source(kind))}
-        declaring = {kind.__module__ for kind in ancestors if "needs_total_rounds" in vars(kind)}
-        assert reading <= declaring | {Algorithm.__module__}, (
+        declaring = {kind.__module__ for kind in ancestors if _declares(kind)}
+        assert reading <= declaring, (
             f"{type(method).__name__} reads round.rounds: give it needs_total_rounds"
         )
+
+
+def _declares(kind: type) -> bool:
+    """Return True if a class names `needs_total_rounds` in its facts."""
+    names = {"facts", "base_facts"} & vars(kind).keys()
+    return bool(names) and "needs_total_rounds=" in inspect.getsource(kind)
 
 
 def _source(kind: type) -> str:
@@ -254,6 +265,6 @@ def _source(kind: type) -> str:
 
 
 def test_the_methods_that_need_the_total_rounds() -> None:
-    assert {text for text in EVERY_METHOD if build(text).needs_total_rounds} == {"apple", "fedphp", "umf(feddc)"}
-    assert build("stages(fedavg:2, fedasam(swa=true))").needs_total_rounds
-    assert not build("umf(fedavg, simulate_all=true)").needs_total_rounds
+    assert {text for text in EVERY_METHOD if needs_total_rounds(build(text))} == {"apple", "fedphp", "umf(feddc)"}
+    assert needs_total_rounds(build("stages(fedavg:2, fedasam(swa=true))"))
+    assert not needs_total_rounds(build("umf(fedavg, simulate_all=true)"))

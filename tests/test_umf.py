@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, algorithms
+from fedloom.algorithm import Algorithm, Facts, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.exchange import Message
-from fedloom.flat.layout import Unit
+from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort
+from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.umf import Umf
 from fedloom.rounds.federation import Federation
@@ -203,14 +204,16 @@ def test_skipping_idle_clients_not_selected_next_changes_nothing(inner: str) -> 
     assert some.selected == every.selected
 
 
-def idle_work(method: Algorithm, world: World) -> list[tuple[int, int]]:
+def idle_work(method: Method, world: World) -> list[tuple[int, int]]:
     """Return (training clients, idle clients among them) of each round."""
     task = world.task()
     schedule = Schedule(rounds=world.rounds, participation=world.participation, seed=world.seed)
     federation = Federation(method, task, RowsEngine(task), schedule)
     counts = []
     for number in range(1, world.rounds + 1):
-        selection = method.select(replace(method.plan.opening(), number=number, selected=()))
+        pipeline = federation.pipeline
+        opening = pipeline.plan.opening()
+        selection = pipeline.select(replace(opening, number=number, selected=()))
         counts.append((len(selection.clients), len(selection.idle)))
         assert federation.step()[0]["clients"] == list(selection.clients)
     return counts
@@ -246,9 +249,9 @@ class Faulty(RowsEngine):
 
     lost: frozenset[tuple[int, int]] = frozenset()
 
-    def train(self, algorithm, round, jobs):  # type: ignore[no-untyped-def]
+    def train(self, pipeline, round, jobs):  # type: ignore[no-untyped-def]
         reachable = [o for o in jobs if o.slot is not None or (round.number, o.client) not in self.lost]
-        return super().train(algorithm, round, reachable)
+        return super().train(pipeline, round, reachable)
 
 
 def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
@@ -260,8 +263,10 @@ def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
         engine = Faulty(task)
         engine.lost = frozenset(lost)
         method = build("umf(fedavg, simulate_all=true)")
-        Federation(method, task, engine, Schedule(rounds=LONG, participation=0.5, seed=world.seed)).run()
-        return method.model()
+        schedule = Schedule(rounds=LONG, participation=0.5, seed=world.seed)
+        federation = Federation(method, task, engine, schedule)
+        federation.run()
+        return federation.model()
 
     plain = FedAvg()
     world.run(plain)
@@ -343,12 +348,12 @@ class Parted(FedAvg):
     def send(self, round):  # type: ignore[no-untyped-def]
         return {"model": self.state["model"][:3].unsqueeze(0)}
 
-    def travels(self, cohort: Cohort) -> Unit:
+    def shared(self, module: nn.Module, layout: Layout) -> Unit:
         return (slice(0, 3),)
 
 
 class Many(FedAvg):
-    single_download = False
+    facts = Facts(one_download=False)
 
 
 class Addressed(FedAvg):
@@ -360,7 +365,7 @@ class Addressed(FedAvg):
     ("inner", "reason"),
     [
         (Parted(), "do not exchange one whole"),
-        (Many(), "do not exchange one whole"),
+        (Many(), "are not sent one model"),
         (Addressed(), "'note' of their own"),
     ],
 )

@@ -40,6 +40,7 @@ from fedloom.errors import FedloomError
 from fedloom.experiment.configuration import load
 from fedloom.experiment.directory import folder_name
 from fedloom.parts.building import build
+from fedloom.parts.course import pipelines
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.secure import InMemoryTransport
@@ -108,7 +109,7 @@ ENGINES = ("rows", "stacked")
 
 def job(method: str, engine: str) -> str:
     """The job in which rows wait for all clients, and stacks, or asynchronous methods, go by a clock."""
-    clock = CLOCK if engine == "stacked" or build(method).asynchronous else ""
+    clock = CLOCK if engine == "stacked" or next(pipelines(build(method))).waits else ""
     participation = 1.0 if method in EVERYBODY else 0.5
     return JOB.format(method=method, engine=engine, participation=participation) + clock
 
