@@ -91,7 +91,7 @@ SINGLES = (
     "fedamp", "fedas", "fedasam(eta=0.1)", "fedavg", "fedavg(weighted=false)", "fedavg_c",
     "fedavgm", "fedbabu", "fedbn", "fedcross", "fedcross(partner=in_order, similarity=pairs)",
     "fedcross(propellers=2, propeller_rounds=2, averaging_rounds=1)", "feddbe", "feddc",
-    "feddc(nominal_steps=true)", "feddyn", "fedexp", "fedexp(epsilon_by_clients=true)", "fedfomo",
+    "feddc_code", "feddyn", "fedexp", "fedexp(epsilon_by_clients=true)", "fedfomo",
     "fedfomo(models=2, exploration=0.5)",
     "fedgen(generator_steps=2, generator_batch=4, noise=2, hidden=4)", "fedkdmr(ramp=2)", "fedmr",
     "fedmr(unit=tensor)", "fedmr(unit=segment, fraction=0.5)", "fedmr(blend=0.3)",
@@ -102,7 +102,7 @@ SINGLES = (
     "fedsam(swa=true, swa_start=0.5)", "fedyogi", "ifca", "indep", "lg_fedavg", "moon",
     "partialfed", "per_fedavg", "per_fedavg(variant=hessian_free)", "pfedfda",
     "pfedme(regularisation=1.0, beta=0.5)", "qfedavg(q=0.1)", "scaffold",
-    "scaffold(option=1, server_learning_rate=0.5)", "scaffold(size_scaled=true)", "silobn",
+    "scaffold(option=1, server_learning_rate=0.5)", "scaffold_feddc", "silobn",
 )  # fmt: skip
 """Methods that need no other inside."""
 

@@ -19,6 +19,9 @@ from fedloom.parts.requirements import (
 )
 from fedloom.parts.stages import Stages, stages_in
 
+LATER_STAGE = 2
+"""Stands for the first round of a later stage, where it is not known."""
+
 Choose = Callable[[Stages], int]
 """Returns the stage of `Stages` that leads."""
 
@@ -95,10 +98,12 @@ class Course:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.watch: Watch | None = None
+        self._made: dict[int, Pipeline] = {}  # pipelines of the present rounds, by number
 
     def setup(self, plan: Plan) -> None:
         """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit together."""
         self.plan = plan
+        self._made = {}
         require_fitting(self.method)
         all_pipelines = list(pipelines(self.method))
         for pipeline in all_pipelines:
@@ -124,13 +129,16 @@ class Course:
         def choose(stages: Stages) -> int:
             return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)
 
-        pipeline = flatten(self.method, choose, number)
-        pipeline.following = self.at
+        if number not in self._made:
+            self._made[number] = flatten(self.method, choose, number)
+            self._made[number].following = self.at
+        pipeline = self._made[number]
         pipeline.watch = self.watch
         return pipeline
 
     def next(self, number: int) -> None:
         """Begin the stage of the round after `number`, if it is another one."""
+        self._made = {}
         for stages in reversed(self._leading_stages()):
             successor = stages.successor(number)
             if successor != int(stages.state["stage"]):
@@ -145,16 +153,20 @@ class Course:
         """Return the state of all components that have one, by path."""
         return state_of(self.method)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned. Raises `CheckpointError` for the state of another version."""
+    def require_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `CheckpointError` for a saved state of another version. Call it after `setup`."""
         needed = set() if any(stages_in(self.method)) else self.state().keys()
-        restore_state(self.method, state)
         if missing := sorted(needed - state.keys()):
             reason = f"has no {missing[0]!r}: another version of fedloom wrote it; use another folder"
             raise CheckpointError(f"the state of {self.method} {reason}")
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        self._made = {}
+        restore_state(self.method, state)
         for stages in self._leading_stages():
             stages.forget()
-            if "initial" in stages.state:
+            if _present_stage(stages):
                 self._set_up_stage(stages)
                 restore_state(self.method, state)
 
@@ -176,9 +188,11 @@ class Course:
         """Set up the present stage of `stages` and all that is inside."""
         plan = self.plan
         for outer in self._leading_stages():
-            if "initial" in outer.state:
-                first_round = int(outer.state["first_round"])
-                plan = replace(plan, initial=outer.state["initial"], first_round=first_round)
+            if _present_stage(outer):
+                # Checkpoints of earlier versions do not say how the stage began.
+                first_round = int(outer.state.get("first_round", LATER_STAGE))
+                initial = outer.state.get("initial", plan.initial)
+                plan = replace(plan, initial=initial, first_round=first_round)
         pipeline = self._present()
         around = {id(part) for part in flatten(stages, _present_stage).parts}
         inside = [part for part in pipeline.parts if id(part) in around]

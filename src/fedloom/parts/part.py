@@ -58,6 +58,8 @@ class Part(Method):
 
     once: ClassVar[bool] = False
     """True if a pipeline may contain the part only once."""
+    hint: ClassVar[str] = ""
+    """Remedy at the end of the refusal of an algorithm that does not meet `requires`."""
     requires: ClassVar[Any] = ()
     """Names of `REQUIREMENTS` that the algorithm and the parts inside must meet."""
 

@@ -71,10 +71,9 @@ class Pipeline:
         self.around = around
         self.watch: Watch | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Leave out what only the server needs, and what is derived."""
-        absent = {"following": None, "around": None, "watch": None}
-        return {name: getattr(self, name) for name in ("algorithm", "parts", "stage", "number")} | absent
+        return Pipeline, (self.algorithm, self.parts, self.stage, self.number)
 
     def __str__(self) -> str:
         return str(self.parts[0] if self.parts else self.algorithm)

@@ -44,6 +44,7 @@ class Private(Accounted):
     quantile: OpenShare | None = None
     clip_learning_rate: Positive = 0.2
 
+    hint: ClassVar[str] = "; local_private has each client add noise instead"
     requires: ClassVar[tuple[str, ...]] = (
         "only the model",
         "one update",

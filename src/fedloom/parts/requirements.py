@@ -1,6 +1,7 @@
 """Which parts fit which algorithms and each other: one table of requirements, and the rules for pairs of parts."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from fedloom.algorithm import Algorithm, as_spec, overrides
 from fedloom.errors import InvalidValue
@@ -25,9 +26,10 @@ def _one_update(pipeline: Pipeline) -> str:
     opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
     expected = algorithm.expects(opening).get("model")
     sent = algorithm.send(opening).get("model")
-    if expected is not None and sent is not None:
-        if tuple(sent.shape[1:]) == as_spec(expected, pipeline.plan.layout).shape:
-            return ""
+    if expected is None or sent is None:
+        return "clients of {0} do not return an update of one model that they are sent"
+    if tuple(sent.shape[1:]) == as_spec(expected, pipeline.plan.layout).shape:
+        return ""
     return "clients of {0} do not return an update of one model that they are sent"
 
 
@@ -158,7 +160,7 @@ def _require(pipeline: Pipeline, requirements: dict[str, Requirement]) -> None:
     for part in reversed(pipeline.parts):
         for name in (name for name in part.requires if name in requirements):
             if reason := requirements[name](pipeline):
-                raise InvalidValue(f"{name_of(part)}: {reason.format(pipeline.algorithm)}")
+                raise InvalidValue(f"{name_of(part)}: {reason.format(pipeline.algorithm)}{part.hint}")
 
 
 def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
@@ -214,7 +216,7 @@ def _closing_is_outermost(pipeline: Pipeline) -> None:
 
 def _codes(pipeline: Pipeline) -> None:
     coders = pipeline.acting("coded")
-    for outer, inner in zip(coders, coders[1:], strict=False):
+    for outer, inner in pairwise(coders):
         if not getattr(outer, "recodes", False):
             raise InvalidValue(f"{name_of(outer)}: {inner} is coded already; only quantised goes around it")
     exchanging = pipeline.acting("exchange")
@@ -284,17 +286,21 @@ _RULES = (
 )
 
 
+def _closes(method: Method) -> bool:
+    return isinstance(method, Part) and "close" in method.hooks()
+
+
 def require_participation(method: Method, poisson: bool, over_selected: bool) -> None:
     """Raise `InvalidValue` unless a method accepts that the number of clients or replies varies by round."""
     if not (poisson or over_selected):
         return
-    for component in reversed(list(components(method))):
+    inside_first = reversed(list(components(method)))
+    for component in sorted(inside_first, key=lambda component: not _closes(component)):
         if component.facts.fixed_participants:
             draws = "participation_mode = poisson draws another number of clients in each round"
             drops = "clock.over_selection drops the last replies of every round"
-            closes = isinstance(component, Part) and "close" in component.hooks()
             needs = "needs as many clients each time, and the replies of all"
-            needs = "says itself whose replies it takes" if closes else needs
+            needs = "says itself whose replies it takes" if _closes(component) else needs
             raise InvalidValue(f"{draws if poisson else drops}, but {component} {needs}")
         if over_selected and component.facts.needs_every_reply:
             reason = f"one client less lets another in, which the epsilon of {component} does not count"

@@ -12,7 +12,6 @@ from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
 from fedloom.method import Method
 from fedloom.parts.course import pipelines
-from fedloom.parts.requirements import exchanges_models
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
@@ -158,6 +157,7 @@ def partial_models(method: Method) -> str:
     for pipeline in pipelines(method):
         if not pipeline.algorithm.facts.one_download:
             return "its clients are not sent one model"
-        if "model" not in pipeline.expected(pipeline.plan.opening()) or not exchanges_models(pipeline):
+        opening = pipeline.plan.opening()
+        if "model" not in pipeline.expected(opening) or not pipeline.returns_whole(opening):
             return "its clients keep part of the model to themselves"
     return ""

@@ -403,10 +403,11 @@ class Federation:
         if self.checkpoints is None:
             return
         remove_unfinished(self.checkpoints.directory)
-        shown = [record["round"] for record in self.history]
-        self._accounts.resume(max([0, *shown, *self.checkpoints.rounds()]))
         logs = [self._logs[0], *(observer.log for observer in self.observers)]
-        recorded = [log.complete(log.read()) for log in logs]
+        lines = [log.read() for log in logs]
+        shown = [record["round"] for record in lines[0]]
+        self._accounts.resume(max([0, *shown, *self.checkpoints.rounds()]))
+        recorded = [log.complete(read) for log, read in zip(logs, lines, strict=True)]
         checkpoint = self.checkpoints.latest(min(recorded), self._adopt)
         finished = 0 if checkpoint is None else checkpoint.round
         self._resume_logs(finished)
@@ -415,6 +416,7 @@ class Federation:
             like = {**self.course.state(), INTEGERS: self.integers}
             server = moved_back(checkpoint.server, like, self.task.initial.device)
             self.integers = server.pop(INTEGERS)
+            self.course.require_state(server)
             self.course.restore(server)
         self._accounts.count()
 
