@@ -254,6 +254,7 @@ GLOBAL = {
     "afl", "fedcross", "fedkdmr", "fedlc(fedavg)", "fedntd(fedmr)", "feddecorr(scaffold)", "power_of_choice(fedavg)",
     "qfedavg(q=0.1)",
     "clusamp", "clustered(fedmr)", "clustered(silobn(buffers=average))", "fedadam", "fedasam", "fedavg", "fedavgm", "feddc",
+    "feddc_code", "scaffold_feddc",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "feddyn", "fedexp", WRAPPERS["fedgen"], "fedmr", "fedmr(local=moon)", "fedmut",
     "fednova", "fedprox", "fedsam", "fedyogi", "indep",

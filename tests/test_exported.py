@@ -14,10 +14,14 @@ import pytest
 import fedloom
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.cli.listing import LISTINGS
+from fedloom.method import Method
+from fedloom.parts.part import Part
 
 ROOT = Path(__file__).resolve().parents[1]
 
 METHODS = {entry.make.__name__: entry.make for entry in algorithms if entry.make.__module__.startswith("fedloom.")}
+
+BASES = (Method, Algorithm, Part)
 
 # What a user may write; a comment names the error that a type checker must find on its line.
 USER = """\
@@ -64,7 +68,7 @@ def test_the_listed_methods_are_the_registered_ones() -> None:
     assert {
         name: value
         for name, value in listed.items()
-        if inspect.isclass(value) and issubclass(value, Algorithm) and value is not Algorithm
+        if inspect.isclass(value) and issubclass(value, Method) and value not in BASES
     } == METHODS
 
 
@@ -93,7 +97,13 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
     assert re.fullmatch(r"def \[(\w+).*\] \(\1.*\) -> \1.*", decorator), decorator
     assert len(types) == len(fedloom.__all__)
     assert "Any" not in types
-    assert sum("-> fedloom.algorithms." in type_ for type_ in types) == len(METHODS)
+    packages = ("-> fedloom.algorithms.", "-> fedloom.parts.")
+    made = [
+        type_
+        for type_ in types
+        if any(package in type_ for package in packages) and not type_.endswith(".Part")
+    ]
+    assert len(made) == len(METHODS)
 
 
 LIGHT = [

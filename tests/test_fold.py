@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from every_method import EVERY_METHOD, WRAPPERS
-from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.exchange import Aggregate, Message, Plan, Replies, Selection, block_slots
+from fedloom.exchange import INTEGERS, Aggregate, Message, Plan, Replies, Selection, block_slots
 from fedloom.local.cohort import Cohort
-from fedloom.method import components
+from fedloom.method import Method
 from fedloom.parts.building import build
+from fedloom.parts.course import Course
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import Answer, Fault, Job
@@ -35,38 +36,41 @@ from test_federation import Shuffled
 CLIENTS = 7
 VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn",
             "fedadam(weighted=false)", "pfedme(beta=2)", "fedasam(swa=true)", "clustered(fedavg, by=size)", "ala(fedavg)",
-            "umf(fednova)", "stages(scaffold:9, fedavg)", "robust(feddc)"]  # fmt: skip
+            "umf(fednova)", "stages(scaffold:9, fedavg)", "robust(feddc)", "power_of_choice(fedavg, ask=false)"]  # fmt: skip
 
 KEEP_ALL = {
-    "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg)", WRAPPERS["cfl"],
+    "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg, ask=false)", WRAPPERS["cfl"],
+    "gossip(fedavg)", "norm_bound(fedavg, radius=0.5)",
     WRAPPERS["ala"], "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedpac", WRAPPERS["fedgen"], "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "robust(fedavg)", "robust(feddc)", "secure(fedmr)",
 }  # fmt: skip
 
 
-def begun(name: str) -> Algorithm:
-    """Return a method on a model in double precision, some rounds after its start."""
+def begun(name: str) -> Course:
+    """Return the course of a method on a model in double precision, after its setup."""
     module = SmallNet().double()
     layout = small_task().layout.__class__(module)
     torch.manual_seed(0)
     initial = torch.randn(layout.size, dtype=torch.float64)
     sizes = torch.tensor([9, 5, 12, 7, 3, 8, 1])
-    method = build(name)
-    method.setup(Plan(layout, initial, CLIENTS, CLIENTS, 20, 0, 4, lambda clients: sizes[clients], module))
-    return method
+    course = Course(build(name))
+    course.setup(
+        Plan(layout, initial, CLIENTS, CLIENTS, 20, 0, 4, lambda clients: sizes[clients], module)
+    )
+    return course
 
 
-def random_replies(method: Algorithm, round: Round, slots: Sequence[int]) -> Replies:
+def random_replies(pipeline: Pipeline, round: Round, slots: Sequence[int]) -> Replies:
     """Return random replies of the clients in these slots."""
     torch.manual_seed(round.number)
-    types = {name: dtype for layer in components(method) for name, dtype in layer.reply_dtypes.items()}
     tensors = {}
-    for name, shape in method.expects(round).items():
-        rows = torch.rand(CLIENTS, *shape, dtype=torch.float64) + 0.5
-        tensors[name] = rows if name not in types else (9 * rows).to(types[name])
+    for name, spec in pipeline.expected(round).items():
+        if name != INTEGERS:
+            rows = torch.rand(CLIENTS, *spec.shape, dtype=torch.float64) + 0.5
+            tensors[name] = rows if spec.dtype is torch.float64 else (9 * rows).to(spec.dtype)
     answered = torch.tensor(slots)
-    exchange = method.exchange(round, Selection(round.selected))
+    exchange = pipeline.open(round, Selection(round.selected))
     return Replies(tensors, answered, answered, torch.tensor([9, 5, 12, 7, 3, 8, 1])[answered], exchange)
 
 
@@ -76,19 +80,21 @@ def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: 
     for slots in (CLIENTS, 3, 1):
         monkeypatch.setattr("fedloom.exchange.LEAST_SLOTS", slots)
         monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", slots)
-        method = begun(name)
+        course = begun(name)
         for number, present in enumerate([range(CLIENTS), (0, 2, 5, 6)], start=1):
+            pipeline = course.at(number)
             round = replace(
-                method.plan.opening().at(number),
+                course.plan.opening().at(number),
                 selected=tuple(range(CLIENTS)),
                 learning_rate=0.1,
                 initial_learning_rate=0.2,
             )
-            replies = random_replies(method, round, tuple(present))
+            replies = random_replies(pipeline, round, tuple(present))
             assert replies.exchange is not None
-            method.receive(round, replies)
-            method.finish(round, replies.exchange)
-        states.append(method.full_state())
+            pipeline.close(replies.exchange, replies)
+            pipeline.finish(replies.exchange)
+            course.next(number)
+        states.append(course.state())
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         for key, expected in states[0].items():
@@ -96,14 +102,13 @@ def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: 
 
 
 def test_the_methods_that_fold() -> None:
-    assert {name for name in [*EVERY_METHOD, *VARIANTS] if not begun(name).folds} == KEEP_ALL
+    assert {name for name in [*EVERY_METHOD, *VARIANTS] if not begun(name).at(1).folds} == KEEP_ALL
     staged = begun("stages(fedavg:1, fedmr)")
-    assert staged.folds
-    opening = staged.plan.opening()
-    staged.finish(opening, staged.exchange(opening, Selection(opening.selected)))
-    assert not staged.folds
-    assert not begun("stages(fedavg:auto, fedmr)").folds
-    assert not type("Own", (FedAvg,), {"receive": lambda *_: None})().folds
+    assert staged.at(1).folds
+    staged.next(1)
+    assert not staged.at(2).folds
+    assert not begun("stages(fedavg:auto, fedmr)").at(1).folds
+    assert not Pipeline(type("Own", (FedAvg,), {"receive": lambda *_: None})()).folds
 
 
 def test_a_block_depends_on_the_model_alone() -> None:
@@ -117,7 +122,7 @@ def test_the_mean_of_a_block_that_weighs_nothing_is_left_out() -> None:
         assert (joined.mean["a"], joined.weight, joined.count) == (2.0, 3.0, 3)
 
 
-def federation(method: Algorithm | str, engine: Any = RowsEngine, **settings: Any) -> Federation:
+def federation(method: Method | str, engine: Any = RowsEngine, **settings: Any) -> Federation:
     task = make_task("digits", clients=21, partition="dirichlet(1.0)", model="mlp(hidden=[4])", local_test=0.2)
     run = Federation(build(method), task, engine(task), Schedule(rounds=2, participation=1.0, seed=1), **settings)
     run.run()

@@ -44,7 +44,7 @@ class HeldFixed(FedAvg):
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
-        (fixed,) = self.layout.unit(lambda entry: entry.layer == "hidden")
+        (fixed,) = self.plan.layout.unit(lambda entry: entry.layer == "hidden")
         self.state["model"][fixed] = replies["model"][0, fixed]  # a mean of equal numbers may round
 
 

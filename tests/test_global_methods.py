@@ -341,7 +341,7 @@ def test_a_wrapper_that_moves_the_start_leaves_the_centre_at_the_download(name: 
     inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), SERVER_MODEL: sent.unsqueeze(0)}
     inbox |= {key: general.unsqueeze(0) for key in ("variate", "update") if key in inbox}
     round = Round(number, 2, world.seed, world.clients, 1, 0.1, 0.1, selected=(client,))
-    (reply,) = engine.train(method, round, [Job(client, 0, inbox)])
+    (reply,) = engine.train(federation.pipeline, round, [Job(client, 0, inbox)])
     assert not federation.history
 
     centre = layout.tensors(sent)

@@ -20,6 +20,7 @@ from every_method import EVERY_METHOD
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.parts.building import build
+from fedloom.parts.course import pipelines
 from fedloom.rounds.engine import Engine
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -92,7 +93,7 @@ def _cases() -> Iterator[Any]:
 def test_every_place_gives_the_numbers_of_rows(
     place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if place == "flower" and build(algorithm).asynchronous:
+    if place == "flower" and next(pipelines(build(algorithm))).waits:
         pytest.skip("bytes and counters of batches come with another round: tests/test_flower_asynchronous.py")
     if place == "flower" and getattr(build(algorithm), "ask", False):  # sites are asked nothing before a round
         algorithm = f"{algorithm.removesuffix(')')}, ask=false)"

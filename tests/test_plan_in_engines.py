@@ -13,6 +13,7 @@ from fedloom.engines.base import LocalEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.exchange import Plan
+from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
 from process_support import Reporting, described
@@ -32,6 +33,7 @@ PLAN = Plan(
     pools=PoolFiles(budget=1 << 20),
     training=TASK.training,
     awaited=4,
+    first_round=2,
 )
 
 ROUND = Round(
@@ -55,7 +57,7 @@ def seen_by_clients(engine: LocalEngine) -> list[dict[str, dict[str, str]]]:
     method = Reporting()
     method.setup(replace(PLAN))
     _, work = jobs(engine)
-    assert len(list(engine.train(method, ROUND, work))) == CLIENTS
+    assert len(list(engine.train(Pipeline(method), ROUND, work))) == CLIENTS
     engine.commit()
     texts = [engine.store.read(client)["seen"] for client in range(CLIENTS)]
     return [json.loads(bytes(text.tolist())) for text in texts]

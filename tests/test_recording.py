@@ -124,7 +124,7 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
 
     method = build("ala(fedavg, epochs=3, start_round=2, max_epochs=15)")
     assert isinstance(method, Ala)
-    monkeypatch.setattr(method, "report", listen)
+    monkeypatch.setattr(method, "record_learning", listen)
     schedule = Schedule(rounds=6, participation=1.0, seed=1)
     _, recording = run_recorded(method, small_task(), schedule, "ala(client=3)")
     assert list(zip(recording["ala"]["rounds"], recording["ala"]["losses"], strict=True)) == reported

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from every_method import EVERYBODY, PRIVATE, WRAPPERS
-from fedloom.algorithm import algorithms
+from fedloom.algorithm import Facts, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
@@ -269,7 +269,7 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(module: type[nn.
 
 
 class OneByOne(FedAvg):
-    stackable = False
+    facts = Facts(stackable=False)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         assert len(cohort.clients) == 1

@@ -18,6 +18,7 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -58,11 +59,11 @@ def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method:
 
 def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engine: ProcessesEngine) -> None:
     jobs = [Job(client, client, {}) for client in range(len(SIZES))]
-    groups = engine._groups(build("fedavg"), jobs)
+    groups = engine._groups(Pipeline(build("fedavg")), jobs)
     assert engine.chunk == 3
     assert sorted(job.client for group in groups for job in group) == list(range(len(SIZES)))
     assert [[job.client for job in group] for group in groups] == [[1, 3], [4, 0, 5], [2]]
-    assert [len(group) for group in engine._groups(OneByOne(), jobs)] == [1] * len(SIZES)
+    assert [len(group) for group in engine._groups(Pipeline(OneByOne()), jobs)] == [1] * len(SIZES)
     federation = run(OneByOne(), engine)
     notice = "onebyone: OneByOne trains one client at a time"
     assert_same(run(OneByOne(), RowsEngine(TASK)), federation, notices=[notice])
