@@ -17,6 +17,9 @@ DRAWS = frozenset({
 """Functions of PyTorch that draw from its global generator unless they are given another."""
 
 
+UNINITIALIZED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "resize_"})
+"""Functions of PyTorch that return whatever the memory contains, perhaps NaN."""
+
 MISTAKES = {
     "changed": ("changes {0} in place", "put a new tensor in its place, such as {0} + update"),
     "drawn": ("draws from {0}", "draw from round.stream('...') on the server, cohort.stream('...') on clients"),
@@ -60,8 +63,9 @@ class Listener(TorchFunctionMode):
         if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
             self.note("drawn", f"torch's global generator ({name})", location)
         self._look()
-        if not self.nan_location and _has_nan(result) and not any(map(_has_nan, (*args, *options.values()))):
-            self.nan_location = calling_location()
+        if not self.nan_location and name not in UNINITIALIZED and _has_nan(result):
+            if not any(map(_has_nan, (*args, *options.values()))):
+                self.nan_location = calling_location()
         return result
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
