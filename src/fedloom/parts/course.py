@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -125,13 +126,8 @@ class Course:
 
     def at(self, number: int) -> Pipeline:
         """Return the pipeline of a round; where the run chooses stages, that of the present stage."""
-
-        def choose(stages: Stages) -> int:
-            return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)
-
         if number not in self._made:
-            self._made[number] = flatten(self.method, choose, number)
-            self._made[number].following = self.at
+            self._made[number] = _pipeline_of(self.method, number)
         pipeline = self._made[number]
         pipeline.watch = self.watch
         return pipeline
@@ -200,6 +196,17 @@ class Course:
         _set_up(pipeline, inside, plan)
         for nested in stages_in(stages):
             nested.state = states[id(nested)]
+
+
+def _pipeline_of(method: Method, number: int) -> Pipeline:
+    """Return the pipeline of a round. It does not refer to the course, so that a run is freed at once."""
+
+    def choose(stages: Stages) -> int:
+        return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)
+
+    pipeline = flatten(method, choose, number)
+    pipeline.following = partial(_pipeline_of, method)
+    return pipeline
 
 
 def _present_stage(stages: Stages) -> int:
