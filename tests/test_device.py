@@ -292,6 +292,7 @@ SERVER_READS = {
     "fedas": "what replies weigh is kept on the CPU",
     "fedfomo": "what clients think of each other's models is kept on the CPU",
     "fedpac": "shares of heads are solved for on the CPU",
+    WRAPPERS["norm_bound"]: "the number of bounded updates is kept on the CPU",
     WRAPPERS["fedgen"]: "labels that some client holds are looked up before the generator trains",
 }
 """Methods whose server half reads what lies on the device."""
