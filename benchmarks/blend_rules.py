@@ -25,8 +25,8 @@ import fedloom as fl
 from blend import noisy_task
 from fedloom.algorithm import Round
 from fedloom.data import Dataset
-from fedloom.exchange import Plan, Replies
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
+from fedloom.records import Plan, Replies
 from fedloom.task import make_dataset
 from map import EVALUATIONS, SKEWS, Runs, Setting, late, recorded
 from outcome import append

@@ -28,8 +28,8 @@ from torch import nn
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Message, Selection
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoints
 from fedloom.rounds.federation import Federation

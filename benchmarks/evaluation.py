@@ -24,9 +24,9 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Message
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message
 from fedloom.rounds.evaluation import Evaluation
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -25,12 +25,12 @@ import torch
 
 from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Message, Replies, Selection, uniform
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.papers.paper_file import paper, printed
 from fedloom.papers.protocols import Setting
 from fedloom.parts.building import build
+from fedloom.records import Message, Replies, Selection, uniform
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -27,10 +27,10 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.data import Dataset, Partition, Samples
-from fedloom.exchange import Plan, Replies, Selection
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
+from fedloom.records import Plan, Replies, Selection
 from fedloom.report.page import render, write_page
 from outcome import tell
 

@@ -21,8 +21,8 @@ from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Exchange
 from fedloom.parts.building import build
+from fedloom.records import Exchange
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, FoldedBlock, Job, Result
 from fedloom.rounds.federation import Federation, Schedule

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Message, Replies
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.population import squared_distances
 from fedloom.parts.building import build
-from fedloom.parts.secure import Secure
+from fedloom.parts.secure_recombination import Secure
 from fedloom.randomness import stream
+from fedloom.records import Message, Replies
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.secure import (

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fedloom.exchange import INTEGERS
 from fedloom.method import Method
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import INTEGERS
 from fedloom.round import Round
 from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fedloom
 from every_method import EVERYBODY
-from fedloom.exchange import uniform
 from fedloom.parts.building import build
+from fedloom.records import uniform
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import INTEGERS
 from fedloom.method import Method
 from fedloom.randomness import stream
+from fedloom.records import INTEGERS
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fedloom.algorithm import Facts
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task
 from fedloom.training import Training

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message
 
 SCRIPT = """
 import os

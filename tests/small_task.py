@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message
 from fedloom.task import Task
 from fedloom.training import Training
 

@@ -17,19 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 PAGE = ROOT / "docs" / "architecture.md"
 
-TOP = {"__init__", "__main__", "errors", "randomness", "round", "training", "task", "exchange", "method", "algorithm"}
+TOP = {"__init__", "__main__", "errors", "randomness", "round", "training", "task", "records", "method", "algorithm"}
 TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied as they are
 
 # Functions whose parameters are what a user sets.
 MOST_PARAMETERS = 8
-SAME_NAMES = {
-    "exchange": ["fedloom.exchange", "fedloom.secure.exchange"],
-    "figures": ["fedloom.report.figures", "fedloom.rounds.figures"],
-    "noise": ["fedloom.data.noise", "fedloom.parts.noise"],
-    "part": ["fedloom.data.sets.part", "fedloom.parts.part"],
-    "secure": ["fedloom.parts.secure", "fedloom.secure"],
-}
-"""Modules whose names occur twice: a name of a part or of the record of a round is taken from the method's own words."""
 
 LONGER = {
     "fedloom.cli.reproducing.reproduce",
@@ -200,7 +192,7 @@ def test_module_names_are_unique() -> None:
     named = defaultdict(list)
     for module in modules():
         named[module.rpartition(".")[2]].append(module)
-    assert repeated(named) == SAME_NAMES
+    assert repeated(named) == {}
 
 
 def test_functions_take_few_parameters() -> None:

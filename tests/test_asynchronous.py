@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import uniform
 from fedloom.experiment.run import run
 from fedloom.parts.building import build
 from fedloom.parts.fedbuff import FedBuff
+from fedloom.records import uniform
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation

@@ -10,8 +10,8 @@ from fedloom.cli import main
 from fedloom.cli.combining import combinations
 from fedloom.method import algorithms
 from fedloom.parts.building import build
+from fedloom.parts.hooks import HOOKS, Part, parts_of
 from fedloom.parts.moments import MOMENTS, moments_of, parts_by_hook
-from fedloom.parts.part import HOOKS, Part, parts_of
 
 PARTS = (
     "ala",

@@ -20,7 +20,6 @@ from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import INTEGERS, Plan, Replies
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
@@ -30,6 +29,7 @@ from fedloom.local import batches
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
+from fedloom.records import INTEGERS, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -13,11 +13,11 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, RefusedReply
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method, components
 from fedloom.parts.building import build
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
+from fedloom.records import Message
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

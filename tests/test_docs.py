@@ -26,7 +26,7 @@ from fedloom.engines.choose import require_engine_on
 from fedloom.experiment.configuration import _KEYS
 from fedloom.models import models
 from fedloom.parts.building import build
-from fedloom.parts.part import HOOKS, Part
+from fedloom.parts.hooks import HOOKS, Part
 from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]

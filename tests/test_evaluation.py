@@ -26,11 +26,11 @@ from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Replies
 from fedloom.local.cohort import Cohort
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.metrics import build_metrics
 from fedloom.parts.building import build
+from fedloom.records import Message, Replies
 from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.engine import Job

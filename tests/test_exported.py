@@ -15,7 +15,7 @@ import fedloom
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.cli.listing import LISTINGS
 from fedloom.method import Method
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 
 ROOT = Path(__file__).resolve().parents[1]
 

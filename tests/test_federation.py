@@ -17,11 +17,11 @@ import fedloom as fl
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue
-from fedloom.exchange import Aggregate, Message, Plan, Replies, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Aggregate, Message, Plan, Replies, Selection
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.engine import Answer, Fault, Job

@@ -16,9 +16,9 @@ from flwr.app import Array, Context, Message, RecordDict
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue, RefusedReply
-from fedloom.exchange import INTEGERS
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
+from fedloom.records import INTEGERS
 from fedloom.rounds.federation import Federation
 from fedloom.sites.agreement import deployment
 from fedloom.sites.client_app import app

@@ -17,10 +17,10 @@ from flwr.app import Context, Message, RecordDict
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import INTEGERS
 from fedloom.flat.layout import Layout
 from fedloom.method import components
 from fedloom.parts.building import build
+from fedloom.records import INTEGERS
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.secure import Rules, to_layers

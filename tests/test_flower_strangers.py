@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from every_method import EVERY_METHOD
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
-from fedloom.exchange import INTEGERS, TensorSpec
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import capped
 from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import INTEGERS, TensorSpec
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Job
 from fedloom.rounds.federation import Federation

@@ -17,12 +17,12 @@ from every_method import EVERY_METHOD, WRAPPERS
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.exchange import INTEGERS, Aggregate, Message, Plan, Replies, Selection, block_slots
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import INTEGERS, Aggregate, Message, Plan, Replies, Selection, block_slots
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.engine import Answer, Fault, Job
@@ -78,8 +78,8 @@ def random_replies(pipeline: Pipeline, round: Round, slots: Sequence[int]) -> Re
 def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for slots in (CLIENTS, 3, 1):
-        monkeypatch.setattr("fedloom.exchange.LEAST_SLOTS", slots)
-        monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.records.LEAST_SLOTS", slots)
+        monkeypatch.setattr("fedloom.records.MOST_SLOTS", slots)
         course = begun(name)
         for number, present in enumerate([range(CLIENTS), (0, 2, 5, 6)], start=1):
             pipeline = course.at(number)
@@ -144,8 +144,8 @@ class Watching:
 
 @pytest.fixture
 def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", 4)
-    monkeypatch.setattr("fedloom.exchange.LEAST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 4)
+    monkeypatch.setattr("fedloom.records.LEAST_SLOTS", 4)
 
 
 @pytest.mark.usefixtures("blocks_of_four")

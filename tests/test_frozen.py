@@ -20,10 +20,10 @@ from fedloom.engines.pickling import dump
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.exchange import Message, Replies
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.models.structure import block_parameters, head_name
+from fedloom.records import Message, Replies
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from fedloom.data import DataSpec
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import SERVER_MODEL
 from fedloom.models.structure import head_name
 from fedloom.parts.building import build
 from fedloom.randomness import stream
+from fedloom.records import SERVER_MODEL
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation

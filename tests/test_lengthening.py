@@ -23,7 +23,7 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured, run_directory
 from fedloom.method import Method, components, needs_total_rounds
 from fedloom.parts.building import build
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 from fedloom.state.tensors import read_tensors
 from json_lines import json_lines
 from small_task import small_task

@@ -17,7 +17,7 @@ from fedloom.algorithm import Algorithm, algorithms
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
-from fedloom.parts.part import HOOKS, Part
+from fedloom.parts.hooks import HOOKS, Part
 from fedloom.parts.pipeline import Pipeline
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints

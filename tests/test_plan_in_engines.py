@@ -12,8 +12,8 @@ from engine_support import CLIENTS, TASK, jobs
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.exchange import Plan
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Plan
 from fedloom.round import Round
 from fedloom.state.pool_files import PoolFiles
 from process_support import Reporting, described

@@ -16,8 +16,8 @@ import fedloom.state.pool_files
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import DiskFull
-from fedloom.exchange import Exchange, Replies, Selection
 from fedloom.parts.building import build
+from fedloom.records import Exchange, Replies, Selection
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault
 from fedloom.rounds.federation import Federation

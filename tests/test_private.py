@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.exchange import Message, uniform
 from fedloom.experiment.run import run
 from fedloom.local.cohort import Cohort
 from fedloom.method import needs_total_rounds
 from fedloom.parts.accounting import ORDERS, epsilon, noise_for
 from fedloom.parts.building import build
+from fedloom.parts.gaussian_noise import clipped, normal
 from fedloom.parts.local_private import LocalPrivate
-from fedloom.parts.noise import clipped, normal
 from fedloom.parts.privacy import Accounted
 from fedloom.parts.private import Private
+from fedloom.records import Message, uniform
 from fedloom.report.cells import comparison
 from fedloom.report.summary import summarise
 from fedloom.round import Round

@@ -34,9 +34,9 @@ from fedloom.engines.processes.channel import INLINE, Channel, SharedMemory, ano
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.exchange import Message, uniform
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
+from fedloom.records import Message, uniform
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock
 from fedloom.rounds.federation import Federation
@@ -95,7 +95,7 @@ def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: Proces
 def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", 2)
+    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
     monkeypatch.setattr(engine, "workers_fold", False)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
@@ -122,7 +122,7 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
 def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
     engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, share: float
 ) -> None:
-    monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", 2)
+    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
     samples = len(TASK.train)
     many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
     results: list[Answer | Fault | FoldedBlock] = []

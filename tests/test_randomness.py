@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from batch_order import batch_order
-from fedloom.exchange import uniform
 from fedloom.randomness import global_stream, numpy_stream, stream, stream_bytes, stream_seed
+from fedloom.records import uniform
 from fedloom.round import Round
 
 

@@ -24,10 +24,10 @@ from fedloom.config.rates import rate_factor
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import CheckpointError, FedloomError
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
 from fedloom.parts.building import build
 from fedloom.randomness import stream
+from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training

@@ -87,7 +87,7 @@ def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.M
 
 
 def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.exchange.MOST_SLOTS", 1)
+    monkeypatch.setattr("fedloom.records.MOST_SLOTS", 1)
     received, listen = [], ActorHandle.receive
 
     def noted(self: ActorHandle) -> Any:

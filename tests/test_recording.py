@@ -23,7 +23,6 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.exchange import Message, Replies
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import configuration
 from fedloom.experiment.directory import RunDirectory
@@ -34,6 +33,7 @@ from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders, expression, recorders
 from fedloom.recording.run_recording import Recording
 from fedloom.recording.trajectory import principal_plane
+from fedloom.records import Message, Replies
 from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation

@@ -19,10 +19,10 @@ import fedloom as fl
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Replies
 from fedloom.flat.layout import Layout
 from fedloom.recording.landscape import Landscape, filter_normalised, gaussian
 from fedloom.recording.recorder import build_recorders
+from fedloom.records import Replies
 from fedloom.round import Round
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task

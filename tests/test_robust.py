@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, InvalidValue
-from fedloom.exchange import Replies, Selection
 from fedloom.parts.building import build
 from fedloom.parts.robust import centered_clipping, coordinate_median, krum, trimmed_mean
+from fedloom.records import Replies, Selection
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation

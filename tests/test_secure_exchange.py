@@ -15,11 +15,11 @@ from scipy.stats import chisquare
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Replies, Selection
 from fedloom.flat.population import squared_distances
 from fedloom.parts.building import build
-from fedloom.parts.secure import Secure, exchange_
+from fedloom.parts.secure_recombination import Secure, exchange_
 from fedloom.randomness import stream
+from fedloom.records import Replies, Selection
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -21,7 +21,6 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
-from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import Batch, Shortcuts, data_loss
@@ -29,6 +28,7 @@ from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.cohort import Cohort
 from fedloom.local.optimizer import _Optimizer
 from fedloom.parts.building import build
+from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task

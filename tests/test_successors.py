@@ -17,12 +17,12 @@ from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
 from fedloom.algorithms.ifca import IFCA
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.power_of_choice import PowerOfChoice
 from fedloom.randomness import stream
+from fedloom.records import Plan
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 
 Rounds = list[list[int]]

@@ -14,12 +14,12 @@ from fedloom.algorithm import Algorithm, Facts, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message
 from fedloom.flat.layout import Layout, Unit
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.parts.umf import Umf
+from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.state.store import ClientStore, Memory

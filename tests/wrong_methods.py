@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort, Context
+from fedloom.records import Aggregate, Message, Plan, Replies
 from fedloom.round import Round
 
 MISTAKES = {

@@ -78,15 +78,15 @@ from .parts.fedlc import FedLC as FedLC
 from .parts.fedmr_async import FedMRAsync as FedMRAsync
 from .parts.fedntd import FedNTD as FedNTD
 from .parts.gossip import Gossip as Gossip
+from .parts.hooks import Part as Part
 from .parts.local_private import LocalPrivate as LocalPrivate
 from .parts.lowrank import LowRank as LowRank
 from .parts.norm_bound import NormBound as NormBound
-from .parts.part import Part as Part
 from .parts.power_of_choice import PowerOfChoice as PowerOfChoice
 from .parts.private import Private as Private
 from .parts.quantised import Quantised as Quantised
 from .parts.robust import Robust as Robust
-from .parts.secure import Secure as Secure
+from .parts.secure_recombination import Secure as Secure
 from .parts.sign_flip import SignFlip as SignFlip
 from .parts.sparse import Sparse as Sparse
 from .parts.stages import Stages as Stages

@@ -7,7 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedloom.exchange import (
+from fedloom.flat.layout import Layout, Unit
+from fedloom.local.cohort import Cohort as Cohort
+from fedloom.method import Facts as Facts
+from fedloom.method import Method
+from fedloom.method import algorithms as algorithms
+from fedloom.method import name_of as name_of
+from fedloom.records import (
     NOTHING,
     Aggregate,
     Message,
@@ -16,15 +22,9 @@ from fedloom.exchange import (
     TensorSpec,
     block_slots,
 )
-from fedloom.exchange import Selection as Selection
-from fedloom.exchange import server_model as server_model
-from fedloom.exchange import started_from as started_from
-from fedloom.flat.layout import Layout, Unit
-from fedloom.local.cohort import Cohort as Cohort
-from fedloom.method import Facts as Facts
-from fedloom.method import Method
-from fedloom.method import algorithms as algorithms
-from fedloom.method import name_of as name_of
+from fedloom.records import Selection as Selection
+from fedloom.records import server_model as server_model
+from fedloom.records import started_from as started_from
 from fedloom.round import Round as Round
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.config.expression import show
 from fedloom.config.fields import parameters, require_fields, type_hints
 from fedloom.config.registry import Registry
-from fedloom.exchange import Plan
+from fedloom.records import Plan
 
 
 @dataclass(frozen=True)

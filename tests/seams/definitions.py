@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedloom.exchange import SERVER_MODEL, Selection
 from fedloom.flat.layout import Layout
 from fedloom.method import Method, components, name_of
 from fedloom.parts.stages import HELD_OUT_LOSS
+from fedloom.records import SERVER_MODEL, Selection
 from fedloom.round import Round
 
 Message = dict[str, Tensor]

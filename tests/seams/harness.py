@@ -58,7 +58,7 @@ def run_case(case: Case, directory: Path | None = None) -> None:
     """Run one case round by round; replies that are folded come in blocks of two slots where it runs straight. Raises
     `Deviation`."""
     slots = {"LEAST_SLOTS": 2, "MOST_SLOTS": 2} if case.course == "straight" else {}
-    with mock.patch.multiple("fedloom.exchange", **slots) if slots else nullcontext():
+    with mock.patch.multiple("fedloom.records", **slots) if slots else nullcontext():
         _run_case(case, directory)
 
 

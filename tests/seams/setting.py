@@ -16,13 +16,13 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition, split_train_test
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
-from fedloom.exchange import Exchange, Message, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method, components
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
-from fedloom.parts.part import Inner, Part, Poll
+from fedloom.parts.hooks import Inner, Part, Poll
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Exchange, Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Aggregate, Message, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method, components
 from fedloom.parts.building import build
 from fedloom.parts.dp_sgd import DPSGD
+from fedloom.parts.hooks import Part
 from fedloom.parts.local_private import LocalPrivate
-from fedloom.parts.part import Part
+from fedloom.records import Aggregate, Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation

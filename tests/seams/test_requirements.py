@@ -15,10 +15,10 @@ from torch import Tensor
 from fedloom.algorithm import Facts
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
 from fedloom.method import algorithms, needs_total_rounds
-from fedloom.parts.part import HOOKS, Part
+from fedloom.parts.hooks import HOOKS, Part
+from fedloom.records import Message
 from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from seams.cases import WRAPPERS, needs_method

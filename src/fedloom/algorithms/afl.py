@@ -5,7 +5,7 @@ from fedloom.algorithm import Round, algorithms
 from fedloom.algorithms.qfedavg import ReportsLoss
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Aggregate, Plan, Replies
+from fedloom.records import Aggregate, Plan, Replies
 
 
 @algorithms.register("afl")

@@ -6,8 +6,8 @@ from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Probability
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch
+from fedloom.records import Message
 
 
 @algorithms.register("apfl")

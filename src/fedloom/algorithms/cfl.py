@@ -5,7 +5,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
 from fedloom.algorithms.sharing import require_everybody
 from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.exchange import Message, Plan, Replies
+from fedloom.records import Message, Plan, Replies
 
 
 @algorithms.register("cfl")

@@ -6,7 +6,7 @@ from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative
-from fedloom.exchange import Message
+from fedloom.records import Message
 
 
 @algorithms.register("ditto")

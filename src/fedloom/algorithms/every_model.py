@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Facts, Round
 from fedloom.algorithms.sharing import PartlyShared, require_everybody, take
-from fedloom.exchange import Plan, Replies
+from fedloom.records import Plan, Replies
 
 
 class EveryModel(PartlyShared):

@@ -7,9 +7,9 @@ from fedloom.algorithm import Facts, Round, algorithms
 from fedloom.algorithms.every_model import EveryModel
 from fedloom.algorithms.fedprox import proximal
 from fedloom.config.fields import NonNegative, Positive
-from fedloom.exchange import Message, Plan, Replies, server_model, start_is_changed
 from fedloom.flat.population import squared_distances
 from fedloom.local.cohort import Cohort, Context, Correction
+from fedloom.records import Message, Plan, Replies, server_model, start_is_changed
 
 
 @algorithms.register("fedamp")

@@ -8,8 +8,8 @@ from fedloom.algorithm import Cohort, Facts, Round, algorithms
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Aggregate, Message, Replies
 from fedloom.flat.module import Batch, Net, data_loss
+from fedloom.records import Aggregate, Message, Replies
 
 
 @algorithms.register("fedas")

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.config.fields import NonNegative, Share
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
+from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("fedsam")

@@ -5,7 +5,7 @@ from torch import Tensor
 from fedloom.algorithm import Cohort, algorithms
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.config.fields import NonNegativeInt
-from fedloom.exchange import Message
+from fedloom.records import Message
 
 
 @algorithms.register("fedbabu")

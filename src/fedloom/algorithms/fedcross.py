@@ -10,8 +10,8 @@ from fedloom.algorithms.fedmr import Indep, Schedule, blend_at, require_schedule
 from fedloom.algorithms.sharing import take
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan, Replies
 from fedloom.flat.layout import Unit
+from fedloom.records import Plan, Replies
 
 
 @algorithms.register("fedcross")

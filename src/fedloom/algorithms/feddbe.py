@@ -8,8 +8,8 @@ from fedloom.algorithms.linear_head import LinearHead, shifted
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative, Share
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.module import Batch, Context, Net
+from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("feddbe")

@@ -2,8 +2,8 @@ from torch import Tensor
 
 from fedloom.algorithm import algorithms
 from fedloom.algorithms.feddc import FedDC
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort, Trained
+from fedloom.records import Message
 
 
 @algorithms.register("feddc_code")

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
 from fedloom.config.fields import Positive
-from fedloom.exchange import Aggregate, Plan, Replies
+from fedloom.records import Aggregate, Plan, Replies
 
 
 @algorithms.register("fedexp")

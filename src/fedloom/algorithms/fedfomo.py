@@ -9,8 +9,8 @@ from fedloom.algorithm import Cohort, Facts, Round, algorithms
 from fedloom.algorithms.sharing import PartlyShared, length, take
 from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count, Probability, Share
-from fedloom.exchange import Message, Plan, Replies
 from fedloom.flat.population import weighted_mean
+from fedloom.records import Message, Plan, Replies
 
 
 @algorithms.register("fedfomo")

@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.config.fields import Count, NonNegative, Positive
-from fedloom.exchange import Message, Plan, Replies, TensorSpec
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch, Net
 from fedloom.flat.population import weighted_mean
 from fedloom.randomness import global_stream
+from fedloom.records import Message, Plan, Replies, TensorSpec
 
 Width = Annotated[int, Field(ge=1, le=1_000_000)]
 

@@ -6,10 +6,10 @@ from fedloom.algorithm import Cohort, Round, algorithms
 from fedloom.algorithms.fedmr import FedMR
 from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegativeInt, Positive, Probability
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.distillation import divergence, teacher_outputs
+from fedloom.records import Message
 
 
 @algorithms.register("fedkdmr")

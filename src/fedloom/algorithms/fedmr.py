@@ -13,9 +13,9 @@ from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms, is_pe
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan, Replies
 from fedloom.flat.layout import Unit, UnitKind
 from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
+from fedloom.records import Message, Plan, Replies
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
 """A share in [0, 1], or [round, share] pairs with linear steps between them."""

@@ -1,8 +1,8 @@
 
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
 from fedloom.config.fields import Count, NonNegative, Probability
-from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.population import mutate
+from fedloom.records import Aggregate, Message, Plan, Replies
 
 
 @algorithms.register("fedmut")

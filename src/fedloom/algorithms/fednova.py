@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 from fedloom.algorithm import Algorithm, Cohort, Round, algorithms
 from fedloom.algorithms.statistics import accumulated_weights, require_sgd
-from fedloom.exchange import Aggregate, Message, Replies
+from fedloom.records import Aggregate, Message, Replies
 
 
 @algorithms.register("fednova")

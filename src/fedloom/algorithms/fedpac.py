@@ -12,7 +12,7 @@ from fedloom.algorithms.kept_layers import FedRep
 from fedloom.algorithms.linear_head import LinearHead
 from fedloom.algorithms.sharing import put_, take
 from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.exchange import Message, Plan, Replies
+from fedloom.records import Message, Plan, Replies
 
 
 @algorithms.register("fedpac")

@@ -7,8 +7,8 @@ from torch import Tensor
 from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Probability
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch, Net
+from fedloom.records import Message
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 

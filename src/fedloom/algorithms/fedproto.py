@@ -8,8 +8,8 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.algorithms.linear_head import LinearHead, nearest_prototype
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Aggregate, Message, Plan, Replies
 from fedloom.flat.module import Batch, Net
+from fedloom.records import Aggregate, Message, Plan, Replies
 
 
 @algorithms.register("fedproto")

@@ -3,8 +3,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, algorithms
 from fedloom.config.fields import NonNegative, Positive
-from fedloom.exchange import Message, server_model
 from fedloom.local.cohort import Cohort, Context, Correction
+from fedloom.records import Message, server_model
 
 
 @algorithms.register("fedprox")

@@ -9,8 +9,8 @@ from fedloom.algorithms.linear_head import NEVER, Head, LinearHead, two_heads
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Message, Plan
 from fedloom.flat.module import Batch, Net
+from fedloom.records import Message, Plan
 
 
 @algorithms.register("fedrod")

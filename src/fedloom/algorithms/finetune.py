@@ -8,7 +8,7 @@ from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.fedprox import proximal
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import NonNegative, NonNegativeInt
-from fedloom.exchange import Message, server_model
+from fedloom.records import Message, server_model
 
 
 @algorithms.register("fedavg_c")

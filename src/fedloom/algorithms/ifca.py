@@ -7,9 +7,9 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Aggregate, Message, Plan, Replies, TensorSpec
 from fedloom.models.structure import drawn_again
 from fedloom.randomness import global_stream
+from fedloom.records import Aggregate, Message, Plan, Replies, TensorSpec
 
 
 @algorithms.register("ifca")

@@ -7,9 +7,9 @@ from fedloom.algorithm import Cohort, Facts, algorithms, name_of
 from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message
 from fedloom.flat.layout import Unit
 from fedloom.models.structure import head_name, layer_finder
+from fedloom.records import Message
 
 
 @algorithms.register("silobn")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Cohort
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan
 from fedloom.flat.layout import TensorSlice, Unit
 from fedloom.models.structure import head_name
+from fedloom.records import Plan
 
 Head = tuple[Tensor, Tensor]
 """Weight `[..., Y, d]` and bias `[..., Y]` of a classifier of d features onto Y classes."""

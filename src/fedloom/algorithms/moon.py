@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from fedloom.algorithm import Algorithm, Cohort, algorithms
 from fedloom.config.fields import NonNegative, Positive
-from fedloom.exchange import Message, server_model
 from fedloom.flat.module import Batch, Net
+from fedloom.records import Message, server_model
 
 
 @algorithms.register("moon")

@@ -6,9 +6,9 @@ from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegativeInt, Positive, Share
-from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.flat.module import Batch
+from fedloom.records import Message
 
 TINY, COLDEST = 1e-20, 0.05
 

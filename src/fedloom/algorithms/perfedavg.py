@@ -5,8 +5,8 @@ from torch import Tensor
 from fedloom.algorithm import Cohort, Facts, algorithms
 from fedloom.algorithms.sharing import PartlyShared
 from fedloom.config.fields import Count, NonNegative, Positive
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch, Context
+from fedloom.records import Message
 
 
 @algorithms.register("per_fedavg")

@@ -9,8 +9,8 @@ from fedloom.algorithm import Cohort, Round, algorithms
 from fedloom.algorithms.kept_layers import KeepsHead
 from fedloom.algorithms.linear_head import Head, LinearHead, discriminant
 from fedloom.config.fields import Positive
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.randomness import stream
+from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("pfedfda")

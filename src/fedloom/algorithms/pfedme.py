@@ -8,8 +8,8 @@ from fedloom.algorithms.sharing import PartlyShared
 from fedloom.algorithms.statistics import require_constant_rate
 from fedloom.config.fields import Count, NonNegative, Positive
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.module import Batch
+from fedloom.records import Aggregate, Message, Plan
 
 
 @algorithms.register("pfedme")

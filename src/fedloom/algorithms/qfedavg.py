@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Aggregate, Message, Replies, server_model
+from fedloom.records import Aggregate, Message, Replies, server_model
 
 
 class ReportsLoss(Algorithm):

@@ -3,8 +3,8 @@ from typing import ClassVar
 from fedloom.algorithm import Round, algorithms
 from fedloom.algorithms.scaffold import Scaffold
 from fedloom.algorithms.statistics import mean_size, relative_sizes
-from fedloom.exchange import Message, Plan
 from fedloom.local.cohort import Cohort
+from fedloom.records import Message, Plan
 
 
 @algorithms.register("scaffold_feddc")

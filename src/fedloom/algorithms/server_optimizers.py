@@ -8,7 +8,7 @@ from torch import Tensor
 from fedloom.algorithm import Round, algorithms
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import BelowOne, Positive, Probability
-from fedloom.exchange import Aggregate, Plan
+from fedloom.records import Aggregate, Plan
 
 
 class ServerOptimizer(FedAvg, ABC):

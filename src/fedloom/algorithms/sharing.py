@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, name_of, overrides
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Aggregate, Message, Plan
 from fedloom.flat.layout import Layout, Unit
 from fedloom.models.structure import block_parameters, layer_finder
+from fedloom.records import Aggregate, Message, Plan
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:

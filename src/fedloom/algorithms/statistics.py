@@ -10,7 +10,7 @@ from fedloom.algorithm import Cohort
 from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue, quoted
-from fedloom.exchange import Message, Plan
+from fedloom.records import Message, Plan
 from fedloom.training import Training
 
 

@@ -37,14 +37,14 @@ from fedloom.errors import (
     error_text,
     is_user_code,
 )
-from fedloom.exchange import Specs
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method, components, needs_total_rounds
 from fedloom.parts.building import build
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.stages import stages_in
 from fedloom.randomness import global_stream, stream
+from fedloom.records import Specs
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation

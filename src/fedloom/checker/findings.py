@@ -13,7 +13,7 @@ from torch import nn
 from fedloom.algorithm import Algorithm
 from fedloom.errors import is_user_code, shown_path
 from fedloom.method import Method, components
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import nn
 
 from fedloom.config.expression import Call, parse
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan
 from fedloom.flat.layout import Layout
 from fedloom.method import Method, algorithms, name_of
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, pipelines
 from fedloom.parts.moments import moments_of
 from fedloom.randomness import stream
+from fedloom.records import Plan
 
 INNERMOST = ("fedavg", "fedavg(weighted=false)", "fedmr")
 """Algorithms inside parts that are given without one; the first that fits is shown."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue, NotFinite, RefusedReply, code_location, in_brackets
-from fedloom.exchange import INTEGERS, Message, Specs
 from fedloom.local.cohort import Cohort, Trained
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import INTEGERS, Message, Specs
 from fedloom.round import Round
 from fedloom.rounds.engine import Engine
 from fedloom.state.store import ClientStore

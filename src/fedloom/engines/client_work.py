@@ -19,8 +19,8 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, error_text, mark_location
-from fedloom.exchange import Exchange, Specs
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Exchange, Specs
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job
 from fedloom.rounds.replies import RoundReplies, weights_of

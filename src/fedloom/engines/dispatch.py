@@ -20,9 +20,9 @@ from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text
-from fedloom.exchange import Exchange, Specs
 from fedloom.flat.device import keep_pages
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Exchange, Specs
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, FoldingEngine, Job, Result, slot_blocks
 from fedloom.rounds.scoring import Tally

@@ -14,12 +14,12 @@ from torch import Tensor
 from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, run_training
 from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
-from fedloom.exchange import Message, Specs
 from fedloom.flat.device import keep_pages
 from fedloom.flat.module import FlatModule
 from fedloom.local.cohort import Cohort
 from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import global_stream
+from fedloom.records import Message, Specs
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job, slot_blocks
 from fedloom.rounds.scoring import Evaluator, Tally

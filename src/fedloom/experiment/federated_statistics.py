@@ -30,7 +30,7 @@ from fedloom.data.lazy import in_memory
 from fedloom.errors import InvalidValue, RefusedReply, quoted, shortened, suggestion
 from fedloom.experiment.column_statistics import REACH, ColumnStatistics, Kind, Statistics, Survey
 from fedloom.parts.accounting import noise_for
-from fedloom.parts.noise import normal
+from fedloom.parts.gaussian_noise import normal
 from fedloom.randomness import stream
 from fedloom.task import Task
 

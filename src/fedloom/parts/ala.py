@@ -13,13 +13,13 @@ from fedloom.algorithms.sharing import put, put_, take
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, started_from
 from fedloom.flat.layout import Unit
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts, Method, algorithms
 from fedloom.models.structure import block_parameters, head_name
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, started_from
 
 
 class Blend(NamedTuple):

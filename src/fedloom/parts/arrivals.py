@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Exchange, Plan, Replies, Selection, uniform
 from fedloom.method import Facts
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Exchange, Plan, Replies, Selection, uniform
 from fedloom.round import Round
 
 

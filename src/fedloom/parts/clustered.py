@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.exchange import Plan, Replies, Selection
 from fedloom.method import Facts, Method, algorithms
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Plan, Replies, Selection
 from fedloom.round import Round
 
 BLOCK_NUMBERS = 1 << 23

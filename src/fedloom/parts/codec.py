@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.exchange import Message, Specs, TensorSpec
 from fedloom.flat.layout import Layout
 from fedloom.local.cohort import Cohort
 from fedloom.method import name_of
-from fedloom.parts.part import Inner, Part, shared_trainable
+from fedloom.parts.hooks import Inner, Part, shared_trainable
+from fedloom.records import Message, Specs, TensorSpec
 from fedloom.round import Round
 
 CODE_NUMBERS = ("values", "factors")

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.errors import CheckpointError
-from fedloom.exchange import Message, Plan
 from fedloom.method import Method, restore_state, state_of
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 from fedloom.parts.pipeline import STAGE, Pipeline, Watch
 from fedloom.parts.requirements import (
     require_combination,
@@ -19,6 +18,7 @@ from fedloom.parts.requirements import (
     require_units,
 )
 from fedloom.parts.stages import Stages, stages_in
+from fedloom.records import Message, Plan
 
 LATER_STAGE = 2
 """Stands for the first round of a later stage, where it is not known."""

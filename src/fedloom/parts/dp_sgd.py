@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan, Selection
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
 from fedloom.method import Facts, algorithms
 from fedloom.parts.accounting import epsilon, noise_for
-from fedloom.parts.noise import clip_factors, normal, secret_uniforms
-from fedloom.parts.part import Inner
+from fedloom.parts.gaussian_noise import clip_factors, normal, secret_uniforms
+from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import AccountedByClient
+from fedloom.records import Message, Plan, Selection
 
 NUMBERS = 1 << 24
 """Floats of samples' gradients in memory at a time: 64 MiB."""

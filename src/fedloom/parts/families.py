@@ -9,7 +9,7 @@ from fedloom.algorithms.fedmut import FedMut
 from fedloom.config.registry import Entry
 from fedloom.method import Method
 from fedloom.parts.fedmr_async import FedMRAsync
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 
 FAMILIES = {
     "recombination": "Recombination",

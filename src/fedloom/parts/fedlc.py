@@ -5,13 +5,13 @@ from torch import Tensor
 
 from fedloom.algorithms.statistics import require_classes
 from fedloom.config.fields import NonNegative
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts, algorithms
+from fedloom.parts.hooks import Inner
 from fedloom.parts.loss_term import LossTerm
-from fedloom.parts.part import Inner
+from fedloom.records import Message
 
 
 @algorithms.register("fedlc")

@@ -5,12 +5,12 @@ import torch
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedmr import FedMR, Schedule, blend_at
 from fedloom.config.fields import Count, Share
-from fedloom.exchange import Exchange, Message, Plan, Replies
 from fedloom.flat.layout import UnitKind
 from fedloom.flat.population import recombine_, weighted_mean
 from fedloom.method import Method, algorithms
 from fedloom.parts.arrivals import Arrivals
-from fedloom.parts.part import Inner
+from fedloom.parts.hooks import Inner
+from fedloom.records import Exchange, Message, Plan, Replies
 from fedloom.round import Round
 
 

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.sharing import require_everybody
-from fedloom.exchange import Message, Plan, Replies, Selection
 from fedloom.method import Facts, algorithms
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Plan, Replies, Selection
 from fedloom.round import Round
 
 

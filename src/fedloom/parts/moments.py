@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from fedloom.method import algorithms
-from fedloom.parts.part import HOOKS, Part
+from fedloom.parts.hooks import HOOKS, Part
 
 
 class Moment(NamedTuple):

@@ -3,9 +3,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from fedloom.exchange import Plan, Replies
 from fedloom.method import algorithms
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Plan, Replies
 from fedloom.round import Round
 
 Radius = Annotated[float, Field(gt=0, le=3.4e38)]

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, as_spec, is_personal, overrides
 from fedloom.errors import InvalidValue, code_location, in_brackets
-from fedloom.exchange import (
+from fedloom.local.cohort import Cohort
+from fedloom.method import Method
+from fedloom.parts.hooks import Part
+from fedloom.records import (
     INTEGERS,
     NOTHING,
     Aggregate,
@@ -26,9 +29,6 @@ from fedloom.exchange import (
     merged_integers,
     uniform,
 )
-from fedloom.local.cohort import Cohort
-from fedloom.method import Method
-from fedloom.parts.part import Part
 from fedloom.round import Round
 
 STAGE = "@stage"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from fedloom.algorithm import Algorithm
-from fedloom.exchange import Message
 from fedloom.local.cohort import Cohort
-from fedloom.parts.part import Part
+from fedloom.parts.hooks import Part
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Message
 from fedloom.round import Round
 
 

@@ -5,10 +5,10 @@ import torch
 from fedloom.algorithms.statistics import divided
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan, Replies, Selection
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts, algorithms
-from fedloom.parts.part import Inner, Part, Poll
+from fedloom.parts.hooks import Inner, Part, Poll
+from fedloom.records import Message, Plan, Replies, Selection
 from fedloom.round import Round
 
 

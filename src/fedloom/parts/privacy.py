@@ -8,9 +8,9 @@ from pydantic import Field
 
 from fedloom.config.fields import NonNegative, Positive
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan, Selection
 from fedloom.method import Facts, name_of
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Plan, Selection
 from fedloom.round import Round
 
 OpenShare = Annotated[float, Field(gt=0, lt=1)]

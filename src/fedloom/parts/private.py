@@ -6,12 +6,12 @@ from torch import Tensor
 
 from fedloom.config.fields import Positive
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Aggregate, Plan, Replies, Selection, uniform
 from fedloom.method import Facts, algorithms
 from fedloom.parts.accounting import epsilon, noise_for
-from fedloom.parts.noise import clipped, normal
-from fedloom.parts.part import Inner
+from fedloom.parts.gaussian_noise import clipped, normal
+from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import Accounted, OpenShare
+from fedloom.records import Aggregate, Plan, Replies, Selection, uniform
 from fedloom.round import Round
 
 

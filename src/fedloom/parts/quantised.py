@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.exchange import Message
 from fedloom.flat.layout import Layout
 from fedloom.method import algorithms
 from fedloom.parts.codec import Codec, Streams, packed, update_sizes, with_rest
-from fedloom.parts.part import Inner, shared_trainable
+from fedloom.parts.hooks import Inner, shared_trainable
+from fedloom.records import Message
 from fedloom.round import Round
 
 Bits = Literal[1, 2, 4, 8]

@@ -6,7 +6,7 @@ from itertools import pairwise
 from fedloom.algorithm import Algorithm, as_spec, overrides
 from fedloom.errors import InvalidValue
 from fedloom.method import Method, components, name_of
-from fedloom.parts.part import Part, parts_of
+from fedloom.parts.hooks import Part, parts_of
 from fedloom.parts.pipeline import Pipeline
 
 Requirement = Callable[[Pipeline], str]

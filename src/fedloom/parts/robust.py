@@ -7,10 +7,10 @@ from torch import Tensor
 
 from fedloom.config.fields import Count, Positive
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Plan, Replies
 from fedloom.flat.population import squared_distances
 from fedloom.method import Facts, algorithms
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Plan, Replies
 from fedloom.round import Round
 
 

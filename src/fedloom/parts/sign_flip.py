@@ -5,11 +5,11 @@ from pydantic import Field
 
 from fedloom.config.fields import Finite
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan
 from fedloom.local.cohort import Cohort
 from fedloom.method import algorithms
-from fedloom.parts.part import Inner, Part, shared_trainable
+from fedloom.parts.hooks import Inner, Part, shared_trainable
 from fedloom.randomness import stream
+from fedloom.records import Message, Plan
 
 
 @algorithms.register("sign_flip")

@@ -11,11 +11,11 @@ from fedloom.algorithms.statistics import divided
 from fedloom.config.expression import show
 from fedloom.config.fields import Count, Probability
 from fedloom.errors import InvalidValue
-from fedloom.exchange import Message, Plan, Replies, Specs, TensorSpec, server_model
 from fedloom.flat.population import weighted_mean
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts, Method, algorithms, components
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Plan, Replies, Specs, TensorSpec, server_model
 from fedloom.round import Round
 
 HELD_OUT_LOSS = "@held_out_loss"

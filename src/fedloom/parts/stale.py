@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.exchange import Exchange, Message, Plan, Replies
 from fedloom.parts.arrivals import Arrivals
-from fedloom.parts.part import Inner
+from fedloom.parts.hooks import Inner
+from fedloom.records import Exchange, Message, Plan, Replies
 from fedloom.round import Round
 
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 
 from fedloom.config.fields import Probability
-from fedloom.exchange import Message, Selection, started_from
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts, algorithms, components
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Selection, started_from
 from fedloom.round import Round
 
 NEVER = -1

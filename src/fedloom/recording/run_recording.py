@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.errors import InvalidValue
-from fedloom.exchange import INTEGERS, Replies
 from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, partial_models
+from fedloom.records import INTEGERS, Replies
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, below
 from fedloom.rounds.engine import Job

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fedloom.config.fields import Count
-from fedloom.exchange import Message
 from fedloom.flat.module import Batch
 from fedloom.local.batches import LockStep
 from fedloom.local.cohort import Cohort
 from fedloom.parts.pipeline import Work
 from fedloom.recording.recorder import Measurement, Recorder, RunContext, recorders
+from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 
 

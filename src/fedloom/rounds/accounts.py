@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.exchange import Exchange
 from fedloom.method import Method, components, name_of
 from fedloom.parts.privacy import Accounted
+from fedloom.records import Exchange
 from fedloom.state.released import RELEASED, Release, ReleaseLedger
 
 

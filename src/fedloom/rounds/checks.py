@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm
 from fedloom.errors import Diverged, InvalidValue, RefusedReply, code_location, in_brackets
-from fedloom.exchange import Exchange
 from fedloom.method import Method, components
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import Exchange
 from fedloom.round import Round
 from fedloom.rounds.engine import Fault
 from fedloom.task import Task

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedloom.exchange import INTEGERS, Exchange, Message, Specs
 from fedloom.flat.population import capped
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.poll import poll_pipeline
+from fedloom.records import INTEGERS, Exchange, Message, Specs
 from fedloom.round import Round
 from fedloom.rounds.checks import raise_unless_absent
 from fedloom.rounds.engine import (

@@ -24,9 +24,9 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
-from fedloom.exchange import INTEGERS, Message
 from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
+from fedloom.records import INTEGERS, Message
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Record as Record
 from fedloom.rounds.engine import Engine, Job, inbox_of

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, overrides
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.exchange import INTEGERS, Aggregate, Exchange, Plan, Replies
 from fedloom.flat.device import moved_back
 from fedloom.method import Method
 from fedloom.parts.course import Course
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.requirements import require_participation
+from fedloom.records import INTEGERS, Aggregate, Exchange, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.accounts import Accounts
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
@@ -23,9 +23,9 @@ from fedloom.rounds.checks import checked_model, require_converging, require_row
 from fedloom.rounds.delivery import Delivery, Polled, Post
 from fedloom.rounds.engine import Engine, Job, RemoteClients
 from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last, untrained
-from fedloom.rounds.figures import Stopwatch, finite, round_record
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.replies import RoundReplies
+from fedloom.rounds.round_record import Stopwatch, finite, round_record
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedloom.exchange import INTEGERS, Aggregate, Exchange, Replies
+from fedloom.records import INTEGERS, Aggregate, Exchange, Replies
 from fedloom.rounds.engine import Answer, Fault, FoldedBlock, Job, Result
 from fedloom.state.pool_files import PoolFiles
 from fedloom.task import Task

@@ -19,9 +19,9 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
-from fedloom.exchange import TensorSpec
 from fedloom.objectives.metrics import counted_shapes
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import TensorSpec
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job, RemoteClients
 from fedloom.rounds.scoring import Tally

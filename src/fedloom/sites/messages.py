@@ -22,7 +22,7 @@ from fedloom.errors import FedloomError, RefusedReply, one_line
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedloom.exchange import TensorSpec
+    from fedloom.records import TensorSpec
 
 PROTOCOL = 2
 """Number of the agreement between server and site; both must have the same."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.method import Method, components
 from fedloom.parts.pipeline import Pipeline
-from fedloom.parts.secure import Secure
+from fedloom.parts.secure_recombination import Secure
 from fedloom.parts.stages import stages_in
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job

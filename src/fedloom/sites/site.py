@@ -22,12 +22,12 @@ from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply, quoted
-from fedloom.exchange import INTEGERS, Plan, TensorSpec
 from fedloom.experiment.federated_statistics import Values, answer, client_columns, columns_of
 from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, client_pipeline
 from fedloom.parts.pipeline import Pipeline
+from fedloom.records import INTEGERS, Plan, TensorSpec
 from fedloom.round import SIMULATED, Round
 from fedloom.rounds.engine import Fault, Job
 from fedloom.secure import from_layers, to_layers

@@ -19,7 +19,7 @@ from fedloom.errors import DataError, InvalidValue
 from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 from fedloom.method import components
 from fedloom.parts.building import build
-from fedloom.parts.secure import Secure
+from fedloom.parts.secure_recombination import Secure
 from fedloom.sites.site_data import table_roles
 from fedloom.task import make_dataset
 

@@ -4,10 +4,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedloom.exchange import Message, Plan, Replies, Selection
 from fedloom.flat.layout import Unit
 from fedloom.method import Facts, algorithms
-from fedloom.parts.part import Inner, Part
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Plan, Replies, Selection
 from fedloom.round import Round
 from fedloom.secure.exchange import Rehearsal, Rules, rehearse, stream_choices
 from fedloom.secure.layers import layer_sizes

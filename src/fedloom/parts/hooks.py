@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm
-from fedloom.exchange import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
+from fedloom.records import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
 from fedloom.round import Round
 
 
