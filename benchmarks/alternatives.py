@@ -1,13 +1,16 @@
-"""Two other ways to train many small models, against what the engines do: one client after another in one compiled loop, which
-keeps its weights in the cache, and the clients of several runs in one stack.
+"""Two other ways to train many small models, against what the engines do: one client after another
+in one compiled loop, which keeps its weights in the cache, and the clients of several runs in one
+stack.
 
     pip install numba          # not a dependency of fedloom
     python benchmarks/alternatives.py [--only loop|together] [--turns 9]
 
-`loop`: microseconds of a step of SGD of one client. The loop is Numba's, over all steps of a client, its products are BLAS's, and
-the update is folded into them as in the stacks; `k=10` are the stacks' own steps, of ten clients, and `apart` how far the models
-are apart (more than rounding where it turns the sign of what enters a ReLU). `together`: milliseconds of processor time of a
-round for each client that takes part, with 10 clients (one run), 30 and 70 (seven runs in one stack, at best).
+`loop`: microseconds of a step of SGD of one client. The loop is Numba's, over all steps of a
+client, its products are BLAS's, and the update is folded into them as in the stacks; `k=10` are the
+stacks' own steps, of ten clients, and `apart` how far the models are apart (more than rounding
+where it turns the sign of what enters a ReLU). `together`: milliseconds of processor time of a
+round for each client that takes part, with 10 clients (one run), 30 and 70 (seven runs in one
+stack, at best).
 """
 
 from __future__ import annotations
@@ -41,19 +44,32 @@ STACKS = [(64, 64, 50, 5), (64, 128, 10, 5), (784, 200, 10, 1)]
 def noise(clients: int, samples: int, features: int, width: int, **training: Any) -> Task:
     """A task of so many clients with samples of noise."""
     draw = torch.Generator().manual_seed(0)
-    train = Samples(torch.rand(clients * samples, features, generator=draw), torch.arange(clients * samples) % 10)
+    train = Samples(
+        torch.rand(clients * samples, features, generator=draw),
+        torch.arange(clients * samples) % 10,
+    )
     data = Dataset("noise", train, train[:360], 10)
     model = f"mlp(hidden=[{width}, {width}])"
-    return make_task(data, clients=clients, partition="iid", model=model, training={"learning_rate": RATE, **training})
+    return make_task(
+        data,
+        clients=clients,
+        partition="iid",
+        model=model,
+        training={"learning_rate": RATE, **training},
+    )
 
 
 def compiled() -> Callable[..., None]:
-    """All steps of one client: weights and biases of three layers, changed in place; inputs `[n, features]`, labels, batch."""
+    """All steps of one client: weights and biases of three layers, changed in place; inputs `[n,
+    features]`, labels, batch.
+    """
     import numba  # type: ignore[import-not-found]
     from numba.extending import get_cython_function_address  # type: ignore[import-not-found]
 
     pointer = ctypes.c_void_p
-    sgemm = ctypes.CFUNCTYPE(None, *[pointer] * 13)(get_cython_function_address("scipy.linalg.cython_blas", "sgemm"))
+    sgemm = ctypes.CFUNCTYPE(None, *[pointer] * 13)(
+        get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
+    )
     njit: Any = numba.njit(fastmath=True)
     N, T = ord("N"), ord("T")
 
@@ -61,7 +77,16 @@ def compiled() -> Callable[..., None]:
                 c: Any, ldc: int) -> None:  # fmt: skip
         """C[m, n] = alpha op(A) op(B) + beta C, column by column as Fortran has it."""
         integers, real = np.empty(8, np.int32), np.empty(2, np.float32)
-        integers[0], integers[1], integers[2], integers[3], integers[4], integers[5], integers[6], integers[7] = (
+        (
+            integers[0],
+            integers[1],
+            integers[2],
+            integers[3],
+            integers[4],
+            integers[5],
+            integers[6],
+            integers[7],
+        ) = (
             ta,
             tb,
             m,
@@ -91,7 +116,9 @@ def compiled() -> Callable[..., None]:
 
     product = njit(plain_product)
 
-    def steps(w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any, inputs: Any, labels: Any, batch: int) -> None:
+    def steps(
+        w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any, inputs: Any, labels: Any, batch: int
+    ) -> None:
         features, wide, classes = inputs.shape[1], len(b1), len(b3)
         h, g, o = (
             np.empty((batch, wide), np.float32),
@@ -142,8 +169,14 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
     """The compiled loop beside the steps of stacks, for ten clients."""
     clients, samples = 10, batch * steps
     task = noise(clients, samples, features, width, batch_size=batch)
-    folded, compiled_loop = FoldedSGD(linear_layers(task.model, task.layout), task.training, RATE), compiled()
-    inputs, labels = task.train.inputs.view(clients, samples, -1), task.train.labels.view(clients, samples)
+    folded, compiled_loop = (
+        FoldedSGD(linear_layers(task.model, task.layout), task.training, RATE),
+        compiled(),
+    )
+    inputs, labels = (
+        task.train.inputs.view(clients, samples, -1),
+        task.train.labels.view(clients, samples),
+    )
     results: dict[str, torch.Tensor] = {}
 
     def stacked(k: int) -> None:
@@ -160,7 +193,10 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
         rows = task.initial.repeat(clients, 1)
         for row, x, y in zip(rows, inputs, labels, strict=True):
             compiled_loop(
-                *(tensor.numpy() for tensor in task.layout.tensors(row).values()), x.numpy(), y.numpy(), batch
+                *(tensor.numpy() for tensor in task.layout.tensors(row).values()),
+                x.numpy(),
+                y.numpy(),
+                batch,
             )
         results["loop"] = rows
 
@@ -179,7 +215,9 @@ def loop(features: int, width: int, batch: int, steps: int, turns: int) -> dict[
     return {"features": features, "width": width, "batch": batch, **least, "apart": off}
 
 
-def rounds_in_stacks(features: int, width: int, batch: int, epochs: int, turns: int) -> dict[str, Any]:
+def rounds_in_stacks(
+    features: int, width: int, batch: int, epochs: int, turns: int
+) -> dict[str, Any]:
     """Rounds of 10, 30 and 70 clients in stacks."""
     schedule = Schedule(10**4, 0.5, evaluate_every=10**4)
     runs = {}
@@ -194,17 +232,28 @@ def rounds_in_stacks(features: int, width: int, batch: int, epochs: int, turns: 
             run.step()
             milliseconds[clients].append(1e3 * (time.process_time() - began) / clients)
     medians = {str(clients): statistics.median(times) for clients, times in milliseconds.items()}
-    return {"features": features, "width": width, "batch": batch, **medians, "at_best": medians["10"] / medians["70"]}
+    return {
+        "features": features,
+        "width": width,
+        "batch": batch,
+        **medians,
+        "at_best": medians["10"] / medians["70"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("loop", "together"))
     parser.add_argument("--turns", type=int, default=9)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if chosen.only != "together":
-        tell("microseconds of a client's step, least of the turns", [loop(*case, chosen.turns) for case in LOOPS])
+        tell(
+            "microseconds of a client's step, least of the turns",
+            [loop(*case, chosen.turns) for case in LOOPS],
+        )
     if chosen.only != "loop":
         rows = [rounds_in_stacks(*case, chosen.turns) for case in STACKS]
         tell("milliseconds a client and round, by the clients that take part", rows)

@@ -1,7 +1,8 @@
 """One round of authors' own code beside fedloom's, on the same weights and batches.
 
-Nothing is fetched or copied: give the folders of clones that you have made. What a repository imports but a round of its method
-does not use (torchvision, wandb, tqdm, ...) is replaced by an empty stand-in where it is not installed.
+Nothing is fetched or copied: give the folders of clones that you have made. What a repository
+imports but a round of its method does not use (torchvision, wandb, tqdm, ...) is replaced by an
+empty stand-in where it is not installed.
 
     python benchmarks/authors.py --fedbabu FOLDER --fedproto FOLDER --fedntd FOLDER --ifca FOLDER --fedpac FOLDER --fedas FOLDER
                                  --pfedfda FOLDER
@@ -14,10 +15,11 @@ does not use (torchvision, wandb, tqdm, ...) is replaced by an empty stand-in wh
     FedAS      https://github.com/xiyuanyang45/FedAS    (1a4f5fd)
     pFedFDA    https://github.com/cj-mclaughlin/pFedFDA (73c7c40)
 
-FedPAC's shares of heads are fedloom's on both sides, since its own call a solver (cvxpy) and a function that torch no longer has.
-FedAS' clients align a copy of the server's base each; that code has them align the server's own, one after the other.
-pFedFDA's shares of the Gaussians are 1/2 on both sides, its features those of the trained model instead of all passes in
-training, and its covariances lack the 1e-4 in every entry.
+FedPAC's shares of heads are fedloom's on both sides, since its own call a solver (cvxpy) and a
+function that torch no longer has. FedAS' clients align a copy of the server's base each; that code
+has them align the server's own, one after the other. pFedFDA's shares of the Gaussians are 1/2 on
+both sides, its features those of the trained model instead of all passes in training, and its
+covariances lack the 1e-4 in every entry.
 """
 
 from __future__ import annotations
@@ -84,11 +86,15 @@ class WithFeatures(nn.Module):
 
 
 class World:
-    """Clients of equal size whose batch is all that they have, so that orders of samples do not matter, in float64."""
+    """Clients of equal size whose batch is all that they have, so that orders of samples do not
+    matter, in float64.
+    """
 
     def __init__(self, momentum: float = MOMENTUM, weight_decay: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(2)
-        self.inputs = torch.randn(CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator)
+        self.inputs = torch.randn(
+            CLIENTS * SAMPLES, FEATURES, dtype=torch.float64, generator=generator
+        )
         self.labels = torch.randint(CLASSES - 1, (CLIENTS * SAMPLES,), generator=generator)
         self.labels[:SAMPLES] = CLASSES - 1  # one client alone has the last class, and no other
         with torch.random.fork_rng():
@@ -113,18 +119,28 @@ class World:
         samples = Samples(self.inputs, self.labels)
         spans = [list(range(k * SAMPLES, (k + 1) * SAMPLES)) for k in range(CLIENTS)]
         data = Dataset("random", samples, samples, CLASSES)
-        task = Task(data, samples, samples, Partition.of(spans), copy.deepcopy(self.net), self.training)
-        return Federation(build(expression), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
+        task = Task(
+            data, samples, samples, Partition.of(spans), copy.deepcopy(self.net), self.training
+        )
+        return Federation(
+            build(expression), task, RowsEngine(task), Schedule(rounds=2, participation=1.0)
+        )
 
 
 @contextmanager
 def importing(folder: Path, *stand_ins: str) -> Iterator[Callable[[str], Any]]:
-    """Give a function that imports a module of a folder, with stand-ins for modules that are not installed."""
+    """Give a function that imports a module of a folder, with stand-ins for modules that are not
+    installed.
+    """
     absent = {name: mock.MagicMock(__path__=[]) for name in stand_ins if not _installed(name)}
     sys.modules.update(absent)
     with mock.patch.object(sys, "path", [str(folder.resolve()), *sys.path]):
         yield importlib.import_module
-    theirs = [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(folder.resolve()))]
+    theirs = [
+        n
+        for n, m in sys.modules.items()
+        if str(getattr(m, "__file__", "")).startswith(str(folder.resolve()))
+    ]
     for name in (*theirs, *absent):
         del sys.modules[name]
 
@@ -166,24 +182,37 @@ def fedbabu(folder: Path) -> dict[str, float]:
     world, run = World(), World().federation("fedbabu(finetune_epochs=2)")
     with importing(folder, "tqdm", "torchvision") as load:
         update, average = load("models.Update"), load("models.Fed").FedAvg
-        options = SimpleNamespace(local_bs=SAMPLES, momentum=MOMENTUM, wd=0.0, local_ep=EPOCHS, device="cpu")
+        options = SimpleNamespace(
+            local_bs=SAMPLES, momentum=MOMENTUM, wd=0.0, local_ep=EPOCHS, device="cpu"
+        )
         trainers = [
-            update.LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES)) for k in range(CLIENTS)
+            update.LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES))
+            for k in range(CLIENTS)
         ]
-        weights = [trainer.train(copy.deepcopy(world.net), body_lr=RATE, head_lr=0.0)[0] for trainer in trainers]
+        weights = [
+            trainer.train(copy.deepcopy(world.net), body_lr=RATE, head_lr=0.0)[0]
+            for trainer in trainers
+        ]
         server = copy.deepcopy(world.net)
         server.load_state_dict(average(copy.deepcopy(weights)))
         tuned = copy.deepcopy(server)
         trainers[1].train(tuned, body_lr=RATE, head_lr=RATE, local_eps=2)
     run.step()
-    return {"base after a round": gap(server, run.model()), "tuned model": gap(tuned, personal(run, 1))}
+    return {
+        "base after a round": gap(server, run.model()),
+        "tuned model": gap(tuned, personal(run, 1)),
+    }
 
 
 def fedproto(folder: Path) -> dict[str, float]:
     """Weights models_after round 2 from the same prototypes, and the mean of the prototypes."""
     world, run = World(), World().federation("fedproto")
     run.step()
-    sent = {c: [p] for c, p in enumerate(run.algorithm.state["prototypes"]) if run.algorithm.state["present"][c]}
+    sent = {
+        c: [p]
+        for c, p in enumerate(run.algorithm.state["prototypes"])
+        if run.algorithm.state["present"][c]
+    }
     models_before = [run.engine.store.read(k)["fedproto_model"].clone() for k in range(CLIENTS)]  # type: ignore[attr-defined]
     run.step()
     models_after = [run.engine.store.read(k)["fedproto_model"] for k in range(CLIENTS)]  # type: ignore[attr-defined]
@@ -200,15 +229,23 @@ def fedproto(folder: Path) -> dict[str, float]:
         )
         gaps, uploads = [], {}
         for k in range(CLIENTS):
-            trainer = load("update").LocalUpdate(options, list(zip(*world.data(k), strict=True)), range(SAMPLES))
+            trainer = load("update").LocalUpdate(
+                options, list(zip(*world.data(k), strict=True)), range(SAMPLES)
+            )
             model = WithFeatures(loaded(run, models_before[k]))
             trainer.update_weights_het(options, k, sent, model, 2)
             gaps.append(gap(model, models_after[k]))
-            z, labels = loaded(run, models_after[k]).features(world.data(k)[0]).detach(), world.data(k)[1]
+            z, labels = (
+                loaded(run, models_after[k]).features(world.data(k)[0]).detach(),
+                world.data(k)[1],
+            )
             uploads[k] = {int(c): z[labels == c].mean(0) for c in labels.unique()}
         means = load("utils").proto_aggregation(uploads)
     ours = run.algorithm.state["prototypes"]
-    return {"weights": max(gaps), "prototypes": max(float((p[0] - ours[c]).abs().max()) for c, p in means.items())}
+    return {
+        "weights": max(gaps),
+        "prototypes": max(float((p[0] - ours[c]).abs().max()) for c, p in means.items()),
+    }
 
 
 def fedntd(folder: Path) -> dict[str, float]:
@@ -227,7 +264,11 @@ def fedntd(folder: Path) -> dict[str, float]:
                 device="cpu",
                 num_classes=CLASSES,
             )
-            trainer.datasize, trainer.trainloader, trainer.testloader = SAMPLES, [world.data(k)], [world.data(k)]
+            trainer.datasize, trainer.trainloader, trainer.testloader = (
+                SAMPLES,
+                [world.data(k)],
+                [world.data(k)],
+            )
             server = torch.optim.SGD(world.net.parameters(), lr=RATE, momentum=MOMENTUM)
             trainer.download_global(world.net.state_dict(), server.state_dict())
             trainer.train()
@@ -283,7 +324,9 @@ def fedpac(folder: Path) -> dict[str, float]:
             sizes.append(trainer.sizes_label)
         server = tools.average_weights_weighted(weights, [SAMPLES] * CLIENTS)
         mixing = head_shares(torch.stack(shares).flatten(1), torch.tensor(variances))
-        heads = [tools.agg_classifier_weighted_p(weights, mixing[k], keys, k) for k in range(CLIENTS)]
+        heads = [
+            tools.agg_classifier_weighted_p(weights, mixing[k], keys, k) for k in range(CLIENTS)
+        ]
         means = tools.protos_aggregation(means, sizes)
     theirs = WithLogits(copy.deepcopy(world.net))
     theirs.load_state_dict(server)
@@ -292,7 +335,9 @@ def fedpac(folder: Path) -> dict[str, float]:
     return {
         "averaged model": gap(theirs, run.model()),
         "heads": float((rows - state["heads"]).abs().max()),
-        "prototypes": max(float((p - state["prototypes"][c]).abs().max()) for c, p in means.items()),
+        "prototypes": max(
+            float((p - state["prototypes"][c]).abs().max()) for c, p in means.items()
+        ),
     }
 
 
@@ -316,14 +361,15 @@ def fedas(folder: Path) -> dict[str, float]:
     store = run.engine.store  # type: ignore[attr-defined]
     models_before = [store.read(k)["fedas_model"].clone() for k in range(CLIENTS)]
     traces: dict[int, float] = {}
-    server, fold = run.model().clone(), run.algorithm.fold
+    server, algorithm = run.model().clone(), run.pipeline.algorithm
+    fold = algorithm.fold
 
     def folding(round: Any, replies: Any) -> Any:
         traces.update(zip(replies.clients.tolist(), replies["fisher"].tolist(), strict=True))
         return fold(round, replies)
 
-    run.algorithm.fold = folding  # type: ignore[method-assign]
-    run.step()
+    with mock.patch.object(algorithm, "fold", folding):
+        run.step()
     gaps, trace_gaps = [], []
     with importing(folder / "system", "utils.privacy", "utils.data_utils", "torchviz") as load:
         client_type = load("flcore.clients.clientas").clientAS
@@ -374,11 +420,18 @@ def pfedfda(folder: Path) -> dict[str, float]:
     statistics = ("statsmodels", "statsmodels.stats", "statsmodels.stats.correlation_tools")
     absent = ("torchmin", *statistics, "data", "data.utils", "data.utils.loader")
     bases, means, covariances, heads = [], [], [], []
-    with importing(folder, *absent) as load, mock.patch.object(Tensor, "cuda", lambda self, *_: self), float64():
+    with (
+        importing(folder, *absent) as load,
+        mock.patch.object(Tensor, "cuda", lambda self, *_: self),
+        float64(),
+    ):
         module = load("clients.client_fedfda")
         module.cov_nearest = lambda covariance, **_: covariance  # which is positive definite
         for k in range(CLIENTS):
-            trainer, (inputs, labels) = module.ClientFedFDA.__new__(module.ClientFedFDA), world.data(k)
+            trainer, (inputs, labels) = (
+                module.ClientFedFDA.__new__(module.ClientFedFDA),
+                world.data(k),
+            )
             prior = F.one_hot(labels, CLASSES).double().mean(0) + 1e-4
             vars(trainer).update(
                 model=WithLogits(copy.deepcopy(world.net)), device="cpu", D=WIDTH, num_classes=CLASSES, eps=1e-4,
@@ -391,13 +444,21 @@ def pfedfda(folder: Path) -> dict[str, float]:
             )  # fmt: skip
             trainer.train()
             net = trainer.model.net
-            bases.append(torch.cat([parameter.detach().flatten() for parameter in net.lower.parameters()]))
+            bases.append(
+                torch.cat([parameter.detach().flatten() for parameter in net.lower.parameters()])
+            )
             weight, bias = discriminant_head(sent, trainer.priors)
-            heads.append(float((net.linear.weight - weight).abs().max() + (net.linear.bias - bias).abs().max()))
+            heads.append(
+                float(
+                    (net.linear.weight - weight).abs().max() + (net.linear.bias - bias).abs().max()
+                )
+            )
             class_means, scatter, *_ = trainer.compute_mle_statistics(
                 feats=net.features(inputs).detach(), labels=labels.numpy()
             )
-            client_means = torch.stack([sent[c] if mean is None else mean for c, mean in enumerate(class_means)])
+            client_means = torch.stack(
+                [sent[c] if mean is None else mean for c, mean in enumerate(class_means)]
+            )
             trainer.update(client_means, scatter / (SAMPLES - 1) + torch.eye(WIDTH))
             means.append(trainer.adaptive_means)
             covariances.append(trainer.adaptive_covariance)
@@ -427,7 +488,9 @@ METHODS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in METHODS:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     folders = vars(parser.parse_args())

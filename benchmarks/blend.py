@@ -1,8 +1,9 @@
-"""Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging that the server chooses.
+"""Does FedMR hold where its pool comes apart? FedAvg, FedMR and FedMR with a share of averaging
+that the server chooses.
 
-The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins, and two of MNIST: twenty
-clients, ten a round, three seeds. A run is one line of the record, appended when it ends: started again, the script goes on with
-what is missing.
+The settings of digits on which FedMR fails or is slow, those with wrong labels on which it wins,
+and two of MNIST: twenty clients, ten a round, three seeds. A run is one line of the record,
+appended when it ends: started again, the script goes on with what is missing.
 
     python benchmarks/blend.py [--mnist FOLDER] [--record FILE]     # half an hour of one core, and as much for MNIST
     python benchmarks/blend.py --tables                             # only print
@@ -29,7 +30,9 @@ METHODS = ("fedavg", "fedmr", "fedmr(blend='auto')")
 
 
 class Setting(NamedTuple):
-    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the labels replaced, data set."""
+    """`model`, learning rate, momentum, batch size, local epochs, rounds, partition, share of the
+    labels replaced, data set.
+    """
 
     model: str
     rate: float
@@ -66,7 +69,9 @@ SETTINGS = (
 
 
 def noisy_task(data: str | Dataset, setting: Any, batch: int, seed: int) -> fl.Task:
-    """Return the task of twenty clients with the setting's model, partition, label noise, learning rate, momentum and epochs."""
+    """Return the task of twenty clients with the setting's model, partition, label noise, learning
+    rate, momentum and epochs.
+    """
     return fl.make_task(
         data,
         clients=20,
@@ -84,8 +89,9 @@ def noisy_task(data: str | Dataset, setting: Any, batch: int, seed: int) -> fl.T
 
 
 def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict[str, Any]:
-    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine similarity and the share of averaging.
-    A run that diverges counts as guessing."""
+    """One run: its test accuracies (forty of them), and at the end the pool's mean cosine
+    similarity and the share of averaging. A run that diverges counts as guessing.
+    """
     data = "digits" if setting.data == "digits" else f"mnist(folder={mnist!r})"
     task = noisy_task(data, setting, setting.batch, seed)
     began = time.perf_counter()
@@ -104,8 +110,14 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
     except fl.FedloomError as error:
         print(error)
     else:
-        accuracy = [round(record["accuracy"], 4) for record in result.history if "accuracy" in record]
-        measures = {name: result.history[-1][name] for name in ("pool_cosine", "blend") if name in result.history[-1]}
+        accuracy = [
+            round(record["accuracy"], 4) for record in result.history if "accuracy" in record
+        ]
+        measures = {
+            name: result.history[-1][name]
+            for name in ("pool_cosine", "blend")
+            if name in result.history[-1]
+        }
     return {
         "setting": list(setting),
         "method": method,
@@ -119,20 +131,33 @@ def measure(setting: Setting, method: str, seed: int, mnist: str | None) -> dict
 def recorded(path: Path) -> dict[tuple[Setting, str, int], dict[str, Any]]:
     """The runs that have ended."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {(Setting(*run["setting"]), run["method"], run["seed"]): run for run in map(json.loads, lines)}
+    return {
+        (Setting(*run["setting"]), run["method"], run["seed"]): run
+        for run in map(json.loads, lines)
+    }
 
 
 def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
-    """A row for each setting: best, last and mean of the last four evaluations of each method, means over the seeds, in %."""
+    """A row for each setting: best, last and mean of the last four evaluations of each method,
+    means over the seeds, in %.
+    """
     rows = []
     for setting in SETTINGS:
         row = {
             "setting": f"{setting.data}, {setting.model}, "
             f"{setting.rate:g} / {setting.momentum:g} / {setting.batch} / {setting.epochs}"
         }
-        row |= {"rounds": str(setting.rounds), "partition": setting.partition, "noise": f"{setting.noise:g}"}
+        row |= {
+            "rounds": str(setting.rounds),
+            "partition": setting.partition,
+            "noise": f"{setting.noise:g}",
+        }
         for method in METHODS:
-            runs = [done[setting, method, seed] for seed in range(SEEDS) if (setting, method, seed) in done]
+            runs = [
+                done[setting, method, seed]
+                for seed in range(SEEDS)
+                if (setting, method, seed) in done
+            ]
             if runs:
                 ends = [statistics.fmean(run["accuracy"][-4:]) for run in runs]
                 cosine = [run["pool_cosine"] for run in runs if run.get("pool_cosine") is not None]
@@ -140,23 +165,37 @@ def table(done: dict[tuple[Setting, str, int], dict[str, Any]]) -> None:
                 row[method] = f"{100 * statistics.fmean(ends):.1f}{alike}"
                 row["seeds"] = str(len(runs))
         rows.append(row)
-    tell("Mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)", rows)
+    tell(
+        "Mean accuracy of the last four of forty evaluations, % (mean cosine similarity of the pool)",
+        rows,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
+    )
+    parser.add_argument(
+        "--record", type=Path, default=Path(__file__).parent / "records" / "blend.jsonl"
+    )
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     done = recorded(arguments.record)
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
-    for seed, setting, method in () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS):
+    for seed, setting, method in (
+        () if arguments.tables else product(range(SEEDS), SETTINGS, METHODS)
+    ):
         if (setting, method, seed) not in done and (arguments.mnist or setting.data != "mnist"):
             done[setting, method, seed] = run = measure(setting, method, seed, arguments.mnist)
             append(arguments.record, run)
-            print(f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %", flush=True)
+            print(
+                f"{len(done)} runs: {setting}, {method}, seed {seed}: {100 * run['accuracy'][-1]:.1f} %",
+                flush=True,
+            )
     table(done)
 
 

@@ -1,9 +1,11 @@
-"""Rules for FedMR's share of averaging b that were tried beside `blend=auto`: what each keeps of FedMR's gain, where it loses.
+"""Rules for FedMR's share of averaging b that were tried beside `blend=auto`: what each keeps of
+FedMR's gain, where it loses.
 
-A rule sees what the server sees in a round of K models: T, the squared way of the pool's mean from the start, S, the variance
-of the pool, U, that of its updates, and D, the squared length of the mean update. The mean by samples takes the share b of each
-model after recombination. Settings, FedAvg, FedMR, two stages and `blend=auto` are those of the map (records/map.jsonl). A run is
-one line of the record, appended when it ends: started again, the script goes on with what is missing.
+A rule sees what the server sees in a round of K models: T, the squared way of the pool's mean from
+the start, S, the variance of the pool, U, that of its updates, and D, the squared length of the
+mean update. The mean by samples takes the share b of each model after recombination. Settings,
+FedAvg, FedMR, two stages and `blend=auto` are those of the map (records/map.jsonl). A run is one
+line of the record, appended when it ends: started again, the script goes on with what is missing.
 
     python benchmarks/blend_rules.py [--only WORDS] [--mnist FOLDER] [--record FILE]     # three hours of one core in all
     python benchmarks/blend_rules.py --tables                                            # only print
@@ -23,7 +25,7 @@ import torch
 
 import fedloom as fl
 from blend import noisy_task
-from fedloom.algorithm import Round
+from fedloom.algorithm import Facts, Round
 from fedloom.data import Dataset
 from fedloom.flat.population import recombine_, total_variance, weighted_mean
 from fedloom.records import Plan, Replies
@@ -57,16 +59,26 @@ class Memory:
     begun: bool = False
 
     def noise(self, figures: Figures) -> float:
-        """Return p = max(0, 1 - U / ((K - 1) D)), the part of the mean update that is common progress."""
+        """Return p = max(0, 1 - U / ((K - 1) D)), the part of the mean update that is common
+        progress.
+        """
         starts = math.isnan(self.added)
-        self.added = figures.added if starts else (1 - self.pace) * self.added + self.pace * figures.added
-        self.step = figures.step if starts else (1 - self.pace) * self.step + self.pace * figures.step
+        self.added = (
+            figures.added if starts else (1 - self.pace) * self.added + self.pace * figures.added
+        )
+        self.step = (
+            figures.step if starts else (1 - self.pace) * self.step + self.pace * figures.step
+        )
         return max(0.0, 1 - self.added / (figures.models - 1) / self.step)
 
 
 def cap(figures: Figures, limit: float) -> float:
     """Return c(x) = max(0, 1 - sqrt(x T / S)), which caps the variance at x T."""
-    return max(0.0, 1 - math.sqrt(limit * figures.progress / figures.spread)) if figures.spread > 0 else 0.0
+    return (
+        max(0.0, 1 - math.sqrt(limit * figures.progress / figures.spread))
+        if figures.spread > 0
+        else 0.0
+    )
 
 
 def auto(figures: Figures, tolerance: float) -> float:
@@ -95,15 +107,28 @@ RULES: dict[str, tuple[float, Rule]] = {  # with the pace of the memory: 0.2 is 
     "max(p over twenty rounds, c(0.1))": (0.05, lambda f, m: max(m.noise(f), cap(f, 0.1))),
     "max(2 p smoothed, c(0.1))": (0.2, lambda f, m: max(min(1.0, 2 * m.noise(f)), cap(f, 0.1))),
     "max(c(0.1), auto with 0.02)": (0.2, lambda f, m: max(cap(f, 0.1), auto(f, 0.02))),
-    "max(p smoothed, c(0.05), auto with 0.03)": (0.2, lambda f, m: max(m.noise(f), cap(f, 0.05), auto(f, 0.03))),
-    "max(p smoothed, c(0.1), auto with 0.02)": (0.2, lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.02))),
-    "max(p smoothed, c(0.1), auto with 0.03)": (0.2, lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.03))),
-    "max(p smoothed, c(0.1), auto with 0.05)": (0.2, lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.05))),
+    "max(p smoothed, c(0.05), auto with 0.03)": (
+        0.2,
+        lambda f, m: max(m.noise(f), cap(f, 0.05), auto(f, 0.03)),
+    ),
+    "max(p smoothed, c(0.1), auto with 0.02)": (
+        0.2,
+        lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.02)),
+    ),
+    "max(p smoothed, c(0.1), auto with 0.03)": (
+        0.2,
+        lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.03)),
+    ),
+    "max(p smoothed, c(0.1), auto with 0.05)": (
+        0.2,
+        lambda f, m: max(m.noise(f), cap(f, 0.1), auto(f, 0.05)),
+    ),
     "max(p, c(0.1))": (1.0, lambda f, m: max(m.noise(f), cap(f, 0.1))),
 }
 CENTRED = "around the mean by samples: max(p smoothed, c(0.1))"
 RULES[CENTRED] = RULES["max(p smoothed, c(0.1))"]
-METHODS = ("fedavg(weighted=false)", "stages(fedavg:auto, fedmr)")  # of which the map has not every setting
+# of which the map has not every setting
+METHODS = ("fedavg(weighted=false)", "stages(fedavg:auto, fedmr)")
 OF_MAP = ("fedmr", "stages", "fedmr(blend='auto')")
 
 
@@ -113,17 +138,17 @@ class RuledFedMR(fl.FedMR):
 
     rule: str = field(default="c(0.1)", kw_only=True)
 
+    @property
+    def facts(self) -> Facts:
+        return replace(super().facts, anonymous=False)  # the mean is by samples
+
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         self.memory = Memory(RULES[self.rule][0])
 
-    @property
-    def anonymous_replies(self) -> bool:
-        return False
-
     def receive(self, round: Round, replies: Replies) -> None:
         pool, sent = replies.by_slot("model"), replies.sent_by_slot("model")
-        trainable = self.layout.trainable
+        trainable = self.plan.layout.trainable
         average = weighted_mean(pool, replies.weights_by_slot())
         figures = Figures(
             round.number,
@@ -135,7 +160,7 @@ class RuledFedMR(fl.FedMR):
         )
         share = RULES[self.rule][1](figures, self.memory)
         self.state["pool"] = pool
-        recombine_(pool, self.layout.units(self.unit, self.fraction), round.stream("recombine"))
+        recombine_(pool, self.units(), round.stream("recombine"))
         if self.rule == CENTRED:
             pool.sub_(weighted_mean(pool)).mul_(1 - share).add_(average)
         elif share > 0:
@@ -145,7 +170,9 @@ class RuledFedMR(fl.FedMR):
 def settings() -> list[Setting]:
     """The twelve settings of digits that the rules were chosen on."""
     clean_and_wrong = [
-        Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200) for skew in SKEWS for noise in (0.0, 0.4)
+        Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200)
+        for skew in SKEWS
+        for noise in (0.0, 0.4)
     ]
     changes: list[tuple[int, dict[str, float]]] = [
         (3, {}), (5, {}), (4, {}), (4, {"rate": 0.3}), (5, {"rate": 0.3}), (1, {"rate": 0.3}), (2, {"rate": 0.3}),
@@ -157,7 +184,9 @@ def settings() -> list[Setting]:
 
 def held_out() -> list[Setting]:
     """MNIST's 2NN, on which no rule was chosen."""
-    return [Setting("mnist", "mcmahan_2nn", skew, noise, 100) for noise in (0.0, 0.4) for skew in SKEWS]
+    return [
+        Setting("mnist", "mcmahan_2nn", skew, noise, 100) for noise in (0.0, 0.4) for skew in SKEWS
+    ]
 
 
 def measure(setting: Setting, rule: str, data: Dataset) -> list[float]:
@@ -179,13 +208,25 @@ def measure(setting: Setting, rule: str, data: Dataset) -> list[float]:
 
 
 def row(rule: str, done: Runs, where: list[Setting]) -> str | None:
-    """Return the line of a rule: gain of FedMR kept, mean lead over FedAvg, settings more than a point behind, the two worst."""
+    """Return the line of a rule: gain of FedMR kept, mean lead over FedAvg, settings more than a
+    point behind, the two worst.
+    """
     if any((setting, rule, SEED) not in done for setting in where):
         return None
-    leads = {setting: late(done[setting, rule, SEED]) - late(done[setting, "fedavg", SEED]) for setting in where}
-    gains = {setting: late(done[setting, "fedmr", SEED]) - late(done[setting, "fedavg", SEED]) for setting in where}
+    leads = {
+        setting: late(done[setting, rule, SEED]) - late(done[setting, "fedavg", SEED])
+        for setting in where
+    }
+    gains = {
+        setting: late(done[setting, "fedmr", SEED]) - late(done[setting, "fedavg", SEED])
+        for setting in where
+    }
     won = [setting for setting in where if gains[setting] > 1]
-    share = f"{sum(leads[setting] for setting in won) / sum(gains[setting] for setting in won):.0%}" if won else "-"
+    share = (
+        f"{sum(leads[setting] for setting in won) / sum(gains[setting] for setting in won):.0%}"
+        if won
+        else "-"
+    )
     worst = sorted(leads.values())
     behind = sum(lead < -1 for lead in worst)
     return f"| {rule} | {share} | {statistics.fmean(worst):+.1f} | {behind} | {worst[0]:+.1f}, {worst[1]:+.1f} |"
@@ -202,7 +243,9 @@ def print_tables(done: Runs) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--mnist", type=Path, help="the folder of its four files")
     parser.add_argument("--only", default="", help="rules whose names hold these words")

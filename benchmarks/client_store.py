@@ -1,9 +1,11 @@
-"""Personal models of many clients in little memory: peak memory, and what the store costs beside bare copies and files.
+"""Personal models of many clients in little memory: peak memory, and what the store costs beside
+bare copies and files.
 
-A federation in which every client keeps a model of its own takes turns through all clients, so that each is met `--turns`
-times; the clients' models together exceed the budget many times over and spill. Then the run is resumed by a new store, every
-model is checked, and the store's operations are timed. The full size of the claim, 1,000 ResNet-18 in 4 GiB, needs some 60 GB
-of disk (`--clients 1000 --turns 1`); the default shows the same in little time.
+A federation in which every client keeps a model of its own takes turns through all clients, so that
+each is met `--turns` times; the clients' models together exceed the budget many times over and
+spill. Then the run is resumed by a new store, every model is checked, and the store's operations
+are timed. The full size of the claim, 1,000 ResNet-18 in 4 GiB, needs some 60 GB of disk
+(`--clients 1000 --turns 1`); the default shows the same in little time.
 
     python benchmarks/client_store.py [--clients 100] [--model wide|resnet18] [--budget-mb 400] [--participants 10] [--turns 2]
 """
@@ -29,6 +31,8 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Dataset, Partition, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.local.cohort import Cohort
+from fedloom.method import Facts
+from fedloom.parts.hooks import Inner, Part
 from fedloom.records import Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import Checkpoints
@@ -42,32 +46,45 @@ from outcome import tell
 
 @dataclass
 class PersonalModels(FedAvg):
-    """Clients in turn keep what they trained, and go on from the mean of it and the download."""
-
-    def select(self, round: Round) -> Selection:
-        start = (round.number - 1) * round.participants
-        return Selection(tuple((start + k) % round.clients for k in range(round.participants)))
+    """Clients keep what they trained, and go on from the mean of it and the download."""
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         stored = cohort.memory.knows("model").unsqueeze(1)
         visits = cohort.memory.get("seen", torch.zeros(1, 1, dtype=torch.int64))
         kept_model = cohort.memory.get("model", inbox["model"])
-        trained = cohort.fit(torch.where(stored, (kept_model + inbox["model"]) / 2, inbox["model"])).model
+        trained = cohort.fit(
+            torch.where(stored, (kept_model + inbox["model"]) / 2, inbox["model"])
+        ).model
         cohort.memory["model"] = trained
         cohort.memory["seen"] = visits + 1
         return {"model": trained}
 
 
+class InTurn(Part):
+    """Clients take part in turn."""
+
+    facts = Facts(independent=False)
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        start = (round.number - 1) * round.participants
+        return Selection(tuple((start + k) % round.clients for k in range(round.participants)))
+
+
 def small_data(clients: int, model: str) -> Task:
-    """Two random samples a client, one step: the store is measured, not the training. The `wide` net has as many parameters as
-    ResNet-18, 11.2 million, and trains in a hundredth of its time."""
+    """Two random samples a client, one step: the store is measured, not the training. The `wide`
+    net has as many parameters as ResNet-18, 11.2 million, and trains in a hundredth of its time.
+    """
     draw = torch.Generator().manual_seed(0)
     shape = (3, 32, 32) if model == "resnet18" else (784,)
     count = 2 * clients
     module = (
-        "resnet18" if model == "resnet18" else nn.Sequential(nn.Linear(784, 14060), nn.ReLU(), nn.Linear(14060, 10))
+        "resnet18"
+        if model == "resnet18"
+        else nn.Sequential(nn.Linear(784, 14060), nn.ReLU(), nn.Linear(14060, 10))
     )
-    train = Samples(torch.randn(count, *shape, generator=draw), torch.randint(10, (count,), generator=draw))
+    train = Samples(
+        torch.randn(count, *shape, generator=draw), torch.randint(10, (count,), generator=draw)
+    )
     return make_task(
         Dataset("random", train, train[:2], 10),
         partition=Partition.from_sizes(np.arange(count), [2] * clients),
@@ -92,8 +109,12 @@ def median_ms(act: Callable[[int], object], clients: list[int]) -> float:
     return 1000 * statistics.median(seconds)
 
 
-def operations(store: ClientStore, folder: Path, row: torch.Tensor, some: list[int]) -> list[dict[str, float | str]]:
-    """Milliseconds a client for what a round does, beside the bare copy, read and write of the same bytes."""
+def operations(
+    store: ClientStore, folder: Path, row: torch.Tensor, some: list[int]
+) -> list[dict[str, float | str]]:
+    """Milliseconds a client for what a round does, beside the bare copy, read and write of the same
+    bytes.
+    """
     path = folder / "bare.bin"
 
     def write_bare(_: int) -> None:
@@ -129,21 +150,29 @@ def operations(store: ClientStore, folder: Path, row: torch.Tensor, some: list[i
             if name == "checkpoint after one change":
                 write(client)
             took.append(median_ms(act, [client]))
-        rows.append({"operation": name, "ms": statistics.median(took), "bare_ms": median_ms(bare, some)})
+        rows.append(
+            {"operation": name, "ms": statistics.median(took), "bare_ms": median_ms(bare, some)}
+        )
     path.unlink()
     return rows
 
 
 def main() -> None:
-    """Run, resume, check, time; exit with 1 where a model is not what it should be or memory passed the limit."""
+    """Run, resume, check, time; exit with 1 where a model is not what it should be or memory passed
+    the limit.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--model", choices=["wide", "resnet18"], default="wide")
     parser.add_argument("--budget-mb", type=float, default=400)
     parser.add_argument("--participants", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2, help="how often each client is met")
-    parser.add_argument("--limit-gib", type=float, default=4.0, help="peak memory that must not be passed")
-    parser.add_argument("--folder", type=Path, default=None, help="where the run goes (default: a temporary folder)")
+    parser.add_argument(
+        "--limit-gib", type=float, default=4.0, help="peak memory that must not be passed"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the run goes (default: a temporary folder)"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(2)
     imported = peak_mib()
@@ -156,11 +185,15 @@ def main() -> None:
     try:
         free = shutil.disk_usage(folder).free
         if free < 1.1 * needed:
-            parser.error(f"needs {needed / 1e9:.0f} GB of disk, {free / 1e9:.0f} GB are free: take fewer --clients")
+            parser.error(
+                f"needs {needed / 1e9:.0f} GB of disk, {free / 1e9:.0f} GB are free: take fewer --clients"
+            )
         rounds = chosen.turns * -(-chosen.clients // chosen.participants)
-        schedule = Schedule(rounds, chosen.participants / chosen.clients, evaluate_every=rounds, checkpoint_every=5)
+        schedule = Schedule(
+            rounds, chosen.participants / chosen.clients, evaluate_every=rounds, checkpoint_every=5
+        )
         engine = RowsEngine(task, memory_budget=int(chosen.budget_mb * 1e6))
-        run = Federation(PersonalModels(), task, engine, schedule, folder)
+        run = Federation(InTurn(PersonalModels()), task, engine, schedule, folder)
         began = time.perf_counter()
         run.run()
         seconds = time.perf_counter() - began
@@ -170,11 +203,16 @@ def main() -> None:
 
         began = time.perf_counter()
         resumed = ClientStore(folder / "clients", int(chosen.budget_mb * 1e6))
-        Checkpoints(folder, "").latest(rounds, lambda checkpoint: resumed.restore(checkpoint.clients))
+        Checkpoints(folder, "").latest(
+            rounds, lambda checkpoint: resumed.restore(checkpoint.clients)
+        )
         restored = time.perf_counter() - began
-        wrong = [client for client in range(chosen.clients) if not sound(resumed, engine.store, client)]
+        wrong = [
+            client for client in range(chosen.clients) if not sound(resumed, engine.store, client)
+        ]
         some = list(range(0, chosen.clients, max(1, chosen.clients // 20)))
-        # The budget of one model: whatever is written pushes another out, whatever is read is on the disk.
+        # The budget of one model: whatever is written pushes another out, whatever is read is on
+        # the disk.
         resumed.budget = 3 * model_bytes
         rows = operations(resumed, folder, task.initial, some)
     finally:
@@ -202,10 +240,14 @@ def main() -> None:
 
 
 def sound(resumed: ClientStore, original: ClientStore, client: int) -> bool:
-    """Return True if a store made again holds for the client what the run's own store does, bit for bit."""
+    """Return True if a store made again holds for the client what the run's own store does, bit for
+    bit.
+    """
     restored, expected = resumed.read(client), original.read(client)
     names = {"model", "seen"}
-    return restored.keys() == names == expected.keys() and all(torch.equal(restored[k], expected[k]) for k in names)
+    return restored.keys() == names == expected.keys() and all(
+        torch.equal(restored[k], expected[k]) for k in names
+    )
 
 
 if __name__ == "__main__":

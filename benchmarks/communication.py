@@ -1,10 +1,12 @@
-"""What a round of each method costs: FedMR's appendix C.1 out of the bytes that were counted, with computing times beside it.
+"""What a round of each method costs: FedMR's appendix C.1 out of the bytes that were counted, with
+computing times beside it.
 
-K clients take part. The paper counts 2K models for FedAvg, FedProx, CluSamp, FedMR and the later baselines, 2K models and 2K
-control variates (as long as the trainable part of a model) for SCAFFOLD, 2K models and K generators for FedGen. The counts here
-are those of the last of a few rounds (FedGen sends no generator in the first, and its clients return a count for each class,
-which the paper leaves out), in units of one model. Times are medians over the rounds after the first, in milliseconds: of a
-client's whole turn, and of the server's half of the round.
+K clients take part. The paper counts 2K models for FedAvg, FedProx, CluSamp, FedMR and the later
+baselines, 2K models and 2K control variates (as long as the trainable part of a model) for
+SCAFFOLD, 2K models and K generators for FedGen. The counts here are those of the last of a few
+rounds (FedGen sends no generator in the first, and its clients return a count for each class, which
+the paper leaves out), in units of one model. Times are medians over the rounds after the first, in
+milliseconds: of a client's whole turn, and of the server's half of the round.
 
     python benchmarks/communication.py [--rounds 5] [--clients 20] [--participation 0.5] [--data digits] [--model mlp]
 """
@@ -25,7 +27,17 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_task
 from outcome import tell
 
-BASELINES = ("fedavg", "fedprox", "moon", "clusamp", "fedexp", "fedasam", "fedmut", "indep", "fedmr")
+BASELINES = (
+    "fedavg",
+    "fedprox",
+    "moon",
+    "clusamp",
+    "fedexp",
+    "fedasam",
+    "fedmut",
+    "indep",
+    "fedmr",
+)
 """Methods that exchange a model down and a model up with each client, and nothing else."""
 
 
@@ -64,7 +76,9 @@ def measure(name: str, task: Task, schedule: Schedule) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--participation", type=float, default=0.5)
@@ -72,7 +86,9 @@ def main() -> None:
     parser.add_argument("--model", default="mlp")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    task = make_task(arguments.data, clients=arguments.clients, partition="iid", model=arguments.model)
+    task = make_task(
+        arguments.data, clients=arguments.clients, partition="iid", model=arguments.model
+    )
     schedule = Schedule(rounds=max(2, arguments.rounds), participation=arguments.participation)
     names = [name for name in (*BASELINES, "scaffold", "fedgen") if name in algorithms]
     tell("a round's traffic and computing time", [measure(name, task, schedule) for name in names])

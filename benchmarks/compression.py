@@ -1,7 +1,8 @@
 """Compressed traffic: bytes, down and up together, until the test accuracy is 95 %, by code.
 
-Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over seeds; a seed that does not get there in the
-given rounds is counted as not reached, and the line says in how many seeds it was.
+Twenty clients, half of them in a round, Dirichlet 1.0. Each line is the mean over seeds; a seed
+that does not get there in the given rounds is counted as not reached, and the line says in how many
+seeds it was.
 
     python benchmarks/compression.py [--data digits] [--samples N] [--rounds 150] [--seeds 3] [--target 0.95]
 """
@@ -38,7 +39,9 @@ METHODS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="digits")
     parser.add_argument("--samples", type=int, help="the first so many training samples alone")
     parser.add_argument("--rounds", type=int, default=150)
@@ -49,7 +52,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dataset = make_dataset(options.data)
     dataset = replace(dataset, train=dataset.train[: options.samples])
-    training = Training(learning_rate=0.1, epochs=5 if options.data == "digits" else 1, batch_size=20)
+    training = Training(
+        learning_rate=0.1, epochs=5 if options.data == "digits" else 1, batch_size=20
+    )
     model = "mlp(hidden=[64, 64])" if options.data == "digits" else "mlp(hidden=[200])"
     print(
         f"| method | best accuracy, % | rounds to {options.target:.0%} | MB to {options.target:.0%} | bytes of a round |"
@@ -58,11 +63,22 @@ def main() -> None:
     for method in options.methods:
         rows = []
         for seed in range(options.seeds):
-            task = make_task(dataset, clients=20, partition="dirichlet(1.0)", model=model, training=training, seed=seed)
-            result = run(method, task, rounds=options.rounds, participation=0.5, seed=seed, evaluate_every=1)
+            task = make_task(
+                dataset,
+                clients=20,
+                partition="dirichlet(1.0)",
+                model=model,
+                training=training,
+                seed=seed,
+            )
+            result = run(
+                method, task, rounds=options.rounds, participation=0.5, seed=seed, evaluate_every=1
+            )
             record = result.history[-1]
             reached = result.rounds_to(options.target), bytes_to(result.summary, options.target)
-            rows.append((100 * result.best_accuracy, *reached, record["bytes_down"] + record["bytes_up"]))
+            rows.append(
+                (100 * result.best_accuracy, *reached, record["bytes_down"] + record["bytes_up"])
+            )
         best, rounds, size, seconds = zip(*rows, strict=True)
         counts = [count for count in rounds if count is not None]
         often = "" if len(counts) == len(rows) else f" ({len(counts)} of {len(rows)})"
@@ -72,7 +88,10 @@ def main() -> None:
             if counts
             else ""
         )
-        print(f"| {method} | {statistics.fmean(best):.1f} | {to} | {sent} | {seconds[0]:,} |", flush=True)
+        print(
+            f"| {method} | {statistics.fmean(best):.1f} | {to} | {sent} | {seconds[0]:,} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What loading data costs: seconds and peak memory of the standard formats, and the share of a training step.
+"""What loading data costs: seconds and peak memory of the standard formats, and the share of a
+training step.
 
-Run `python benchmarks/data_loading.py [--data FOLDER]`. FOLDER (default: FEDLOOM_DATA) may hold MNIST; CIFAR-10 is
-written to a temporary folder at its full size, with random pixels, in the Python and the binary format. Each set is
-loaded in a process of its own, so that its peak memory is its own. The last line is one JSON object.
+Run `python benchmarks/data_loading.py [--data FOLDER]`. FOLDER (default: FEDLOOM_DATA) may hold
+MNIST; CIFAR-10 is written to a temporary folder at its full size, with random pixels, in the Python
+and the binary format. Each set is loaded in a process of its own, so that its peak memory is its
+own. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _STEPS = 60
 def main() -> None:
     """Measure, print a table, and last one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", default=os.environ.get("FEDLOOM_DATA"), help="folder that may hold MNIST")
+    parser.add_argument(
+        "--data", default=os.environ.get("FEDLOOM_DATA"), help="folder that may hold MNIST"
+    )
     parser.add_argument("--load", nargs=2, metavar=("SET", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.load:
@@ -52,7 +56,9 @@ def main() -> None:
     share = batch_share()
     table = Table("data set", "seconds", "peak MB", "MB over import")
     for name, row in figures.items():
-        table.add_row(name, f"{row['seconds']:.2f}", f"{row['peak_mb']:.0f}", f"{row['over_import_mb']:.0f}")
+        table.add_row(
+            name, f"{row['seconds']:.2f}", f"{row['peak_mb']:.0f}", f"{row['over_import_mb']:.0f}"
+        )
     console = Console()
     console.print(table)
     console.print(
@@ -71,7 +77,9 @@ def load_apart(name: str, folder: str) -> dict[str, float]:
 
 
 def load_here(name: str, folder: str) -> dict[str, float]:
-    """Seconds to load the set, the process's peak memory (MB), and how far it lies above the peak after the imports."""
+    """Seconds to load the set, the process's peak memory (MB), and how far it lies above the peak
+    after the imports.
+    """
     make = datasets[name].make
     imported = _peak_mb()
     began = time.perf_counter()
@@ -85,7 +93,12 @@ def _peak_mb() -> float:
     status = Path("/proc/self/status")
     if status.is_file():  # on Linux ru_maxrss starts at the parent's peak
         return (
-            next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**10
+            next(
+                int(line.split()[1])
+                for line in status.read_text().splitlines()
+                if line.startswith("VmHWM")
+            )
+            / 2**10
         )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -94,33 +107,48 @@ def _batches() -> list[tuple[str, np.ndarray, np.ndarray]]:
     draw = np.random.default_rng(0)
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     return [
-        (name, draw.integers(0, 256, (10_000, 3072), dtype=np.uint8), draw.integers(0, 10, 10_000)) for name in names
+        (name, draw.integers(0, 256, (10_000, 3072), dtype=np.uint8), draw.integers(0, 10, 10_000))
+        for name in names
     ]
 
 
 def write_python(folder: Path) -> None:
     """CIFAR-10's six Python batches, 10,000 random images each."""
     for name, pixels, labels in _batches():
-        # The authors' files hold the pixels as one byte string; of Python 3's protocols 4 does so too.
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels.tolist()}, protocol=4))
+        # The authors' files hold the pixels as one byte string; of Python 3's protocols 4 does so
+        # too.
+        (folder / name).write_bytes(
+            pickle.dumps({"data": pixels, "labels": labels.tolist()}, protocol=4)
+        )
 
 
 def batch_share() -> dict[str, float]:
-    """Milliseconds to gather and prepare a batch of CIFAR-shaped bytes, of a whole SGD step on FedALA's CNN, and the
-    share of the first in the second (medians on one
-    thread; the step's time contains the batch's)."""
+    """Milliseconds to gather and prepare a batch of CIFAR-shaped bytes, of a whole SGD step on
+    FedALA's CNN, and the share of the first in the second (medians on one thread; the step's time
+    contains the batch's).
+    """
     draw = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8, generator=draw)
     samples = Samples(pixels, torch.randint(0, 10, (50_000,), generator=draw))
-    data = Dataset("random", samples, samples[:0], 10, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262))
+    data = Dataset(
+        "random", samples, samples[:0], 10, mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262)
+    )
     order = torch.randperm(len(samples), generator=draw)
     model = nn.Sequential(
-        *(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(
+            nn.Conv2d(3, 32, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ),
         *(nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would hide the work itself
+    # threads that wait for each other on a busy machine would hide the work itself
+    torch.set_num_threads(1)
     times: list[tuple[float, float]] = []
     for step in range(_STEPS):
         began = time.perf_counter()

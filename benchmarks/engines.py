@@ -1,15 +1,18 @@
-"""Seconds of a FedAvg round in each engine over the same SGD steps on one bare module, in one run on one machine.
+"""Seconds of a FedAvg round in each engine over the same SGD steps on one bare module, in one run
+on one machine.
 
     python benchmarks/engines.py [--engines rows,stacked,default] [--tasks mlp,logistic] [--clients 10,100] [--rounds 5]
     python benchmarks/engines.py --engines rows,default --tasks digits_mlp,digits_cnn,digits_logistic --clients 20
     python benchmarks/engines.py --engines rows,stacked --tasks digits_mlp --clients 20 --methods "fedavg;fedprox;scaffold"
 
-The bare steps run as a user writes them, in a process of their own on as many threads, twice: with the C library's allocator as
-it comes (`bare_s`, what ratios are over) and with the allocator keeping its pages (`tuned_s`). All run in turn, round by round;
-`ratio` is the median over rounds of engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is
-the processors' time of a round, worker processes included, over that of the bare round: on a machine that others use too it
-says more; the bare steps are those of FedAvg with SGD, whatever the method. `rows_ratio` is the median of the rounds of `rows`
-over those of the engine. The engine that `default` takes for a run of 300 rounds, and why, stands beside.
+The bare steps run as a user writes them, in a process of their own on as many threads, twice: with
+the C library's allocator as it comes (`bare_s`, what ratios are over) and with the allocator
+keeping its pages (`tuned_s`). All run in turn, round by round; `ratio` is the median over rounds of
+engine over bare of the same round, `best_ratio` the least over the least. `cpu_ratio` is the
+processors' time of a round, worker processes included, over that of the bare round: on a machine
+that others use too it says more; the bare steps are those of FedAvg with SGD, whatever the method.
+`rows_ratio` is the median of the rounds of `rows` over those of the engine. The engine that
+`default` takes for a run of 300 rounds, and why, stands beside.
 """
 
 from __future__ import annotations
@@ -46,14 +49,23 @@ from limit import cnn, mlp
 from outcome import tell
 
 
-def random_task(model: str | nn.Module, shape: tuple[int, ...], clients: int, samples: int, **training: Any) -> Task:
+def random_task(
+    model: str | nn.Module, shape: tuple[int, ...], clients: int, samples: int, **training: Any
+) -> Task:
     """Clients with `samples` random samples each, of ten classes."""
     draw = torch.Generator().manual_seed(0)
     total = clients * samples
-    train = Samples(torch.randn(total, *shape, generator=draw), torch.randint(10, (total,), generator=draw))
+    train = Samples(
+        torch.randn(total, *shape, generator=draw), torch.randint(10, (total,), generator=draw)
+    )
     partition = Partition.from_sizes(np.arange(total), [samples] * clients)
     settings = {"learning_rate": 0.01, **training}
-    return make_task(Dataset("random", train, train[:10], 10), partition=partition, model=model, training=settings)
+    return make_task(
+        Dataset("random", train, train[:10], 10),
+        partition=partition,
+        model=model,
+        training=settings,
+    )
 
 
 def mlp_task(clients: int, samples: int = 600) -> Task:
@@ -82,7 +94,9 @@ def logistic_task(clients: int) -> Task:
 def digits_task(model: str, clients: int, **changes: Any) -> Task:
     """The digits of `make demo`, held as unevenly."""
     training = {"learning_rate": 0.1, "batch_size": 50, "epochs": 5, **changes}
-    return make_task("digits", clients=clients, partition="dirichlet(0.1)", model=model, training=training)
+    return make_task(
+        "digits", clients=clients, partition="dirichlet(0.1)", model=model, training=training
+    )
 
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -107,9 +121,13 @@ class Cost(NamedTuple):
 
 
 def bare_cost(module: nn.Module, task: Task) -> Cost:
-    """One round's SGD steps on one bare module; loading the start model and gathering batches are not counted."""
+    """One round's SGD steps on one bare module; loading the start model and gathering batches are
+    not counted.
+    """
     settings = task.training
-    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(
+        module.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+    )
     clock = processors = 0.0
     for client in range(task.clients):
         task.layout.load(module, task.initial)
@@ -139,12 +157,16 @@ def serve(name: str, clients: int) -> None:
 
 
 class BareProcess:
-    """The bare steps in a process of their own, so that neither this one's allocator nor its threads touch them."""
+    """The bare steps in a process of their own, so that neither this one's allocator nor its
+    threads touch them.
+    """
 
     def __init__(self, name: str, clients: int, tuned: bool) -> None:
         command = [sys.executable, __file__, "--serve", "--tasks", name, "--clients", str(clients)]
         command += ["--threads", str(torch.get_num_threads()), *(["--keep-pages"] if tuned else [])]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def round(self) -> Cost:
         assert self.process.stdin is not None
@@ -168,12 +190,16 @@ def processor_seconds(engine: object) -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(name: str, clients: int, engines: list[str], rounds: int, method: str) -> list[dict[str, Any]]:
+def measure(
+    name: str, clients: int, engines: list[str], rounds: int, method: str
+) -> list[dict[str, Any]]:
     """One row for each engine; the first round of each warms up."""
     task = TASKS[name](clients)
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9)
     usual = Schedule(rounds=300, participation=1.0)
-    built = {engine: make_engine(engine, task, usual, algorithm=build(method)) for engine in engines}
+    built = {
+        engine: make_engine(engine, task, usual, algorithm=build(method)) for engine in engines
+    }
     runs = {engine: Federation(build(method), task, built[engine], schedule) for engine in engines}
     bare, tuned = (BareProcess(name, clients, tuned) for tuned in (False, True))
     plain: list[Cost] = []
@@ -185,7 +211,9 @@ def measure(name: str, clients: int, engines: list[str], rounds: int, method: st
         for engine, run in runs.items():
             began, used = time.perf_counter(), processor_seconds(built[engine])
             run.step()
-            taken[engine].append(Cost(time.perf_counter() - began, processor_seconds(built[engine]) - used))
+            taken[engine].append(
+                Cost(time.perf_counter() - began, processor_seconds(built[engine]) - used)
+            )
     for engine_object in built.values():
         engine_object.close()
     for process in (bare, tuned):
@@ -201,21 +229,27 @@ def measure(name: str, clients: int, engines: list[str], rounds: int, method: st
             "bare_s": statistics.median(cost.clock for cost in plain[1:]),
             "tuned_s": statistics.median(cost.clock for cost in tuned_costs[1:]),
             "round_s": statistics.median(cost.clock for cost in costs[1:]),
-            "ratio": statistics.median(c.clock / b.clock for c, b in zip(costs[1:], plain[1:], strict=True)),
-            "best_ratio": min(cost.clock for cost in costs[1:]) / min(cost.clock for cost in plain[1:]),
+            "ratio": statistics.median(
+                c.clock / b.clock for c, b in zip(costs[1:], plain[1:], strict=True)
+            ),
+            "best_ratio": min(cost.clock for cost in costs[1:])
+            / min(cost.clock for cost in plain[1:]),
             "rows_ratio": statistics.median(
                 r.clock / c.clock for c, r in zip(costs[1:], taken["rows"][1:], strict=True)
             )
             if "rows" in taken
             else None,
-            "cpu_ratio": min(cost.processors for cost in costs[1:]) / min(cost.processors for cost in plain[1:]),
+            "cpu_ratio": min(cost.processors for cost in costs[1:])
+            / min(cost.processors for cost in plain[1:]),
         }
         for engine, costs in taken.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)",
                         help=f"of {', '.join(entry.name for entry in engines)}, with options in brackets")  # fmt: skip
     parser.add_argument("--tasks", default=",".join(TASKS))
@@ -235,8 +269,16 @@ def main() -> None:
     keep_pages()
     rows = []
     for name in arguments.tasks.split(","):
-        for clients, method in product(map(int, arguments.clients.split(",")), arguments.methods.split(";")):
-            rows += measure(name, clients, re.split(r",(?![^(]*\))", arguments.engines), arguments.rounds, method)
+        for clients, method in product(
+            map(int, arguments.clients.split(",")), arguments.methods.split(";")
+        ):
+            rows += measure(
+                name,
+                clients,
+                re.split(r",(?![^(]*\))", arguments.engines),
+                arguments.rounds,
+                method,
+            )
     tell("round in each engine over the bare steps", rows)
 
 

@@ -1,9 +1,10 @@
-"""What evaluation costs of a run at the cadence that is chosen by default, and what one pass over all clients saves.
+"""What evaluation costs of a run at the cadence that is chosen by default, and what one pass over
+all clients saves.
 
-Three federations whose clients hold test data of their own: a small one with every client in each round, one with few of many
-clients, and one whose clients are convolutional nets. Each is run with plain averaging and with the dearest kind of
-personalisation, one more local training before use. The share is seconds of evaluation over seconds of the run, from the
-run's own timings.
+Three federations whose clients hold test data of their own: a small one with every client in each
+round, one with few of many clients, and one whose clients are convolutional nets. Each is run with
+plain averaging and with the dearest kind of personalisation, one more local training before use.
+The share is seconds of evaluation over seconds of the run, from the run's own timings.
 
     python benchmarks/evaluation.py [--cadences 2]
 """
@@ -46,7 +47,9 @@ class FineTuned(FedAvg):
 def images(count: int, channels: int, size: int) -> Dataset:
     """Random images and labels; a tenth as many for the global test set."""
     draw = torch.Generator().manual_seed(0)
-    inputs = torch.randint(256, (count + count // 10, channels, size, size), generator=draw, dtype=torch.uint8)
+    inputs = torch.randint(
+        256, (count + count // 10, channels, size, size), generator=draw, dtype=torch.uint8
+    )
     everything = Samples(inputs, torch.randint(10, (len(inputs),), generator=draw))
     means = (0.5,) * channels
     return Dataset("random", everything[:count], everything[count:], 10, means, means)
@@ -58,17 +61,38 @@ def federations() -> list[tuple[str, Task, float]]:
     return [
         (
             "digits, mlp, 20 clients, all take part",
-            make_task("digits", clients=20, partition="dirichlet(0.5)", model="mlp", training=sgd, local_test=0.25),
+            make_task(
+                "digits",
+                clients=20,
+                partition="dirichlet(0.5)",
+                model="mlp",
+                training=sgd,
+                local_test=0.25,
+            ),
             1.0,
         ),
         (
             "28x28, mlp, 100 clients, a tenth takes part",
-            make_task(images(4_000, 1, 28), clients=100, partition="iid", model="mlp", training=sgd, local_test=0.25),
+            make_task(
+                images(4_000, 1, 28),
+                clients=100,
+                partition="iid",
+                model="mlp",
+                training=sgd,
+                local_test=0.25,
+            ),
             0.1,
         ),
         (
             "28x28, cnn4, 20 clients, all take part",
-            make_task(images(600, 1, 28), clients=20, partition="iid", model="cnn4", training=sgd, local_test=0.25),
+            make_task(
+                images(600, 1, 28),
+                clients=20,
+                partition="iid",
+                model="cnn4",
+                training=sgd,
+                local_test=0.25,
+            ),
             1.0,
         ),
     ]
@@ -93,8 +117,9 @@ def share(algorithm: Algorithm, task: Task, participation: float, cadences: int)
 
 
 def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
-    """Milliseconds, median over turns: of the global model on all clients' own test data, in one pass and client by client; and
-    of a model of each client's own."""
+    """Milliseconds, median over turns: of the global model on all clients' own test data, in one
+    pass and client by client; and of a model of each client's own.
+    """
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     local_test = task.local_test
     assert local_test is not None  # every task here has it
@@ -102,8 +127,12 @@ def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
     rows = task.initial + 0.01 * torch.randn(task.clients, task.layout.size)
     ways: dict[str, Callable[[], object]] = {
         "together_ms": lambda: evaluator.tally(task.initial, task.train, local_test, clients),
-        "apart_ms": lambda: [evaluator.tally(task.initial, task.train, local_test, [client]) for client in clients],
-        "models_apart_ms": lambda: [evaluator.tally(rows[k], task.train, local_test, [k]) for k in clients],
+        "apart_ms": lambda: [
+            evaluator.tally(task.initial, task.train, local_test, [client]) for client in clients
+        ],
+        "models_apart_ms": lambda: [
+            evaluator.tally(rows[k], task.train, local_test, [k]) for k in clients
+        ],
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
@@ -117,7 +146,9 @@ def pass_seconds(task: Task, repeats: int = 5) -> dict[str, float]:
 def main() -> None:
     """Measure all federations and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cadences", type=int, default=2, help="how many evaluations of the clients a run lasts")
+    parser.add_argument(
+        "--cadences", type=int, default=2, help="how many evaluations of the clients a run lasts"
+    )
     parser.add_argument("--threads", type=int, default=1)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -126,7 +157,10 @@ def main() -> None:
     passes: list[dict[str, Any]] = []
     for name, task, participation in federations():
         methods = (FedAvg(), FineTuned())
-        shares += [{"federation": name, **share(method, task, participation, chosen.cadences)} for method in methods]
+        shares += [
+            {"federation": name, **share(method, task, participation, chosen.cadences)}
+            for method in methods
+        ]
         passes.append({"federation": name, **pass_seconds(task)})
     tell("One evaluation on the clients' own test data", passes)
     tell("Share of evaluation in a run", shares)

@@ -1,10 +1,12 @@
-"""Processor seconds and memory of a round's exchange, with as little training as can be: one step a client.
+"""Processor seconds and memory of a round's exchange, with as little training as can be: one step a
+client.
 
     python benchmarks/exchange.py [--clients 10,1500] [--methods fedavg,fedmr,scaffold] [--rounds 5]
     PYTHONPATH=OTHER/src python benchmarks/exchange.py        # the same of another checkout, to compare
 
-Each line is measured in a process of its own: the least processor seconds of a round after the first, with every reply and with a
-tenth of the clients dropping out, and the peak of memory over imports and data.
+Each line is measured in a process of its own: the least processor seconds of a round after the
+first, with every reply and with a tenth of the clients dropping out, and the peak of memory over
+imports and data.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def measure(method: str, clients: int, dropout: float, rounds: int) -> dict[str,
     """Return the cost of the rounds of one method in this process."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    inputs, labels = torch.randn(2 * clients, 784, generator=generator), torch.arange(2 * clients) % 10
+    inputs, labels = (
+        torch.randn(2 * clients, 784, generator=generator),
+        torch.arange(2 * clients) % 10,
+    )
     task = fl.make_task(
         fl.Dataset("drawn", fl.Samples(inputs, labels), fl.Samples(inputs[:10], labels[:10]), 10),
         clients=clients,
@@ -41,7 +46,9 @@ def measure(method: str, clients: int, dropout: float, rounds: int) -> dict[str,
         training=fl.Training(learning_rate=0.01, batch_size=2),
     )
     imported = imports()
-    schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9, dropout=dropout)
+    schedule = Schedule(
+        rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9, dropout=dropout
+    )
     federation = Federation(build(method), task, RowsEngine(task), schedule)
     seconds = []
     for _ in range(rounds):
@@ -59,7 +66,9 @@ def measure(method: str, clients: int, dropout: float, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", default="10,1500")
     parser.add_argument("--methods", default="fedavg,fedmr,scaffold")
     parser.add_argument("--rounds", type=int, default=5)
@@ -72,7 +81,9 @@ def main() -> None:
     rows = []
     for line in product(arguments.methods.split(","), arguments.clients.split(","), ("0", "0.1")):
         command = [sys.executable, __file__, "--alone", *line, str(arguments.rounds)]
-        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        rows.append(
+            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        )
     tell("a round's exchange", rows)
 
 

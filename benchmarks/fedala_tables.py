@@ -1,9 +1,11 @@
-"""FedALA's Tables 2, 7 and 3 on MNIST and digits: the order of the personalised methods, their time and their traffic.
+"""FedALA's Tables 2, 7 and 3 on MNIST and digits: the order of the personalised methods, their time
+and their traffic.
 
-Protocol (FedALA, section 5): training and test parts merged, 20 clients that all take part, each keeps 25 % of its samples for
-testing; CNN with learning rate 0.1, batch 10, one local epoch, last short batch dropped; best over rounds of the accuracy on
-the clients' own test data. MNIST is cut to `--samples` images so that every method and seed gets its rounds on a small
-machine; digits (8x8) is whole, with its own small CNN.
+Protocol (FedALA, section 5): training and test parts merged, 20 clients that all take part, each
+keeps 25 % of its samples for testing; CNN with learning rate 0.1, batch 10, one local epoch, last
+short batch dropped; best over rounds of the accuracy on the clients' own test data. MNIST is cut to
+`--samples` images so that every method and seed gets its rounds on a small machine; digits (8x8) is
+whole, with its own small CNN.
 
     python benchmarks/fedala_tables.py --mnist FOLDER [--samples 10000] [--rounds 20] [--digits-rounds 60] [--seeds 3]
 """
@@ -50,8 +52,9 @@ class Cell(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run: best accuracy on the clients' own test data, the round it was reached in, seconds of training a
-    round, numbers sent to and from one client in a round, in models."""
+    """The outcome of a run: best accuracy on the clients' own test data, the round it was reached
+    in, seconds of training a round, numbers sent to and from one client in a round, in models.
+    """
 
     best: float
     best_round: int
@@ -60,19 +63,34 @@ class Outcome(NamedTuple):
 
 
 def printed_accuracy(partition: str, method: str) -> float | str:
-    """Return the paper's figure for MNIST, from table 2 (pathological) or 7 (Dirichlet 0.1); `-` for other methods."""
+    """Return the paper's figure for MNIST, from table 2 (pathological) or 7 (Dirichlet 0.1); `-`
+    for other methods.
+    """
     numbers = printed("fedala", "2" if partition == "pathological" else "7")
-    means = (n["mean"] for n in numbers if (n["dataset"], n["method"]) == ("mnist", METHODS.get(method)))
+    means = (
+        n["mean"] for n in numbers if (n["dataset"], n["method"]) == ("mnist", METHODS.get(method))
+    )
     return next(means, "-")
 
 
 def digits_or_mnist(cell: Cell, folder: str, samples: int) -> Task:
     """The task of a cell."""
-    data = make_dataset("digits" if cell.data == "digits" else f"mnist(folder='{folder}', normalise=half)")
+    data = make_dataset(
+        "digits" if cell.data == "digits" else f"mnist(folder='{folder}', normalise=half)"
+    )
     if cell.data == "mnist" and samples:
         samples_all = data.train.concatenate(data.test)
-        chosen = samples_all[torch.randperm(len(samples_all), generator=torch.Generator().manual_seed(0))[:samples]]
-        data = Dataset(data.name, chosen[: samples // 2], chosen[samples // 2 :], data.classes, data.mean, data.std)
+        chosen = samples_all[
+            torch.randperm(len(samples_all), generator=torch.Generator().manual_seed(0))[:samples]
+        ]
+        data = Dataset(
+            data.name,
+            chosen[: samples // 2],
+            chosen[samples // 2 :],
+            data.classes,
+            data.mean,
+            data.std,
+        )
     return make_task(
         data,
         clients=20,
@@ -99,22 +117,34 @@ def measure(cell: Cell, folder: str, samples: int, rounds: dict[str, int], every
     )
     run = Federation(build(cell.method), task, RowsEngine(task), schedule)
     run.run()
-    scores = {record["round"]: record["personal_accuracy"] for record in run.history if "personal_accuracy" in record}
+    scores = {
+        record["round"]: record["personal_accuracy"]
+        for record in run.history
+        if "personal_accuracy" in record
+    }
     record = run.history[-1]
     sent = (record["bytes_down"] + record["bytes_up"]) / task.clients / 4 / task.layout.size
     # The first rounds warm up, and in the second one FedALA learns its weights to convergence.
-    seconds = statistics.median(timing["train_seconds"] for timing in run.timings[2:] or run.timings)
+    seconds = statistics.median(
+        timing["train_seconds"] for timing in run.timings[2:] or run.timings
+    )
     best_round = max(scores, key=lambda number: scores[number])
     return Outcome(scores[best_round], best_round, seconds, sent)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mnist", default="data/MNIST", help="folder with MNIST's idx files")
-    parser.add_argument("--samples", type=int, default=10_000, help="MNIST images in all; 0 for all 70,000")
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="MNIST images in all; 0 for all 70,000"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--digits-rounds", type=int, default=60)
-    parser.add_argument("--every", type=int, default=2, help="rounds between two evaluations of the personal models")
+    parser.add_argument(
+        "--every", type=int, default=2, help="rounds between two evaluations of the personal models"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", default="digits,mnist")
     parser.add_argument("--methods", default=";".join(METHODS), help="expressions, separated by ;")
@@ -130,16 +160,26 @@ def main() -> None:
         for seed in range(arguments.seeds)
     ]
     began = time.perf_counter()
-    job = partial(measure, folder=arguments.mnist, samples=arguments.samples, rounds=rounds, every=arguments.every)
+    job = partial(
+        measure,
+        folder=arguments.mnist,
+        samples=arguments.samples,
+        rounds=rounds,
+        every=arguments.every,
+    )
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         outcomes = dict(zip(cells, pool.map(job, cells), strict=True))
     rows: list[dict[str, Any]] = []
     for data in arguments.data.split(","):
         for partition in PARTITIONS:
-            block = {m: [outcomes[Cell(data, partition, m, s)] for s in range(arguments.seeds)] for m in methods}
+            block = {
+                m: [outcomes[Cell(data, partition, m, s)] for s in range(arguments.seeds)]
+                for m in methods
+            }
             base = statistics.mean(outcome.seconds for outcome in block[methods[0]])
             for method, seeds in sorted(
-                block.items(), key=lambda item: -statistics.mean(outcome.best for outcome in item[1])
+                block.items(),
+                key=lambda item: -statistics.mean(outcome.best for outcome in item[1]),
             ):
                 best = [100 * outcome.best for outcome in seeds]
                 rows.append({

@@ -1,7 +1,9 @@
-"""FedMR's Table 1 (CIFAR-10) through 1,000 rounds, many runs side by side on a GPU or on cores, and what Dirichlet 0.1 hangs on.
+"""FedMR's Table 1 (CIFAR-10) through 1,000 rounds, many runs side by side on a GPU or on cores, and
+what Dirichlet 0.1 hangs on.
 
-Each run is a `fedloom run` with its own directory below `--directory`: stopped after `--minutes`, or by hand, it goes on from its
-checkpoint the next time. At the end every run's figures are one line of `--record`. The groups, in the order in which they run:
+Each run is a `fedloom run` with its own directory below `--directory`: stopped after `--minutes`,
+or by hand, it goes on from its checkpoint the next time. At the end every run's figures are one
+line of `--record`. The groups, in the order in which they run:
 
     cnn        FedAvg and FedMR with the CNN, four distributions, two seeds, 1,000 rounds
     resnet     both with ResNet-20, Dirichlet 0.1 and IID, one seed
@@ -23,6 +25,7 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from fedloom.state.files import slug
 from outcome import tell
@@ -62,10 +65,17 @@ def runs(groups: list[str]) -> Iterator[tuple[str, Options]]:
     pairs = {"fedavg": "fedavg", "fedmr": MR}
     if "cnn" in groups:
         for seed, partition, (name, algorithm) in product((0, 1), DISTRIBUTIONS, pairs.items()):
-            yield f"cnn-{partition}-{name}-{seed}", {"algorithm": algorithm, "data.partition": partition, "seed": seed}
+            yield (
+                f"cnn-{partition}-{name}-{seed}",
+                {"algorithm": algorithm, "data.partition": partition, "seed": seed},
+            )
     if "resnet" in groups:
         for partition, (name, algorithm) in product(DISTRIBUTIONS[:2], pairs.items()):
-            options: Options = {"algorithm": algorithm, "data.partition": partition, "model": "fedmr_resnet20"}
+            options: Options = {
+                "algorithm": algorithm,
+                "data.partition": partition,
+                "model": "fedmr_resnet20",
+            }
             yield f"resnet20-{partition}-{name}-0", options
     if "ablation" in groups:
         for name, changes in ABLATION.items():
@@ -85,7 +95,13 @@ def runs(groups: list[str]) -> Iterator[tuple[str, Options]]:
 def started(name: str, options: Options, arguments: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Begin or continue a run in a process."""
     folder = arguments.directory / name
-    settings = {**BASE, **options, "device": arguments.device, "engine": arguments.engine, "threads": 1}
+    settings = {
+        **BASE,
+        **options,
+        "device": arguments.device,
+        "engine": arguments.engine,
+        "threads": 1,
+    }
     settings["rounds"] = min(int(str(settings["rounds"])), arguments.rounds)
     settings["name"] = "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +117,11 @@ def started(name: str, options: Options, arguments: argparse.Namespace) -> subpr
         + [f"{field} = {json.dumps(v)}" for field, v in fields.items()]
     ]
     (folder / "run.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FEDLOOM_DATA": str(arguments.data.resolve())}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "FEDLOOM_DATA": str(arguments.data.resolve()),
+    }
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "fedloom", "run", str(folder / "run.toml"), "--quiet"],
@@ -109,12 +129,16 @@ def started(name: str, options: Options, arguments: argparse.Namespace) -> subpr
         )  # fmt: skip
 
 
-def figures(folder: Path) -> list[dict[str, object]]:
+def figures(folder: Path) -> list[dict[str, Any]]:
     """Each run below the folder with its rounds and its accuracies, of those that were evaluated."""
     lines = []
     for path in sorted(folder.glob("*/**/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        accuracies = {record["round"]: round(record["accuracy"], 4) for record in records if "accuracy" in record}
+        accuracies = {
+            record["round"]: round(record["accuracy"], 4)
+            for record in records
+            if "accuracy" in record
+        }
         name = path.relative_to(folder).parts[0]
         lines.append({"run": name, "rounds": len(records), "accuracy": accuracies})
     return lines
@@ -122,10 +146,14 @@ def figures(folder: Path) -> list[dict[str, object]]:
 
 def main() -> None:
     """Make the runs, as many at a time as are asked for, then write and print their figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10 in it")
     parser.add_argument("--directory", type=Path, default=Path("runs/side_by_side"))
-    parser.add_argument("--record", type=Path, help="a jsonl file to write the figures of all runs to")
+    parser.add_argument(
+        "--record", type=Path, help="a jsonl file to write the figures of all runs to"
+    )
     parser.add_argument("--groups", default="cnn")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--device", default="cpu")
@@ -150,9 +178,15 @@ def main() -> None:
         process.wait()
     results = figures(arguments.directory)
     if arguments.record is not None:
-        arguments.record.write_text("".join(json.dumps(run) + "\n" for run in results), encoding="utf-8")
+        arguments.record.write_text(
+            "".join(json.dumps(run) + "\n" for run in results), encoding="utf-8"
+        )
     rows = [
-        {"run": run["run"], "rounds": run["rounds"], "last": str(list(dict(run["accuracy"]).values())[-3:])}  # type: ignore[call-overload]
+        {
+            "run": run["run"],
+            "rounds": run["rounds"],
+            "last": str(list(run["accuracy"].values())[-3:]),
+        }
         for run in results
     ]
     if rows:

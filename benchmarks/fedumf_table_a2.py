@@ -1,13 +1,16 @@
-"""FedUmf's Table A2, MNIST rows at 15 % participation, and its three synthetic settings: rounds to the target accuracy.
+"""FedUmf's Table A2, MNIST rows at 15 % participation, and its three synthetic settings: rounds to
+the target accuracy.
 
-Protocol (FedUmf, appendix): 100 clients, 784-200-200-10, batch 50, one local epoch, learning rate 0.1 decayed by 0.998 a round,
-weight decay 1e-3, gradient clipping at 10; target 95 %. Synthetic: FedDC's generator, 20 clients with 200 samples of dimension
-30, linear model from zero, batch 10, 10 local epochs, weight decay 1e-5; tested on the union of the training data as in FedDC's
-code. The paper prints no numbers for the synthetic settings (only curves): the targets are ours.
+Protocol (FedUmf, appendix): 100 clients, 784-200-200-10, batch 50, one local epoch, learning rate
+0.1 decayed by 0.998 a round, weight decay 1e-3, gradient clipping at 10; target 95 %. Synthetic:
+FedDC's generator, 20 clients with 200 samples of dimension 30, linear model from zero, batch 10, 10
+local epochs, weight decay 1e-5; tested on the union of the training data as in FedDC's code. The
+paper prints no numbers for the synthetic settings (only curves): the targets are ours.
 
-`idle counted` is a probe of how the paper may have got its FedUmf row, not a method of its own: FedDC in which every client
-trains in each round and the idle ones' drifts and updates enter the server's sums too, although they upload nothing. FedDC's
-code keeps those of all clients in one array and averages it, so a simulation built on it does this unless told otherwise.
+`idle counted` is a probe of how the paper may have got its FedUmf row, not a method of its own:
+FedDC in which every client trains in each round and the idle ones' drifts and updates enter the
+server's sums too, although they upload nothing. FedDC's code keeps those of all clients in one
+array and averages it, so a simulation built on it does this unless told otherwise.
 
     python benchmarks/fedumf_table_a2.py --mnist FOLDER [--seeds 3] [--rounds 120] [--part mnist|synthetic|all]
 """
@@ -27,10 +30,12 @@ from fedloom.algorithms.feddc import FedDC
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
+from fedloom.method import Facts
 from fedloom.papers.paper_file import paper, printed
 from fedloom.papers.protocols import Setting
 from fedloom.parts.building import build
-from fedloom.records import Message, Replies, Selection, uniform
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Replies, Selection, started_from, uniform
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -60,12 +65,19 @@ def printed_rounds(setting: str, method: str) -> int | None:
         "heterogeneity": SETTINGS.get(setting),
         "method": METHODS[method],
     }
-    return next((number["rounds"] for number in printed("fedumf", "A2") if expected.items() <= number.items()), None)
+    return next(
+        (
+            number["rounds"]
+            for number in printed("fedumf", "A2")
+            if expected.items() <= number.items()
+        ),
+        None,
+    )
 
 
 @dataclass
 class IdleCounted(FedDC):
-    """FedDC with FedUmf's fused starts, all clients training, and only the model's mean restricted to the selected."""
+    """FedDC with FedUmf's fused starts, and only the model's mean restricted to the selected."""
 
     share: float = 0.15
 
@@ -73,31 +85,43 @@ class IdleCounted(FedDC):
         """The clients whose models count."""
         return uniform(replace(round, participants=int(self.share * round.clients)))
 
-    def select(self, round: Round) -> Selection:
-        return Selection(tuple(range(round.clients)))
-
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
         mean = replies["model"][list(self.chosen(round))].mean(0)
-        mean[: self.layout.trainable] += self.state["drift"]
+        mean[: self.plan.layout.trainable] += self.state["drift"]
         self.state["model"] = mean
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         (client,), round, trainable = cohort.clients, cohort.round, cohort.layout.trainable
         sent = inbox["model"]
         start = sent.clone()
-        previous = self.chosen(round.at(round.number - 1)) if round.number > 1 else range(round.clients)
+        previous = (
+            self.chosen(round.at(round.number - 1)) if round.number > 1 else range(round.clients)
+        )
         if client in self.chosen(round) and client not in previous:
             stored = cohort.memory.get("stored", sent.new_zeros(1, trainable))
             start[:, :trainable] += stored * round.rate_change
-        reply = super().train(cohort, {**inbox, "model": start, "server_model": sent})
+        reply = super().train(cohort, started_from(start, inbox))
         cohort.memory["stored"] = reply["model"][:, :trainable] - start[:, :trainable]
         return reply
 
 
+class AllTrain(Part):
+    """All clients train in every round, in the order of their numbers."""
+
+    facts = Facts(independent=False)
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        return Selection(tuple(range(round.clients)))
+
+
 def task_of(setting: Setting, folder: str, seed: int) -> Task:
     """The task of one of the paper's settings; synthetic data are drawn anew for each seed."""
-    data = f"mnist(folder='{folder}')" if setting.data == "mnist" else f"{setting.data[:-1]}, seed={seed})"
+    data = (
+        f"mnist(folder='{folder}')"
+        if setting.data == "mnist"
+        else f"{setting.data[:-1]}, seed={seed})"
+    )
     return make_task(
         data,
         clients=setting.clients,
@@ -108,10 +132,12 @@ def task_of(setting: Setting, folder: str, seed: int) -> Task:
     )
 
 
-def rounds_to(method: str, task: Task, target: float, rounds: int, seed: int) -> tuple[int | None, float, float]:
+def rounds_to(
+    method: str, task: Task, target: float, rounds: int, seed: int
+) -> tuple[int | None, float, float]:
     """First round at or above the target (None: not within `rounds`), best accuracy, seconds."""
     began = time.perf_counter()
-    algorithm = IdleCounted() if method == "idle counted" else build(method)
+    algorithm = AllTrain(IdleCounted()) if method == "idle counted" else build(method)
     schedule = Schedule(rounds=rounds, participation=0.15, seed=seed, evaluate_every=1)
     run = Federation(algorithm, task, RowsEngine(task), schedule)
     reached = None
@@ -126,7 +152,10 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     settings: list[tuple[str, float, Setting]] = []
     if arguments.part in ("mnist", "all"):
         words = {"part": "appendix", "dataset": "mnist", "participation": 0.15}
-        settings += [(name, 0.95, FEDUMF.setting(**words, heterogeneity=kind)) for name, kind in SETTINGS.items()]
+        settings += [
+            (name, 0.95, FEDUMF.setting(**words, heterogeneity=kind))
+            for name, kind in SETTINGS.items()
+        ]
     if arguments.part in ("synthetic", "all"):
         settings += [
             (name, target, FEDUMF.setting(part="synthetic", heterogeneity=kind, participation=0.15))
@@ -135,7 +164,10 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, target, setting in settings:
         tasks = [task_of(setting, arguments.mnist, seed) for seed in range(arguments.seeds)]
         for method in METHODS:
-            runs = [rounds_to(method, task, target, arguments.rounds, seed) for seed, task in enumerate(tasks)]
+            runs = [
+                rounds_to(method, task, target, arguments.rounds, seed)
+                for seed, task in enumerate(tasks)
+            ]
             reached = [rounds for rounds, _, _ in runs if rounds is not None]
             mean = statistics.mean(reached) if len(reached) == len(runs) else None
             paper = printed_rounds(name, method)
@@ -155,7 +187,9 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mnist", default="data/MNIST", help="folder with MNIST's idx files")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=120)

@@ -1,8 +1,10 @@
-"""What a round over Flower costs with a worker at each site and without one, in one run, with Flower's own intervals.
+"""What a round over Flower costs with a worker at each site and without one, in one run, with
+Flower's own intervals.
 
-A SuperLink and three SuperNodes as processes on this machine train the example of `fedloom flower init` (the digits, one message
-to a site and round), first without workers, then with. Seconds are those of a round, the first left out; processor seconds are
-those of all processes of a site, polling included, over the whole run, for each message to it.
+A SuperLink and three SuperNodes as processes on this machine train the example of `fedloom flower
+init` (the digits, one message to a site and round), first without workers, then with. Seconds are
+those of a round, the first left out; processor seconds are those of all processes of a site,
+polling included, over the whole run, for each message to it.
 
     python benchmarks/flower_round.py [--rounds 5] [--method fedmr]
 """
@@ -55,7 +57,9 @@ def measured(minutes: int, method: str, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--method", default="fedmr")
     arguments = parser.parse_args()

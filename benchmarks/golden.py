@@ -110,7 +110,7 @@ WRAPPERS = (
     "umf({})",
     "umf({}, alpha=0.5, simulate_all=true)",
     "ala({}, max_epochs=3)",
-    "ala({}, max_epochs=3, start_round=2, sampling=window)",
+    "ala_code({}, max_epochs=3, start_round=2)",
     "clustered({})",
     "clustered({}, by=size)",
     "clustered({}, distance=l1, weight=size)",

@@ -1,12 +1,15 @@
-"""What a GPU gives: rounds of stacked clients over the same rounds client by client, and the share of the card's peak.
+"""What a GPU gives: rounds of stacked clients over the same rounds client by client, and the share
+of the card's peak.
 
     python benchmarks/gpu.py [--device cuda] [--tasks mlp,resnet20] [--clients 10,100] [--rounds 5] [--autocast bfloat16]
 
-The engines run in turn in one process, round by round; the first round of each warms up. `over_rows` is the median
-over rounds of an engine over rows of the same round. `samples_per_s` are samples trained on. `share_of_peak`: the operations of
-products and convolutions, forward and backward, as torch's counter finds them in one step, per second, over what a product of two
-large matrices reaches on the same device in the same run and type. The last lines are rounds of FedMR on ResNet-20: 10 clients
-with 500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2 --samples 20 --matrix 256` it shows that it runs.
+The engines run in turn in one process, round by round; the first round of each warms up.
+`over_rows` is the median over rounds of an engine over rows of the same round. `samples_per_s` are
+samples trained on. `share_of_peak`: the operations of products and convolutions, forward and
+backward, as torch's counter finds them in one step, per second, over what a product of two large
+matrices reaches on the same device in the same run and type. The last lines are rounds of FedMR on
+ResNet-20: 10 clients with 500 samples each, 5 epochs, batches of 50. With `--device cpu --clients 2
+--samples 20 --matrix 256` it shows that it runs.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def peak(device: torch.device, size: int, autocast: str) -> float:
 
 
 def operations_a_sample(task: Task) -> float:
-    """Operations of a step's products and convolutions, forward and backward, for each of its samples."""
+    """Operations of a step's products and convolutions, forward and backward, for each of its
+    samples.
+    """
     module = copy.deepcopy(task.model).train()
     count = min(len(task.train), task.training.batch_size or len(task.train))
     samples = task.train[:count]
@@ -63,10 +68,15 @@ def operations_a_sample(task: Task) -> float:
     return float(counter.get_total_flops()) / count
 
 
-def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -> list[dict[str, Any]]:
+def measure(
+    name: str, method: str, task: Task, rounds: int, peak_rate: float
+) -> list[dict[str, Any]]:
     """One line for each engine. Everybody takes part in every round, and nobody is evaluated."""
     schedule = Schedule(rounds=rounds + 9, participation=1.0, evaluate_every=rounds + 9)
-    runs = {engine: Federation(build(method), task, make_engine(engine, task), schedule) for engine in ENGINES}
+    runs = {
+        engine: Federation(build(method), task, make_engine(engine, task), schedule)
+        for engine in ENGINES
+    }
     taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     for _ in range(rounds + 1):
         for engine, run in runs.items():
@@ -93,14 +103,20 @@ def measure(name: str, method: str, task: Task, rounds: int, peak_rate: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--clients", default="10,100")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--autocast", default="none", choices=["none", "bfloat16"])
-    parser.add_argument("--samples", type=int, help="of each client, in place of the tasks' own numbers")
-    parser.add_argument("--matrix", type=int, default=8192, help="rows of the matrices whose product is the peak")
+    parser.add_argument(
+        "--samples", type=int, help="of each client, in place of the tasks' own numbers"
+    )
+    parser.add_argument(
+        "--matrix", type=int, default=8192, help="rows of the matrices whose product is the peak"
+    )
     arguments = parser.parse_args()
     keep_pages()
     try:
@@ -111,7 +127,9 @@ def main() -> None:
     sized = {} if arguments.samples is None else {"samples": arguments.samples}
 
     def placed(task: Task, **training: Any) -> Task:
-        return replace(task, training=replace(task.training, autocast=arguments.autocast, **training)).to(device)
+        return replace(
+            task, training=replace(task.training, autocast=arguments.autocast, **training)
+        ).to(device)
 
     rows = []
     for name in arguments.tasks.split(","):

@@ -1,7 +1,9 @@
-"""All that needs a GPU, one after another within 40 minutes, and one table of it: the tests, stacks over rows, mixed precision.
+"""All that needs a GPU, one after another within 40 minutes, and one table of it: the tests, stacks
+over rows, mixed precision.
 
-Each line is a program of its own with a share of the time; what is over its time, or fails, is a line of the table too, and the
-exit code is then 1. With `--small` everything is tiny and on the CPU, which shows that the session itself runs.
+Each line is a program of its own with a share of the time; what is over its time, or fails, is a
+line of the table too, and the exit code is then 1. With `--small` everything is tiny and on the
+CPU, which shows that the session itself runs.
 
     python benchmarks/gpu_session.py [--minutes 40] [--small]
 """
@@ -30,7 +32,20 @@ STEPS: dict[str, tuple[float, list[str]]] = {
 }  # fmt: skip
 """What is run, each with its share of the time."""
 
-SMALL = ["--device", "cpu", "--clients", "2", "--samples", "20", "--matrix", "256", "--rounds", "1", "--tasks", "mlp"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--clients",
+    "2",
+    "--samples",
+    "20",
+    "--matrix",
+    "256",
+    "--rounds",
+    "1",
+    "--tasks",
+    "mlp",
+]
 COLUMNS = ("step", "what", "engine", "round_s", "over_rows", "share_of_peak", "note")
 
 
@@ -48,20 +63,28 @@ def lines_of(name: str, command: list[str], seconds: float) -> list[dict[str, An
         return [
             {
                 "step": name,
-                "note": ("" if done.returncode == 0 else "failed: ") + (counted[0] if counted else last_line),
+                "note": ("" if done.returncode == 0 else "failed: ")
+                + (counted[0] if counted else last_line),
             }
         ]
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [last_line])[-1]
         return [{"step": name, "note": f"failed: {reason}"}]
     return [
-        {**row, "step": name, "what": f"{row['method']}, {row['task']}, {row['clients']}", "note": took}
+        {
+            **row,
+            "step": name,
+            "what": f"{row['method']}, {row['task']}, {row['clients']}",
+            "note": took,
+        }
         for row in json.loads(last_line)["rows"]
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=40)
     parser.add_argument("--small", action="store_true", help="tiny and on the CPU")
     arguments = parser.parse_args()

@@ -1,10 +1,12 @@
-"""How the server's work grows: with the participants K, the model's length P, and the rounds and runs of a report.
+"""How the server's work grows: with the participants K, the model's length P, and the rounds and
+runs of a report.
 
-Each line is timed at three sizes, the least of some turns; the exponent is that between the two largest (20, 200 and 2,000
-replies of 10,000 weights, or up to 500 where pairs are compared; 10,000 to 1,000,000 weights of 20 replies). A method's time is
-that of `send`, `receive`, `finish`, `model` and `diagnose` in a round in which all clients take part. What grows by more than
-`SLACK` over what it must is named, and the exit code is 1: leaving the caches costs up to half an exponent, the next whole one is
-a fault.
+Each line is timed at three sizes, the least of some turns; the exponent is that between the two
+largest (20, 200 and 2,000 replies of 10,000 weights, or up to 500 where pairs are compared; 10,000
+to 1,000,000 weights of 20 replies). A method's time is that of `send`, `receive`, `finish`, `model`
+and `diagnose` in a round in which all clients take part. What grows by more than `SLACK` over what
+it must is named, and the exit code is 1: leaving the caches costs up to half an exponent, the next
+whole one is a fault.
 
     python benchmarks/growth.py [--only "fedavg;similarity"] [--turns 2]
 """
@@ -40,7 +42,12 @@ from report_support import made_up_run
 
 SLACK = 0.6
 FEWER = (20, 100, 500)
-CLIENTS, WEIGHTS, ROUNDS, RUNS = (20, 200, 2000), (10_000, 100_000, 1_000_000), (100, 1000, 10_000), (10, 100, 1000)
+CLIENTS, WEIGHTS, ROUNDS, RUNS = (
+    (20, 200, 2000),
+    (10_000, 100_000, 1_000_000),
+    (100, 1000, 10_000),
+    (10, 100, 1000),
+)
 
 PAIRS = "all pairs of models are compared"
 MUST = {
@@ -48,7 +55,10 @@ MUST = {
     "clusamp": (2, PAIRS),
     "clustered(fedmr)": (2, PAIRS),
     "fedamp": (2, PAIRS),
-    "fedfomo": (2, "every client asks for other clients' models, and the server knows who gains by whom"),
+    "fedfomo": (
+        2,
+        "every client asks for other clients' models, and the server knows who gains by whom",
+    ),
     "robust(fedavg, rule=krum)": (2, PAIRS),
 }
 """What must grow faster than linearly with the participants, and why."""
@@ -81,11 +91,16 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
     layout = Layout(module)
     generator = torch.Generator().manual_seed(0)
     initial = torch.randn(layout.size, generator=generator)
-    plan = Plan(layout, initial, clients, clients, 20, 0, 10, lambda numbers: 1 + numbers % 7, module)
+    plan = Plan(
+        layout, initial, clients, clients, 20, 0, 10, lambda numbers: 1 + numbers % 7, module
+    )
     course = Course(build(name))
     course.setup(plan)
     everybody = torch.arange(clients)
-    rounds = [replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1) for number in (1, 2)]
+    rounds = [
+        replace(plan.opening().at(number), learning_rate=0.1, initial_learning_rate=0.1)
+        for number in (1, 2)
+    ]
     rounds = [replace(round, selected=tuple(range(clients))) for round in rounds]
 
     def replies(round: Any) -> Replies:
@@ -119,13 +134,17 @@ def server_round(name: str, clients: int, weights: int) -> Callable[[], object]:
 def first(replies: Replies, count: int) -> Replies:
     """Return the replies of the first slots."""
     matrices = {name: matrix[:count] for name, matrix in replies.matrices.items()}
-    return Replies(matrices, replies.clients[:count], replies.slots[:count], replies.weights[:count])
+    return Replies(
+        matrices, replies.clients[:count], replies.slots[:count], replies.weights[:count]
+    )
 
 
 def recorded_round(name: str, clients: int) -> float:
     """Seconds that a recorder takes in a round."""
     draw, total = torch.Generator().manual_seed(0), 10 * clients
-    train = Samples(torch.randn(total, 200, generator=draw), torch.randint(10, (total,), generator=draw))
+    train = Samples(
+        torch.randn(total, 200, generator=draw), torch.randint(10, (total,), generator=draw)
+    )
     task = fl.make_task(
         Dataset("random", train, train[:100], 10),
         partition=Partition.from_sizes(np.arange(total), np.full(clients, 10)),
@@ -133,7 +152,14 @@ def recorded_round(name: str, clients: int) -> float:
         training=fl.Training(learning_rate=0.1, steps=1, batch_size=10),
     )
     with tempfile.TemporaryDirectory() as folder:
-        result = fl.run("fedavg", task, rounds=1, participation=1.0, record=[name], directory=Path(folder) / "run")
+        result = fl.run(
+            "fedavg",
+            task,
+            rounds=1,
+            participation=1.0,
+            record=[name],
+            directory=Path(folder) / "run",
+        )
     return float(result.timings[0]["record_seconds"])
 
 
@@ -147,7 +173,12 @@ def report(runs: int, rounds: int) -> tuple[float, float]:
 
 
 def line(
-    quantity: str, grows_with: str, sizes: Sequence[int], figures: Sequence[float], must: float = 1, reason: str = ""
+    quantity: str,
+    grows_with: str,
+    sizes: Sequence[int],
+    figures: Sequence[float],
+    must: float = 1,
+    reason: str = "",
 ) -> dict[str, Any]:
     """Return a line of the table: a quantity at each size, and how it grows."""
     exponent = math.log(figures[-1] / figures[-2]) / math.log(sizes[-1] / sizes[-2])
@@ -165,7 +196,9 @@ def line(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="lines whose names hold one of these")
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
@@ -178,12 +211,21 @@ def main() -> None:
     for name in filter(chosen, METHODS):
         must, reason = MUST.get(name, (1, ""))
         counts = CLIENTS if must == 1 else FEWER
-        seconds = [least(server_round(name, clients, WEIGHTS[0]), arguments.turns) for clients in counts]
+        seconds = [
+            least(server_round(name, clients, WEIGHTS[0]), arguments.turns) for clients in counts
+        ]
         rows.append(line(name, "participants", counts, seconds, must, reason))
-        seconds = [least(server_round(name, CLIENTS[0], weights), arguments.turns) for weights in WEIGHTS]
+        seconds = [
+            least(server_round(name, CLIENTS[0], weights), arguments.turns) for weights in WEIGHTS
+        ]
         rows.append(line(name, "weights", WEIGHTS, seconds))
     rows += [
-        line(f"record {name}", "participants", CLIENTS, [recorded_round(name, clients) for clients in CLIENTS])
+        line(
+            f"record {name}",
+            "participants",
+            CLIENTS,
+            [recorded_round(name, clients) for clients in CLIENTS],
+        )
         for name in filter(chosen, RECORDERS)
     ]
     if chosen("report"):

@@ -1,4 +1,5 @@
-"""What FedUmf saves by training only those idle clients that the next round selects, for the same numbers bit for bit.
+"""What FedUmf saves by training only those idle clients that the next round selects, for the same
+numbers bit for bit.
 
 100 clients of which 10% take part: every round could train 90 idle ones and needs about 9.
 
@@ -39,12 +40,18 @@ def measure(expression: str, task: Task, schedule: Schedule) -> tuple[dict[str, 
     run.run()
     seconds = (time.perf_counter() - began) / schedule.rounds
     accuracy = run.history[-1]["accuracy"]
-    row = {"method": expression, "trained_a_round": engine.trained / schedule.rounds, "seconds_a_round": seconds}
+    row = {
+        "method": expression,
+        "trained_a_round": engine.trained / schedule.rounds,
+        "seconds_a_round": seconds,
+    }
     return row | {"accuracy": accuracy}, run.model()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--participation", type=float, default=0.1)
@@ -52,7 +59,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = make_task(
-        "digits", clients=arguments.clients, partition="iid", model=arguments.model, training={"batch_size": 5}
+        "digits",
+        clients=arguments.clients,
+        partition="iid",
+        model=arguments.model,
+        training={"batch_size": 5},
     )
     schedule = Schedule(rounds=arguments.rounds, participation=arguments.participation)
     rows, models = [], []

@@ -1,9 +1,11 @@
-"""What wrong labels do to averaging and to recombination: methods on digits and MNIST, a share of the training labels replaced.
+"""What wrong labels do to averaging and to recombination: methods on digits and MNIST, a share of
+the training labels replaced.
 
-Twenty clients, ten a round, 400 rounds of 5 local epochs, batch 50, learning rate 0.1, five seeds; the test set is clean. Of
-MNIST's training images the first 6,000 are taken, 300 a client, and all of its test images.
-A run is one line of the record, appended when it ends: started again, the script goes on with the runs that are missing. The
-most telling come first, and the tables show those that are there.
+Twenty clients, ten a round, 400 rounds of 5 local epochs, batch 50, learning rate 0.1, five seeds;
+the test set is clean. Of MNIST's training images the first 6,000 are taken, 300 a client, and all
+of its test images. A run is one line of the record, appended when it ends: started again, the
+script goes on with the runs that are missing. The most telling come first, and the tables show
+those that are there.
 
     python benchmarks/label_noise.py [--mnist FOLDER] [--record FILE]     # 2 hours of one core
     python benchmarks/label_noise.py --tables                              # only print
@@ -63,7 +65,9 @@ def plan() -> Iterator[Cell]:
 
 
 def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
-    """Run one cell; accuracy on the test set after every fifth round, on right and wrong training labels every 20th."""
+    """Run one cell; accuracy on the test set after every fifth round, on right and wrong training
+    labels every 20th.
+    """
     task = fl.make_task(
         data,
         clients=20,
@@ -87,9 +91,13 @@ def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
     (learned,) = result.recorded
     return {
         **cell._asdict(),
-        "accuracy": [round(record["accuracy"], 4) for record in result.history if "accuracy" in record],
+        "accuracy": [
+            round(record["accuracy"], 4) for record in result.history if "accuracy" in record
+        ],
         "samples": learned["samples"],
-        **{name: [round(value, 4) for value in learned[name]] for name in CURVES if name in learned},
+        **{
+            name: [round(value, 4) for value in learned[name]] for name in CURVES if name in learned
+        },
         "seconds": round(time.perf_counter() - began, 1),
     }
 
@@ -101,9 +109,11 @@ def recorded(path: Path) -> dict[Cell, dict[str, Any]]:
 
 
 def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[str, str]:
-    """A method's runs: best and last accuracy, the mean of the last ten evaluations and by how much that is above the runs of
-    FedAvg with the same seeds, the largest fall between two evaluations in the second half, and which shares of the training
-    samples with wrong labels the last model classifies as given and as is true. Mean ± sample deviation over seeds, in %."""
+    """A method's runs: best and last accuracy, the mean of the last ten evaluations and by how much
+    that is above the runs of FedAvg with the same seeds, the largest fall between two evaluations
+    in the second half, and which shares of the training samples with wrong labels the last model
+    classifies as given and as is true. Mean ± sample deviation over seeds, in %.
+    """
 
     def percent(values: Iterable[float | None]) -> str:
         percents = [100 * value for value in values if value is not None]
@@ -117,7 +127,9 @@ def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[
         return max(earlier - later for earlier, later in pairwise(accuracy[len(accuracy) // 2 :]))
 
     base = {run["seed"]: late(run) for run in averaged}
-    above = [late(run) - base[run["seed"]] for run in runs if run["seed"] in base and run not in averaged]
+    above = [
+        late(run) - base[run["seed"]] for run in runs if run["seed"] in base and run not in averaged
+    ]
     seeds = f" ({sum(difference > 0 for difference in above)} of {len(above)})" if above else ""
     return {
         "best": percent(max(run["accuracy"]) for run in runs),
@@ -132,15 +144,18 @@ def summary(runs: list[dict[str, Any]], averaged: list[dict[str, Any]]) -> dict[
 
 
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
-    """Print how many runs are missing; all methods side by side, by the mean of their last ten evaluations; and, for each data
-    set, model and share of noise, a table of all figures."""
+    """Print how many runs are missing; all methods side by side, by the mean of their last ten
+    evaluations; and, for each data set, model and share of noise, a table of all figures.
+    """
     cells = list(plan())
     print(f"{sum(cell in done for cell in cells)} of {len(cells)} runs\n")
     methods = dict.fromkeys(cell.method for cell in cells)
     rows: dict[tuple[str, str, float, str], dict[str, list[dict[str, Any]]]] = {}
     for cell in cells:
         if cell in done:
-            row = rows.setdefault((cell.data, cell.model, cell.noise, cell.partition), {name: [] for name in methods})
+            row = rows.setdefault(
+                (cell.data, cell.model, cell.noise, cell.partition), {name: [] for name in methods}
+            )
             row[cell.method].append(done[cell])
     ordered = sorted(rows.items(), key=itemgetter(0))
     header = ["data", "model", "replaced", "partition", *methods]
@@ -161,9 +176,15 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "label_noise.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
+    )
+    parser.add_argument(
+        "--record", type=Path, default=Path(__file__).parent / "records" / "label_noise.jsonl"
+    )
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -172,12 +193,18 @@ def main() -> None:
     if arguments.mnist:
         mnist = make_dataset(f"mnist(folder={arguments.mnist!r})")
         data["mnist"] = replace(mnist, train=mnist.train[:6000])
-    missing = [] if arguments.tables else [cell for cell in plan() if cell not in done and cell.data in data]
+    missing = (
+        []
+        if arguments.tables
+        else [cell for cell in plan() if cell not in done and cell.data in data]
+    )
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     for cell in missing:
         done[cell] = measure(cell, data[cell.data])
         append(arguments.record, done[cell])
-        print(f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True)
+        print(
+            f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True
+        )
     tables(done)
 
 

@@ -1,8 +1,9 @@
 """How near a round comes to its limit, in one run on one machine.
 
-Training: seconds of a FedAvg round against the same SGD steps on one bare module with one torch optimizer. The bare module
-gets each client's start model and the same batches, gathered beforehand; only its steps are timed, and the two are timed in
-turn, client by client of the same round. Server: recombination and averaging of models against copying the same bytes.
+Training: seconds of a FedAvg round against the same SGD steps on one bare module with one torch
+optimizer. The bare module gets each client's start model and the same batches, gathered beforehand;
+only its steps are timed, and the two are timed in turn, client by client of the same round. Server:
+recombination and averaging of models against copying the same bytes.
 
     python benchmarks/limit.py [--rounds 7] [--models 100] [--threads 1,2]
 """
@@ -35,23 +36,39 @@ CLIENTS = 10
 def mlp() -> nn.Module:
     """784-200-200-10."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)
+        nn.Flatten(),
+        nn.Linear(784, 200),
+        nn.ReLU(),
+        nn.Linear(200, 200),
+        nn.ReLU(),
+        nn.Linear(200, 10),
     )
 
 
 def cnn() -> nn.Module:
     """conv 5x5 3->32, pool, conv 5x5 32->64, pool, fc 1600-512-10."""
     return nn.Sequential(
-        *(nn.Conv2d(3, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(
+            nn.Conv2d(3, 32, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ),
         *(nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(), nn.Linear(512, 10)),
     )
 
 
-def random_task(model: nn.Module, shape: tuple[int, ...], samples: int, batch_size: int, momentum: float) -> Task:
+def random_task(
+    model: nn.Module, shape: tuple[int, ...], samples: int, batch_size: int, momentum: float
+) -> Task:
     """Ten clients with `samples` random samples each."""
     draw = torch.Generator().manual_seed(0)
     total = CLIENTS * samples
-    train = Samples(torch.randn(total, *shape, generator=draw), torch.randint(10, (total,), generator=draw))
+    train = Samples(
+        torch.randn(total, *shape, generator=draw), torch.randint(10, (total,), generator=draw)
+    )
     return make_task(
         Dataset("random", train, train[:10], 10),
         partition=Partition.from_sizes(np.arange(total), [samples] * CLIENTS),
@@ -63,14 +80,17 @@ def random_task(model: nn.Module, shape: tuple[int, ...], samples: int, batch_si
 def bare_seconds(module: nn.Module, task: Task, start: torch.Tensor) -> float:
     """Seconds of one round's SGD steps on one bare module; loading the start model is not counted."""
     settings = task.training
-    optimizer = torch.optim.SGD(module.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    optimizer = torch.optim.SGD(
+        module.parameters(), lr=settings.learning_rate, momentum=settings.momentum
+    )
     seconds = 0.0
     for client in range(CLIENTS):
         task.layout.load(module, start)
         samples = task.samples(client)
         order = torch.randperm(len(samples))
         inputs_of, labels_of = (
-            t[order].split(settings.batch_size or len(order)) for t in (samples.inputs, samples.labels)
+            t[order].split(settings.batch_size or len(order))
+            for t in (samples.inputs, samples.labels)
         )
         batches = list(zip(inputs_of, labels_of, strict=True))
         began = time.perf_counter()
@@ -110,13 +130,18 @@ def training(name: str, task: Task, threads: int, rounds: int) -> dict[str, str 
 
 
 def server(models: int, threads: int, repeats: int) -> list[dict[str, str | int | float]]:
-    """Recombination in place and averaging of models of 15 M parameters in 32 tensors against copying the same bytes."""
+    """Recombination in place and averaging of models of 15 M parameters in 32 tensors against
+    copying the same bytes.
+    """
     torch.set_num_threads(threads)
     width = 15_200_000 // 16
     units = [
         unit
         for k in range(16)
-        for unit in ((slice(k * width, (k + 1) * width - 512),), (slice((k + 1) * width - 512, (k + 1) * width),))
+        for unit in (
+            (slice(k * width, (k + 1) * width - 512),),
+            (slice((k + 1) * width - 512, (k + 1) * width),),
+        )
     ]
     pool = torch.randn(models, 16 * width)
     target = torch.empty_like(pool)
@@ -149,18 +174,32 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--models", type=int, default=100, help="models on the server (100 need 12 GB)")
+    parser.add_argument(
+        "--models", type=int, default=100, help="models on the server (100 need 12 GB)"
+    )
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--eager-allocator", action="store_true", help="leave the C library's allocator as it comes")
+    parser.add_argument(
+        "--eager-allocator", action="store_true", help="leave the C library's allocator as it comes"
+    )
     arguments = parser.parse_args()
     if not arguments.eager_allocator:
         keep_pages()
     rows = []
     for threads in map(int, arguments.threads.split(",")):
-        rows.append(training("MLP b=10", random_task(mlp(), (784,), 600, 10, 0.0), threads, arguments.rounds))
-        rows.append(training("CNN b=50", random_task(cnn(), (3, 32, 32), 500, 50, 0.9), threads, arguments.rounds))
+        rows.append(
+            training(
+                "MLP b=10", random_task(mlp(), (784,), 600, 10, 0.0), threads, arguments.rounds
+            )
+        )
+        rows.append(
+            training(
+                "CNN b=50", random_task(cnn(), (3, 32, 32), 500, 50, 0.9), threads, arguments.rounds
+            )
+        )
     rows += server(arguments.models, max(map(int, arguments.threads.split(","))), arguments.rounds)
     tell("round over the bare steps; server work over a copy", rows)
 

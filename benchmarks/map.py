@@ -1,9 +1,12 @@
-"""Where recombination wins: FedMR and its relatives beside averaging, over tasks, skews, wrong labels and local training.
+"""Where recombination wins: FedMR and its relatives beside averaging, over tasks, skews, wrong
+labels and local training.
 
-Twenty clients. On digits and on 6,000 images of MNIST every skew meets every share of wrong labels; around each, participation,
-local epochs, learning rate and momentum are changed one at a time. FedMR's runs note the quantities of the pool that a server can
-see (mean cosine similarity; variance S of the models and U of their updates over the common progress T), so that the tables say
-how well each foretells, early in a run, who will be ahead at its end: a limit chosen on some settings is tested on others.
+Twenty clients. On digits and on 6,000 images of MNIST every skew meets every share of wrong labels;
+around each, participation, local epochs, learning rate and momentum are changed one at a time.
+FedMR's runs note the quantities of the pool that a server can see (mean cosine similarity; variance
+S of the models and U of their updates over the common progress T), so that the tables say how well
+each foretells, early in a run, who will be ahead at its end: a limit chosen on some settings is
+tested on others.
 
     python benchmarks/map.py [--mnist FOLDER] [--minutes 60] [--record FILE]    # goes on where it ended; about five core-hours
     python benchmarks/map.py --tables                                           # only print
@@ -37,7 +40,14 @@ from outcome import append, tell
 SEEDS = 3
 EVALUATIONS = 20
 AVERAGING = "fedavg"
-METHODS = (AVERAGING, "fedmr", "stages", "fedmr(blend='auto')", "fedprox(mu=0.1)", "fedavg(weighted=false)")
+METHODS = (
+    AVERAGING,
+    "fedmr",
+    "stages",
+    "fedmr(blend='auto')",
+    "fedprox(mu=0.1)",
+    "fedavg(weighted=false)",
+)
 SKEWS = ("iid", "dirichlet(1.0)", "dirichlet(0.1)")
 NOISES = (0.0, 0.2, 0.4)
 EARLY = 2
@@ -45,7 +55,9 @@ EARLY = 2
 
 
 class Setting(NamedTuple):
-    """A task with its local training; `noise` is the share of the training labels that are replaced."""
+    """A task with its local training; `noise` is the share of the training labels that are
+    replaced.
+    """
 
     data: str
     model: str
@@ -66,11 +78,13 @@ class Setting(NamedTuple):
 
 @dataclass
 class WatchedFedMR(fl.FedMR):
-    """FedMR that notes the variance of its pool, of what a round adds to it, and the pool's common progress."""
+    """FedMR that notes the variance of its pool, of what a round adds to it, and the pool's common
+    progress.
+    """
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, sent = replies.by_slot("model"), replies.sent_by_slot("model")
-        trainable = self.layout.trainable
+        trainable = self.plan.layout.trainable
         progress = (weighted_mean(pool) - self.plan.initial)[:trainable].square().sum()
         spread = total_variance(pool[:, :trainable])
         added = total_variance(pool[:, :trainable], since=sent[:, :trainable])
@@ -83,7 +97,10 @@ class WatchedFedMR(fl.FedMR):
 
 def groups() -> list[list[Setting]]:
     """All settings, the cheapest and most telling group first."""
-    digits = [Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200) for skew, noise in product(SKEWS, NOISES)]
+    digits = [
+        Setting("digits", "mlp(hidden=[64, 64])", skew, noise, 200)
+        for skew, noise in product(SKEWS, NOISES)
+    ]
     corners = [setting for setting in digits if setting.noise != 0.2]
     variants: list[dict[str, Any]] = [
         {"rate": 0.03}, {"rate": 0.3}, {"rate": 0.01, "momentum": 0.9}, {"epochs": 1}, {"epochs": 20, "rounds": 100},
@@ -91,9 +108,16 @@ def groups() -> list[list[Setting]]:
     ]  # fmt: skip
     around = [setting._replace(**variant) for variant in variants for setting in corners]
     deeper = [setting._replace(model="digits_cnn", rounds=60, rate=0.05) for setting in corners]
-    mnist = [Setting("mnist", "mcmahan_2nn", skew, noise, 100) for noise, skew in product((0.0, 0.4, 0.2), SKEWS)]
+    mnist = [
+        Setting("mnist", "mcmahan_2nn", skew, noise, 100)
+        for noise, skew in product((0.0, 0.4, 0.2), SKEWS)
+    ]
     slower = [setting._replace(rate=0.02) for setting in mnist if setting.noise != 0.2]
-    pictures = [setting._replace(model="mcmahan_cnn", rounds=20, epochs=1) for setting in mnist if setting.noise != 0.2]
+    pictures = [
+        setting._replace(model="mcmahan_cnn", rounds=20, epochs=1)
+        for setting in mnist
+        if setting.noise != 0.2
+    ]
     return [digits, around, mnist, deeper, slower, pictures]
 
 
@@ -103,7 +127,9 @@ def settings() -> list[Setting]:
 
 
 def measure(setting: Setting, method: str, seed: int, data: Dataset) -> dict[str, Any]:
-    """Make one run: the accuracies of its twenty evaluations and the early figures of the pool. A run that diverges guesses."""
+    """Make one run: the accuracies of its twenty evaluations and the early figures of the pool. A
+    run that diverges guesses.
+    """
     task = noisy_task(data, setting, 50, seed)
     began = time.process_time()
     line: dict[str, Any] = {"setting": list(setting), "method": method, "seed": seed}
@@ -121,7 +147,9 @@ def measure(setting: Setting, method: str, seed: int, data: Dataset) -> dict[str
         return line | {"accuracy": [1 / task.dataset.classes], "error": str(error)}
     evaluated = [record for record in result.history if "accuracy" in record]
     pool = {
-        name: [record[name] for record in evaluated] for name in ("pool_cosine", "T", "S", "U") if name in evaluated[0]
+        name: [record[name] for record in evaluated]
+        for name in ("pool_cosine", "T", "S", "U")
+        if name in evaluated[0]
     }
     return {
         **line,
@@ -138,7 +166,10 @@ Runs = dict[Key, dict[str, Any]]
 def recorded(path: Path) -> Runs:
     """Return the runs that have ended."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {(Setting(*run["setting"]), run["method"], run["seed"]): run for run in map(json.loads, lines)}
+    return {
+        (Setting(*run["setting"]), run["method"], run["seed"]): run
+        for run in map(json.loads, lines)
+    }
 
 
 def late(run: dict[str, Any]) -> float:
@@ -147,7 +178,9 @@ def late(run: dict[str, Any]) -> float:
 
 
 def ahead(done: Runs, setting: Setting, method: str) -> list[float]:
-    """Return by how many points `method` ends above averaging, seed by seed, for the seeds that both have."""
+    """Return by how many points `method` ends above averaging, seed by seed, for the seeds that
+    both have.
+    """
     return [
         late(done[setting, method, seed]) - late(done[setting, AVERAGING, seed])
         for seed in range(SEEDS)
@@ -167,7 +200,9 @@ def signals(run: dict[str, Any]) -> dict[str, float]:
 
 
 def area(values: Sequence[float], wins: Sequence[bool]) -> float:
-    """Return the chance that a setting that is won has the larger value than one that is lost (the area under the curve)."""
+    """Return the chance that a setting that is won has the larger value than one that is lost (the
+    area under the curve).
+    """
     won = [value for value, win in zip(values, wins, strict=True) if win]
     lost = [value for value, win in zip(values, wins, strict=True) if not win]
     pairs = [(a > b) + (a == b) / 2 for a, b in product(won, lost)]
@@ -178,13 +213,17 @@ def limit(values: Sequence[float], wins: Sequence[bool]) -> float:
     """Return the limit from which on winning is foretold that is right most often."""
     return max(
         [*sorted(values), math.inf],
-        key=lambda bound: sum((value >= bound) == win for value, win in zip(values, wins, strict=True)),
+        key=lambda bound: sum(
+            (value >= bound) == win for value, win in zip(values, wins, strict=True)
+        ),
     )
 
 
 def foretelling(done: Runs, margin: float = 0.5) -> list[dict[str, str]]:
-    """Return, by signal and method, the area under the curve and the share of settings told rightly: a limit chosen on digits
-    with an MLP is tested on all else. FedMR wins where it is more than `margin` points ahead, and loses where as many behind."""
+    """Return, by signal and method, the area under the curve and the share of settings told
+    rightly: a limit chosen on digits with an MLP is tested on all else. FedMR wins where it is more
+    than `margin` points ahead, and loses where as many behind.
+    """
     rows = []
     for name in ("pool's cosine", "T / S", "T / U", "T^2 / (S U)"):
         points = [
@@ -192,14 +231,22 @@ def foretelling(done: Runs, margin: float = 0.5) -> list[dict[str, str]]:
             for setting in dict.fromkeys(setting for setting, _, _ in done)
             if (
                 runs := [
-                    run for (of, method, _), run in done.items() if of == setting and method == "fedmr" and "S" in run
+                    run
+                    for (of, method, _), run in done.items()
+                    if of == setting and method == "fedmr" and "S" in run
                 ]
             )
             and (above := ahead(done, setting, "fedmr"))
         ]
-        decided = [(setting, value, above > 0) for setting, value, above in points if abs(above) > margin]
-        chosen = [(value, win) for setting, value, win in decided if setting.model.startswith("mlp")]
-        unseen = [(value, win) for setting, value, win in decided if not setting.model.startswith("mlp")]
+        decided = [
+            (setting, value, above > 0) for setting, value, above in points if abs(above) > margin
+        ]
+        chosen = [
+            (value, win) for setting, value, win in decided if setting.model.startswith("mlp")
+        ]
+        unseen = [
+            (value, win) for setting, value, win in decided if not setting.model.startswith("mlp")
+        ]
         if not chosen or not unseen:
             continue
         bound = limit(*zip(*chosen, strict=True))
@@ -220,7 +267,11 @@ def tables(done: Runs) -> None:
     """Print the map, a row a setting, and how well each signal foretells."""
     rows = []
     for setting in settings():
-        base = [late(done[setting, AVERAGING, seed]) for seed in range(SEEDS) if (setting, AVERAGING, seed) in done]
+        base = [
+            late(done[setting, AVERAGING, seed])
+            for seed in range(SEEDS)
+            if (setting, AVERAGING, seed) in done
+        ]
         if not base:
             continue
         row = {
@@ -236,42 +287,74 @@ def tables(done: Runs) -> None:
             above = ahead(done, setting, method)
             row[method] = f"{statistics.fmean(above):+.1f}" if above else ""
         early = [
-            signals(run) for (of, method, _), run in done.items() if of == setting and method == "fedmr" and "S" in run
+            signals(run)
+            for (of, method, _), run in done.items()
+            if of == setting and method == "fedmr" and "S" in run
         ]
         for name in ("pool's cosine", "T^2 / (S U)"):
-            row[name] = f"{statistics.fmean(figures[name] for figures in early):.3g}" if early else ""
+            row[name] = (
+                f"{statistics.fmean(figures[name] for figures in early):.3g}" if early else ""
+            )
         rows.append(row | {"seeds": str(len(base))})
-    tell("FedAvg's mean of the last four evaluations, %, and by how many points the others end above it", rows)
+    tell(
+        "FedAvg's mean of the last four evaluations, %, and by how many points the others end above it",
+        rows,
+    )
     if foretold := foretelling(done):
         tell("Which early figure of the pool foretells that FedMR ends ahead", foretold)
 
 
 def draw(done: Runs, path: Path) -> None:
-    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early T / S; leads below -25 points at the edge."""
+    """Draw FedMR's lead over FedAvg, setting by setting, over the pool's early T / S; leads below
+    -25 points at the edge.
+    """
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    symbols = {"digits mlp": "circle", "digits cnn": "diamond", "mnist mlp": "square", "mnist cnn": "x"}
+    symbols = {
+        "digits mlp": "circle",
+        "digits cnn": "diamond",
+        "mnist mlp": "square",
+        "mnist cnn": "x",
+    }
     points: dict[str, list[tuple[float, float, float]]] = {}
     for setting in dict.fromkeys(setting for setting, _, _ in done):
-        runs = [run for (of, method, _), run in done.items() if of == setting and method == "fedmr" and "S" in run]
+        runs = [
+            run
+            for (of, method, _), run in done.items()
+            if of == setting and method == "fedmr" and "S" in run
+        ]
         above = ahead(done, setting, "fedmr")
         if runs and above:
             name = f"{setting.data} {'cnn' if 'cnn' in setting.model else 'mlp'}"
             signal = statistics.fmean(signals(run)["T / S"] for run in runs)
-            points.setdefault(name, []).append((signal, max(-25.0, statistics.fmean(above)), setting.noise))
+            points.setdefault(name, []).append(
+                (signal, max(-25.0, statistics.fmean(above)), setting.noise)
+            )
     for name, values in points.items():
         horizontal, vertical, noises = zip(*values, strict=True)
-        marker = {"symbol": symbols[name], "size": 10, "color": noises, "coloraxis": "coloraxis", "line": {"width": 1}}
+        marker = {
+            "symbol": symbols[name],
+            "size": 10,
+            "color": noises,
+            "coloraxis": "coloraxis",
+            "line": {"width": 1},
+        }
         figure.add_scatter(x=horizontal, y=vertical, mode="markers", name=name, marker=marker)
     figure.add_hline(y=0, line_width=1)
     figure.update_layout(
         template="plotly_white",
         width=900,
         height=480,
-        xaxis={"type": "log", "title": "T / S at 15 % of the rounds: common progress over the pool's variance"},
+        xaxis={
+            "type": "log",
+            "title": "T / S at 15 % of the rounds: common progress over the pool's variance",
+        },
         yaxis_title="FedMR above FedAvg at the end, points",
-        coloraxis={"colorscale": "Bluered", "colorbar": {"title": "wrong labels", "tickformat": ".0%", "y": 0.4}},
+        coloraxis={
+            "colorscale": "Bluered",
+            "colorbar": {"title": "wrong labels", "tickformat": ".0%", "y": 0.4},
+        },
         legend={"y": 1.0},
     )
     figure.write_image(path)
@@ -286,9 +369,15 @@ def work() -> Iterator[Key]:
 
 def main() -> None:
     """Make the runs that are missing, then print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "map.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
+    )
+    parser.add_argument(
+        "--record", type=Path, default=Path(__file__).parent / "records" / "map.jsonl"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     parser.add_argument("--draw", type=Path, help="draw what is recorded, run nothing")

@@ -1,13 +1,16 @@
-"""Learning rates and starts for the tables of McMahan et al. 2017: rounds to 97 % (2NN) and 99 % (CNN) on MNIST.
+"""Learning rates and starts for the tables of McMahan et al. 2017: rounds to 97 % (2NN) and 99 %
+(CNN) on MNIST.
 
-The paper takes the best learning rate of a multiplicative grid for each cell. Here it is found on the grid 10^(k/3) by
-going up and down from a first guess until both neighbours of the best are worse; a run that is later than the best so far ends
-there. The other seeds run at the rate that the first one chose. The ablation does this for other pixels and other starts.
+The paper takes the best learning rate of a multiplicative grid for each cell. Here it is found on
+the grid 10^(k/3) by going up and down from a first guess until both neighbours of the best are
+worse; a run that is later than the best so far ends there. The other seeds run at the rate that the
+first one chose. The ablation does this for other pixels and other starts.
 
     python benchmarks/mcmahan.py --mnist FOLDER [--runs FOLDER] [--only WORDS] [--minutes 60]    # goes on where it ended
     python benchmarks/mcmahan.py --tables                                                       # only print
 
-A run is one line of the record, appended when it ends; unfinished ones go on from their checkpoint in `--runs`.
+A run is one line of the record, appended when it ends; unfinished ones go on from their checkpoint
+in `--runs`.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ RECORD = Path(__file__).parent / "records" / "mcmahan.jsonl"
 
 
 class Cell(NamedTuple):
-    """A cell of a table with its start: `batch` 0 is all of a client's samples, `participation` 0 one client a round."""
+    """A cell of a table with its start: `batch` 0 is all of a client's samples, `participation` 0
+    one client a round.
+    """
 
     model: str
     epochs: int
@@ -75,7 +80,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A cell with the grid position to begin at, the most rounds of a run and what the paper prints.
+    """A cell with the grid position to begin at, the most rounds of a run and what the paper
+    prints.
 
     With seed 0 the positions in `uncut` run until they reach the target too, however late.
     """
@@ -105,7 +111,12 @@ def plans() -> Iterator[Plan]:
             uncut=(-5, -4) if participation == 0 else (-4,),
         )
     for participation, printed in {0.0: 3275, 0.2: 619}.items():
-        yield Plan(skewed._replace(participation=participation), -3 if participation == 0 else -2, 2 * printed, printed)
+        yield Plan(
+            skewed._replace(participation=participation),
+            -3 if participation == 0 else -2,
+            2 * printed,
+            printed,
+        )
     for pixels, start in (("standard", "torch"), ("none", "truncated")):
         yield Plan(skewed._replace(pixels=pixels, start=start), -2, 900, seeds=1)
     yield Plan(skewed, -2, 900, 664, uncut=(-4,))
@@ -129,7 +140,9 @@ def rate(position: int) -> float:
 
 
 def crossing(accuracies: Sequence[float], target: float) -> float | None:
-    """Rounds to the target: the best accuracy so far, interpolated linearly between rounds; None if it is not reached."""
+    """Rounds to the target: the best accuracy so far, interpolated linearly between rounds; None if
+    it is not reached.
+    """
     highest = 0.0
     for index, accuracy in enumerate(accuracies):
         if accuracy >= target:
@@ -139,8 +152,10 @@ def crossing(accuracies: Sequence[float], target: float) -> float | None:
 
 
 def started(module: nn.Module, start: str, seed: int) -> nn.Module:
-    """The model with another start than PyTorch's: uniform by fan-in and fan-out with zero biases (`glorot`), or normal with
-    deviation 0.1 cut at two deviations, with biases of 0.1 (`truncated`), as TensorFlow's first tutorials have it."""
+    """The model with another start than PyTorch's: uniform by fan-in and fan-out with zero biases
+    (`glorot`), or normal with deviation 0.1 cut at two deviations, with biases of 0.1
+    (`truncated`), as TensorFlow's first tutorials have it.
+    """
     generator = stream(seed, "start")
     for name, parameter in module.named_parameters() if start != "torch" else ():
         if name.endswith("bias"):
@@ -155,13 +170,23 @@ def started(module: nn.Module, start: str, seed: int) -> nn.Module:
 def measure(
     cell: Cell, position: int, seed: int, cap: int, mnist: str, runs: Path, until: float
 ) -> dict[str, Any] | None:
-    """One run until the target or `cap` rounds, as a line of the record; None where the time was over before."""
+    """One run until the target or `cap` rounds, as a line of the record; None where the time was
+    over before.
+    """
     dataset = make_dataset(f"mnist(folder={mnist!r}, normalise={cell.pixels!r})")
     module = started(build_model(f"mcmahan_{cell.model}", dataset.spec, seed), cell.start, seed)
-    training = {"learning_rate": rate(position), "batch_size": cell.batch or None, "epochs": cell.epochs}
-    task = fl.make_task(dataset, clients=100, partition=cell.partition, model=module, seed=seed, training=training)
+    training = {
+        "learning_rate": rate(position),
+        "batch_size": cell.batch or None,
+        "epochs": cell.epochs,
+    }
+    task = fl.make_task(
+        dataset, clients=100, partition=cell.partition, model=module, seed=seed, training=training
+    )
     stacked = cell.model == "2nn" and cell.participation > 0
-    schedule = Schedule(cap, cell.participation or 0.01, seed=seed, evaluate_every=1, checkpoint_every=10)
+    schedule = Schedule(
+        cap, cell.participation or 0.01, seed=seed, evaluate_every=1, checkpoint_every=10
+    )
     identity = f"{cell.text} {rate(position)} {seed}"
     engine = StackedEngine(task) if stacked else RowsEngine(task)
     folder = runs / identity.replace(" ", "_").replace("(", "").replace(")", "")
@@ -208,9 +233,13 @@ def recorded() -> Done:
 
 
 def best(done: Done, cell: Cell) -> tuple[int, float] | None:
-    """The position of the grid that reaches the target first with seed 0, and after how many rounds."""
+    """The position of the grid that reaches the target first with seed 0, and after how many
+    rounds.
+    """
     crossings = [
-        (line["crossing"], position) for (of, position, seed), line in done.items() if of == cell and seed == 0
+        (line["crossing"], position)
+        for (of, position, seed), line in done.items()
+        if of == cell and seed == 0
     ]
     reached = [(rounds, position) for rounds, position in crossings if rounds is not None]
     return (min(reached)[1], min(reached)[0]) if reached else None
@@ -242,11 +271,17 @@ def required(done: Done, plan: Plan) -> tuple[int, int, int] | None:
 
 
 def table(done: Done) -> None:
-    """A row for each cell: the rates that were tried, the chosen one, and the rounds of each seed beside the printed ones."""
+    """A row for each cell: the rates that were tried, the chosen one, and the rounds of each seed
+    beside the printed ones.
+    """
     rows = []
     for plan in {plan.cell: plan for plan in plans()}.values():
         chosen = best(done, plan.cell)
-        tried = {position: line for (cell, position, seed), line in done.items() if cell == plan.cell and seed == 0}
+        tried = {
+            position: line
+            for (cell, position, seed), line in done.items()
+            if cell == plan.cell and seed == 0
+        }
         if not tried:
             continue
         seeds = [
@@ -261,12 +296,17 @@ def table(done: Done) -> None:
                 "printed": "" if plan.printed is None else str(plan.printed),
                 "rounds": f"{statistics.fmean(reached):.1f}" if reached else "not reached",
                 "of each seed": ", ".join(
-                    "-" if crossing_round is None else f"{crossing_round:.1f}" for crossing_round in seeds
+                    "-" if crossing_round is None else f"{crossing_round:.1f}"
+                    for crossing_round in seeds
                 ),
                 "rate": f"{rate(chosen[0]):g}" if chosen else "",
                 "tried": ", ".join(
                     f"{line['rate']:g}: "
-                    + (f">{len(line['accuracy'])}" if line["crossing"] is None else f"{line['crossing']:.1f}")
+                    + (
+                        f">{len(line['accuracy'])}"
+                        if line["crossing"] is None
+                        else f"{line['crossing']:.1f}"
+                    )
                     for _, line in sorted(tried.items())
                 ),
             }
@@ -276,7 +316,9 @@ def table(done: Done) -> None:
 
 
 def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
-    """Return the cells of the paper's table whose search is over, by column, with the position of the grid that it chose."""
+    """Return the cells of the paper's table whose search is over, by column, with the position of
+    the grid that it chose.
+    """
     columns = {}
     for cell in {plan.cell: plan for plan in plans()}:
         chosen = best(done, cell)
@@ -284,7 +326,10 @@ def tuned(done: Done) -> dict[str, tuple[Cell, int]]:
             continue
         if cell.model == "2nn" and (cell.pixels, cell.start) == ("none", "torch"):
             distribution = "IID" if cell.partition == "iid" else "non-IID"
-            columns[f"2NN {distribution} C={cell.participation:g} E=1 B={cell.batch or 'inf'}"] = cell, chosen[0]
+            columns[f"2NN {distribution} C={cell.participation:g} E=1 B={cell.batch or 'inf'}"] = (
+                cell,
+                chosen[0],
+            )
     return columns
 
 
@@ -296,7 +341,10 @@ def record(done: Done) -> ExhibitRecord:
     for column, (cell, position) in tuned(done).items():
         lines = [done[key] for seed in range(SEEDS) if (key := (cell, position, seed)) in done]
         crossings = [line["crossing"] for line in lines if line["crossing"] is not None]
-        complete, rounds = len(crossings) == len(lines), max(len(line["accuracy"]) for line in lines)
+        complete, rounds = (
+            len(crossings) == len(lines),
+            max(len(line["accuracy"]) for line in lines),
+        )
         left_out = [f"{rounds} of {cells[column].setting.rounds:,} rounds"] if complete else []
         left_out += [f"{len(lines)} of {SEEDS} seeds"] if len(lines) < SEEDS else []
         value = Measured(
@@ -314,12 +362,20 @@ def record(done: Done) -> ExhibitRecord:
 
 def main() -> None:
     """Run what is missing, then print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mnist", help="folder with MNIST's idx files")
-    parser.add_argument("--runs", type=Path, default=Path("runs/mcmahan"), help="checkpoints of unfinished runs")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/mcmahan"), help="checkpoints of unfinished runs"
+    )
     parser.add_argument("--only", default="", help="cells that have these words in their text")
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--tables", action="store_true", help="print what is recorded and write its page, run nothing")
+    parser.add_argument(
+        "--tables",
+        action="store_true",
+        help="print what is recorded and write its page, run nothing",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * arguments.minutes

@@ -1,4 +1,5 @@
-"""The mean of models beside one copy of them, plain and weighted, with one thread and with two: shares of the copy's seconds.
+"""The mean of models beside one copy of them, plain and weighted, with one thread and with two:
+shares of the copy's seconds.
 
 python benchmarks/means.py [--repeats 15]
 """
@@ -15,7 +16,14 @@ import torch
 from fedloom.flat.population import weighted_mean
 from outcome import tell
 
-POOLS = ((10, 200_000), (10, 2_000_000), (16, 200_000), (100, 200_000), (100, 2_000_000), (1000, 200_000))
+POOLS = (
+    (10, 200_000),
+    (10, 2_000_000),
+    (16, 200_000),
+    (100, 200_000),
+    (100, 2_000_000),
+    (1000, 200_000),
+)
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> float:
@@ -44,7 +52,9 @@ def measure(models: int, size: int, threads: int, repeats: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     tell("Means of models, as shares of a copy", [

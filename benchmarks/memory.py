@@ -1,10 +1,12 @@
-"""The most memory that is held, over what must be held: the models of a round, the data, one model's activations.
+"""The most memory that is held, over what must be held: the models of a round, the data, one
+model's activations.
 
-Rounds: ten clients a round in each engine, each measured in a process of its own; what worker processes hold beyond their imports
-and beyond shared memory is added. A method that keeps a pool of models holds two at the end of a round, the one that was sent
-and the one that came back, since a round that fails leaves everything as it was: `must_mb` counts both. Server: work on models
-of VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its imports were done, without the
-pages of program files that came in since.
+Rounds: ten clients a round in each engine, each measured in a process of its own; what worker
+processes hold beyond their imports and beyond shared memory is added. A method that keeps a pool of
+models holds two at the end of a round, the one that was sent and the one that came back, since a
+round that fails leaves everything as it was: `must_mb` counts both. Server: work on models of
+VGG-16's size, over their own bytes. `over_mb` is the peak above what the process held when its
+imports were done, without the pages of program files that came in since.
 
     python benchmarks/memory.py [--tasks cnn,vgg16] [--engines rows,stacked] [--rounds 2] [--models 20]
 """
@@ -28,7 +30,12 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import ROWS_HELD, bytes_of_training
-from fedloom.flat.population import mean_cosine_similarity, recombine_, squared_distances, weighted_mean
+from fedloom.flat.population import (
+    mean_cosine_similarity,
+    recombine_,
+    squared_distances,
+    weighted_mean,
+)
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -38,7 +45,9 @@ from outcome import tell
 CLIENTS = 10
 VGG = 14_728_266
 LARGE: dict[str, Callable[[int], Task]] = {
-    "vgg16": lambda clients: random_task("fedmr_vgg16", (3, 32, 32), clients, 20, batch_size=10, momentum=0.9)
+    "vgg16": lambda clients: random_task(
+        "fedmr_vgg16", (3, 32, 32), clients, 20, batch_size=10, momentum=0.9
+    )
 }
 """Models beside which nothing else counts: 33.6 M weights, 10 of them 1.3 GB."""
 
@@ -47,15 +56,24 @@ POOLS = {"fedavg": 1, "fedmr": 2}
 
 
 def status(name: str, pid: int | str = "self") -> float:
-    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds, and `RssFile` and `RssShmem`,
-    which of that are pages of files and shared memory."""
-    match = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    """A figure of a process's memory in MB: `VmHWM`, the most it held; `VmRSS`, what it holds, and
+    `RssFile` and `RssShmem`, which of that are pages of files and shared memory.
+    """
+    match = re.search(
+        rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return 0.0 if match is None else int(match[1]) / 1e3
 
 
 def peak(pid: int | str = "self") -> float:
-    """The most that a process held in MB, without pages of program files and (but in this process) shared memory."""
-    return status("VmHWM", pid) - status("RssFile", pid) - (0.0 if pid == "self" else status("RssShmem", pid))
+    """The most that a process held in MB, without pages of program files and (but in this process)
+    shared memory.
+    """
+    return (
+        status("VmHWM", pid)
+        - status("RssFile", pid)
+        - (0.0 if pid == "self" else status("RssShmem", pid))
+    )
 
 
 def imports() -> float:
@@ -67,7 +85,9 @@ def must_hold(task: Task, pools: int) -> float:
     """MB of the models, the samples, and what a step's forward pass keeps for its backward pass."""
     rows = task.layout.size * task.initial.element_size()
     activations = bytes_of_training(task, RowsEngine(task).flat_module) - ROWS_HELD * rows
-    return (pools * CLIENTS * rows + task.train.inputs.nbytes + task.train.labels.nbytes + activations) / 1e6
+    return (
+        pools * CLIENTS * rows + task.train.inputs.nbytes + task.train.labels.nbytes + activations
+    ) / 1e6
 
 
 def of_rounds(name: str, engine_name: str, method: str, rounds: int) -> dict[str, Any]:
@@ -110,18 +130,27 @@ def of_server(job_name: str, models: int) -> dict[str, Any]:
 
 def separate_process(*arguments: str) -> dict[str, Any]:
     """One line, measured in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--alone", *arguments], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--alone", *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     line: dict[str, Any] = json.loads(done.stdout)
     return line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", default="mlp,cnn,vgg16")
     parser.add_argument("--engines", default="rows,stacked,processes,processes(inside=stacked)")
     parser.add_argument("--methods", default=",".join(POOLS))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--models", type=int, default=20, help="models on the server (100 need 6 GB)")
+    parser.add_argument(
+        "--models", type=int, default=20, help="models on the server (100 need 6 GB)"
+    )
     parser.add_argument("--alone", nargs="+", help="measure one line in this process")
     arguments = parser.parse_args()
     if arguments.alone:
@@ -134,7 +163,8 @@ def main() -> None:
         print(json.dumps(line))
         return
     rows = [
-        separate_process("server", job, str(arguments.models)) for job in ("recombine", "mean", "cosine", "distances")
+        separate_process("server", job, str(arguments.models))
+        for job in ("recombine", "mean", "cosine", "distances")
     ]
     names = re.split(r",(?![^(]*\))", arguments.engines)
     lines = product(arguments.tasks.split(","), names, arguments.methods.split(","))

@@ -1,9 +1,10 @@
-"""Each objective on data that needs no download: FedAvg among ten clients against the same model trained in one place.
+"""Each objective on data that needs no download: FedAvg among ten clients against the same model
+trained in one place.
 
     python benchmarks/objectives.py
 
-In one place means plain PyTorch with as many epochs over all samples as clients make over theirs, and scikit-learn's own
-solution where there is one. It prints the table of `docs/objectives.md`.
+In one place means plain PyTorch with as many epochs over all samples as clients make over theirs,
+and scikit-learn's own solution where there is one. It prints the table of `docs/objectives.md`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def halves(inputs: Tensor, targets: Tensor, **about: object) -> fl.Dataset:
     """Four fifths of the samples for training, the others for tests."""
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
     behind = 4 * len(order) // 5
-    splits = [fl.Samples(inputs[indices], targets[indices]) for indices in (order[:behind], order[behind:])]
+    splits = [
+        fl.Samples(inputs[indices], targets[indices])
+        for indices in (order[:behind], order[behind:])
+    ]
     return fl.Dataset(str(about.pop("name")), splits[0], splits[1], **about)  # type: ignore[arg-type]
 
 
@@ -39,7 +43,9 @@ def multilabel() -> fl.Dataset:
     images, digits = load_digits(return_X_y=True)
     labels = np.stack([digits % 2 == 1, digits > 4, np.isin(digits, [0, 6, 8, 9])], 1)
     inputs = torch.from_numpy(images / 16).float()
-    return halves(inputs, torch.from_numpy(labels).float(), name="digits", objective=objective("multilabel"))
+    return halves(
+        inputs, torch.from_numpy(labels).float(), name="digits", objective=objective("multilabel")
+    )
 
 
 def sequence() -> fl.Dataset:
@@ -50,7 +56,13 @@ def sequence() -> fl.Dataset:
     tokens = torch.tensor([alphabet.index(character) for character in text])
     count = (len(tokens) - 1) // TOKENS
     inputs, targets = (tokens[k : k + count * TOKENS].reshape(count, TOKENS) for k in (0, 1))
-    return halves(inputs, targets, name="descriptions", vocabulary=len(alphabet), objective=objective("sequence"))
+    return halves(
+        inputs,
+        targets,
+        name="descriptions",
+        vocabulary=len(alphabet),
+        objective=objective("sequence"),
+    )
 
 
 def segmentation() -> fl.Dataset:
@@ -58,7 +70,9 @@ def segmentation() -> fl.Dataset:
     images = torch.from_numpy(load_digits().images).float() / 16
     noise = 0.3 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
     shown = (images + noise).unsqueeze(1)
-    return halves(shown, (images > 0.5).long(), name="digits", classes=2, objective=objective("segmentation"))
+    return halves(
+        shown, (images > 0.5).long(), name="digits", classes=2, objective=objective("segmentation")
+    )
 
 
 def objective(name: str) -> Objective:
@@ -77,7 +91,9 @@ def in_one_place(task: fl.Task) -> float:
     samples = task.train[torch.from_numpy(task.partition.indices)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(ROUNDS * EPOCHS):
-        for chosen in torch.randperm(len(samples), generator=generator).split(settings.batch_size or len(samples)):
+        for chosen in torch.randperm(len(samples), generator=generator).split(
+            settings.batch_size or len(samples)
+        ):
             batch = samples[chosen]
             optimizer.zero_grad()
             task.objective.loss(module(task.dataset.prepare(batch.inputs)), batch.labels).backward()
@@ -94,9 +110,13 @@ def by_scikit_learn(task: fl.Task) -> float:
     )
     match task.objective.metric.name:
         case "accuracy":
-            return float(accuracy_score(truth, LogisticRegression(max_iter=2000).fit(x, y).predict(inputs)))
+            return float(
+                accuracy_score(truth, LogisticRegression(max_iter=2000).fit(x, y).predict(inputs))
+            )
         case "rmse":
-            return float(root_mean_squared_error(truth, LinearRegression().fit(x, y).predict(inputs)))
+            return float(
+                root_mean_squared_error(truth, LinearRegression().fit(x, y).predict(inputs))
+            )
         case "f1":
             fitted = OneVsRestClassifier(LogisticRegression(max_iter=2000)).fit(x, y)
             return float(f1_score(truth, fitted.predict(inputs), average="micro"))
@@ -119,8 +139,12 @@ def main() -> None:
         result = fl.run("fedavg", task, rounds=ROUNDS, participation=1.0, evaluate_every=ROUNDS)
         metric = task.objective.metric
         figures = [result.score, in_one_place(task), by_scikit_learn(task)]
-        shown = [f"{metric.text(figure)}{metric.unit}" if figure == figure else "-" for figure in figures]
-        print(f"| `{name}` | {task.dataset.name} | {metric.noun} | {' | '.join(shown)} |", flush=True)
+        shown = [
+            f"{metric.text(figure)}{metric.unit}" if figure == figure else "-" for figure in figures
+        ]
+        print(
+            f"| `{name}` | {task.dataset.name} | {metric.noun} | {' | '.join(shown)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

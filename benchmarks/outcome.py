@@ -1,4 +1,6 @@
-"""How benchmarks tell their outcome, a table for people and one JSON line, and keep the runs that have ended."""
+"""How benchmarks tell their outcome, a table for people and one JSON line, and keep the runs that
+have ended.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,22 @@ def append(record: Path, run: Mapping[str, Any]) -> None:
 
 
 def tell(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print `rows` (the same keys in each) as a table, then everything with versions and machine as one JSON line."""
+    """Print `rows` (the same keys in each) as a table, then everything with versions and machine as
+    one JSON line.
+    """
     table = Table(title=title)
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], (int, float)) else "left")
+        table.add_column(
+            name.replace("_", " "),
+            justify="right" if isinstance(rows[0][name], (int, float)) else "left",
+        )
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     console = Console()
-    console.width = max(console.width, 160)  # a file or pipe counts as 80 columns, too narrow for these tables
+    # a file or pipe counts as 80 columns, too narrow for these tables
+    console.width = max(console.width, 160)
     console.print(table)
     machine = {
         "torch": torch.__version__,

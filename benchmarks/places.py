@@ -1,10 +1,12 @@
-"""What a round costs in each place where clients can train, over the rows engine in this process, and where the time goes.
+"""What a round costs in each place where clients can train, over the rows engine in this process,
+and where the time goes.
 
-Seconds of a FedAvg round of ten clients with the CNN on CIFAR shapes (500 samples each, batch 50, momentum 0.9, one epoch);
-the places run in turn, round by round, on one thread a worker, and what is printed are medians. `over_rows` is the median of
-the ratios to the rows engine in the same turn; `best` the least seconds of any round. `sends` is the time in which this process
-makes messages ready and hands them over, `waits` that in which it waits for those that train, `takes` that in which it reads
-answers, and `rest` everything else in the round (collecting replies, averaging).
+Seconds of a FedAvg round of ten clients with the CNN on CIFAR shapes (500 samples each, batch 50,
+momentum 0.9, one epoch); the places run in turn, round by round, on one thread a worker, and what
+is printed are medians. `over_rows` is the median of the ratios to the rows engine in the same turn;
+`best` the least seconds of any round. `sends` is the time in which this process makes messages
+ready and hands them over, `waits` that in which it waits for those that train, `takes` that in
+which it reads answers, and `rest` everything else in the round (collecting replies, averaging).
 
     python benchmarks/places.py [--rounds 7] [--workers 2] [--samples 500]
 """
@@ -49,14 +51,18 @@ class Clock:
                 return call(*arguments, **options)
             finally:
                 self.seconds["inside"] = 0.0
-                self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - began
+                self.seconds[activity] = (
+                    self.seconds.get(activity, 0.0) + time.perf_counter() - began
+                )
 
         setattr(target, name, timed)
 
 
 @dataclass
 class Place:
-    """Somewhere to run a round: `step` runs one, `close` gives back what it holds, `clock` tells where its time went."""
+    """Somewhere to run a round: `step` runs one, `close` gives back what it holds, `clock` tells
+    where its time went.
+    """
 
     step: Callable[[], Any]
     close: Callable[[], None]
@@ -73,7 +79,9 @@ class Place:
 
 
 def federation(task: Task, engine: Any, rounds: int) -> Federation:
-    return Federation(FedAvg(), task, engine, Schedule(rounds, participation=1.0, evaluate_every=rounds + 1))
+    return Federation(
+        FedAvg(), task, engine, Schedule(rounds, participation=1.0, evaluate_every=rounds + 1)
+    )
 
 
 def rows_place(task: Task, workers: int, rounds: int) -> Place:
@@ -101,7 +109,8 @@ def ray_place(task: Task, workers: int, rounds: int) -> Place:
     return place
 
 
-# A place where a round takes some time whatever it does (sites with Flower) joins as one more entry.
+# A place where a round takes some time whatever it does (sites with Flower) joins as one more
+# entry.
 PLACES: dict[str, Callable[[Task, int, int], Place]] = {
     "rows": rows_place,
     "processes": processes_place,
@@ -126,22 +135,28 @@ def measure(task: Task, workers: int, rounds: int) -> list[dict[str, Any]]:
 def row(name: str, place: Place, base: list[float]) -> dict[str, Any]:
     seconds, shares = place.rounds[2:], place.shares[2:]
     medians = {
-        name: statistics.median(share.get(name, 0.0) for share in shares) for name in ("sends", "waits", "takes")
+        name: statistics.median(share.get(name, 0.0) for share in shares)
+        for name in ("sends", "waits", "takes")
     }
     return {
         "place": name,
         "round_s": statistics.median(seconds),
         "best_s": min(seconds),
-        "over_rows": statistics.median(mine / rows for mine, rows in zip(seconds, base, strict=True)),
+        "over_rows": statistics.median(
+            mine / rows for mine, rows in zip(seconds, base, strict=True)
+        ),
         **{f"{name}_s": value for name, value in medians.items()},
         "rest_s": statistics.median(
-            total - sum(share.get(name, 0.0) for name in medians) for total, share in zip(seconds, shares, strict=True)
+            total - sum(share.get(name, 0.0) for name in medians)
+            for total, share in zip(seconds, shares, strict=True)
         ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--samples", type=int, default=500)

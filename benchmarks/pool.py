@@ -1,10 +1,13 @@
-"""Rounds of FedMR with its pool in memory and in files of the run: memory, seconds, and what is written.
+"""Rounds of FedMR with its pool in memory and in files of the run: memory, seconds, and what is
+written.
 
-Both run the same few rounds, each in a process of its own, with one local step on one batch and 20 test samples, so that what the
-server does shows. `held_mb` is the most memory of the process's own beyond what it held when the engine was made, without pages
-of files, which the system takes back when it needs them. `round_s` and `server_s` are medians over the rounds after the first
-(`server_s`: recombination; what a checkpoint costs is in `whole_s`, the mean over the rounds of all that passed). `written_gb` is
-what the process wrote to the disk, `files_gb` what the run's directory holds at most, `model` a digest of the last global model.
+Both run the same few rounds, each in a process of its own, with one local step on one batch and 20
+test samples, so that what the server does shows. `held_mb` is the most memory of the process's own
+beyond what it held when the engine was made, without pages of files, which the system takes back
+when it needs them. `round_s` and `server_s` are medians over the rounds after the first
+(`server_s`: recombination; what a checkpoint costs is in `whole_s`, the mean over the rounds of all
+that passed). `written_gb` is what the process wrote to the disk, `files_gb` what the run's
+directory holds at most, `model` a digest of the last global model.
 
     python benchmarks/pool.py [--model vgg16] [--clients 100] [--rounds 3] [--budget 4GiB] [--directory .] [--only files]
 """
@@ -35,7 +38,11 @@ from fedloom.rounds.schedule import Schedule
 from memory import imports, status
 from outcome import tell
 
-MODELS = {"mlp": ("mlp", (784,)), "resnet18": ("resnet18", (3, 32, 32)), "vgg16": ("fedmr_vgg16", (3, 32, 32))}
+MODELS = {
+    "mlp": ("mlp", (784,)),
+    "resnet18": ("resnet18", (3, 32, 32)),
+    "vgg16": ("fedmr_vgg16", (3, 32, 32)),
+}
 SAMPLES = 2  # of each client, all in one batch
 
 
@@ -60,13 +67,21 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
 
-def measure(model: str, clients: int, rounds: int, budget: str | None, directory: str) -> dict[str, Any]:
+def measure(
+    model: str, clients: int, rounds: int, budget: str | None, directory: str
+) -> dict[str, Any]:
     """One line, in this process."""
     torch.set_num_threads(1)
     name, shape = MODELS[model]
     task = random_task(name, shape, clients, SAMPLES, batch_size=SAMPLES)
     task = replace(task, test=task.test[:20])
-    schedule = Schedule(rounds, 1.0, evaluate_every=rounds, checkpoint_every=rounds, pool_budget=budget)  # type: ignore[arg-type]
+    schedule = Schedule(
+        rounds,
+        1.0,
+        evaluate_every=rounds,
+        checkpoint_every=rounds,
+        pool_budget=budget,  # type: ignore[arg-type]
+    )
     engine, imported = RowsEngine(task), imports()
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         watch = Watch(Path(folder))
@@ -92,18 +107,26 @@ def measure(model: str, clients: int, rounds: int, budget: str | None, directory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="vgg16", choices=list(MODELS))
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", default="4GiB")
-    parser.add_argument("--directory", default=".", help="where the runs' files go for the time being")
+    parser.add_argument(
+        "--directory", default=".", help="where the runs' files go for the time being"
+    )
     parser.add_argument("--only", choices=["memory", "files"], help="one of the two")
-    parser.add_argument("--alone", action="store_true", help="measure in this process, and print one line")
+    parser.add_argument(
+        "--alone", action="store_true", help="measure in this process, and print one line"
+    )
     arguments = parser.parse_args()
     if arguments.alone:
         budget = None if arguments.only == "memory" else arguments.budget
-        line = measure(arguments.model, arguments.clients, arguments.rounds, budget, arguments.directory)
+        line = measure(
+            arguments.model, arguments.clients, arguments.rounds, budget, arguments.directory
+        )
         print(json.dumps(line))
         return
     rows = []

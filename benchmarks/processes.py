@@ -1,10 +1,12 @@
-"""What worker processes gain over one process, and what giving them the longest clients first gains.
+"""What worker processes gain over one process, and what giving them the longest clients first
+gains.
 
-Seconds of a FedAvg round of ten clients over the same SGD steps on one bare module on two threads (bare steps and engines in
-turn, round by round; what is printed are medians). Clients have equally many samples, or sizes drawn log-normally (sigma 0.8)
-of the same sum. "arrival order" gives clients to the workers in the order of the selection. Bare steps on one thread are among
-the rows: on cores that others keep busy, two threads that wait for each other take many times as long, and no ratio to them
-means anything.
+Seconds of a FedAvg round of ten clients over the same SGD steps on one bare module on two threads
+(bare steps and engines in turn, round by round; what is printed are medians). Clients have equally
+many samples, or sizes drawn log-normally (sigma 0.8) of the same sum. "arrival order" gives clients
+to the workers in the order of the selection. Bare steps on one thread are among the rows: on cores
+that others keep busy, two threads that wait for each other take many times as long, and no ratio to
+them means anything.
 
     python benchmarks/processes.py [--rounds 7] [--workers 2] [--eager-allocator]
 """
@@ -22,12 +24,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
+from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Engine, Job
 from fedloom.rounds.federation import Federation, Schedule
 from fedloom.task import Task
@@ -41,7 +43,7 @@ BARE = "bare steps, 1 thread"
 class ArrivalOrder(ProcessesEngine):
     """Clients go to the workers in the order of the selection."""
 
-    def _groups(self, algorithm: Algorithm, jobs: Sequence[Job]) -> list[list[Job]]:
+    def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
         return [[job] for job in jobs]
 
 
@@ -50,7 +52,9 @@ def unequal(task: Task, seed: int = 1) -> Task:
     total = len(task.train)
     draws = np.random.default_rng(seed).lognormal(0.0, 0.8, CLIENTS)
     bounds = np.round(np.cumsum(draws) / draws.sum() * total).astype(np.int64)
-    return replace(task, partition=Partition.from_sizes(np.arange(total), np.diff(bounds, prepend=0)))
+    return replace(
+        task, partition=Partition.from_sizes(np.arange(total), np.diff(bounds, prepend=0))
+    )
 
 
 def seconds(federation: Federation, threads: int) -> float:
@@ -60,7 +64,9 @@ def seconds(federation: Federation, threads: int) -> float:
     return time.perf_counter() - began
 
 
-def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> list[dict[str, str | int | float]]:
+def measure(
+    name: str, sizes: str, task: Task, rounds: int, workers: int
+) -> list[dict[str, str | int | float]]:
     """Every engine on one task, with the bare steps, in turn."""
     schedule = Schedule(rounds=rounds + 1, participation=1.0, evaluate_every=rounds + 9, seed=3)
     engines: dict[str, tuple[Engine, int]] = {
@@ -68,9 +74,15 @@ def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> lis
         "rows, 2 threads": (RowsEngine(task), 2),
         f"{workers} processes x 1 thread": (ProcessesEngine(task, workers=workers), 1),
         f"{workers} processes, arrival order": (ArrivalOrder(task, workers=workers), 1),
-        f"{workers} processes of stacks": (ProcessesEngine(task, workers=workers, inside="stacked"), 1),
+        f"{workers} processes of stacks": (
+            ProcessesEngine(task, workers=workers, inside="stacked"),
+            1,
+        ),
     }
-    runs = {label: (Federation(FedAvg(), task, engine, schedule), n) for label, (engine, n) in engines.items()}
+    runs = {
+        label: (Federation(FedAvg(), task, engine, schedule), n)
+        for label, (engine, n) in engines.items()
+    }
     module: nn.Module = copy.deepcopy(task.model)
     taken: dict[str, list[tuple[float, float]]] = {label: [] for label in (BARE, *runs)}
     for _ in range(rounds + 1):
@@ -96,11 +108,15 @@ def measure(name: str, sizes: str, task: Task, rounds: int, workers: int) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
-        "--eager-allocator", action="store_true", help="leave the C library's allocator as it comes, here"
+        "--eager-allocator",
+        action="store_true",
+        help="leave the C library's allocator as it comes, here",
     )
     arguments = parser.parse_args()
     if not arguments.eager_allocator:

@@ -1,10 +1,11 @@
-"""A round of 200 clients on Ray clusters of 1, 2 and 4 nodes that run on this machine, beside one process; and one node of three
-killed in the middle of a round.
+"""A round of 200 clients on Ray clusters of 1, 2 and 4 nodes that run on this machine, beside one
+process; and one node of three killed in the middle of a round.
 
     python benchmarks/ray_nodes.py [--clients 200] [--rounds 3]
 
-FedAvg, the MLP 784-200-200-10, ten samples a client in one step. `rows_received` are the models that come back to the process
-that directs the run, `same` whether the last model has the bits of one process.
+FedAvg, the MLP 784-200-200-10, ten samples a client in one step. `rows_received` are the models
+that come back to the process that directs the run, `same` whether the last model has the bits of
+one process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithm import Algorithm
 from fedloom.data import Dataset, Samples
 from fedloom.engines.base import LocalEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.parts.building import build
+from fedloom.parts.pipeline import Pipeline
 from fedloom.records import Exchange
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, FoldedBlock, Job, Result
@@ -40,17 +41,21 @@ def noise(clients: int) -> Task:
 
 
 class Counting(RayEngine):
-    """Counts the models that come back, and kills the node `victim`, where there is one, after the first of round 2."""
+    """Counts the models that come back, and kills the node `victim`, where there is one, after the
+    first of round 2.
+    """
 
     received = 0
     victim: Any = None
     cluster: Any = None
 
     def train(
-        self, algorithm: Algorithm, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], fold: Exchange | None = None
     ) -> Iterator[Result]:
-        for result in super().train(algorithm, round, jobs, fold):
-            self.received += isinstance(result, FoldedBlock) or (isinstance(result, Answer) and bool(result.tensors))
+        for result in super().train(pipeline, round, jobs, fold):
+            self.received += isinstance(result, FoldedBlock) or (
+                isinstance(result, Answer) and bool(result.tensors)
+            )
             yield result
             if self.victim is not None and round.number == 2:
                 self.cluster.remove_node(self.victim, allow_graceful=False)
@@ -58,16 +63,22 @@ class Counting(RayEngine):
 
 
 def run(task: Task, engine: LocalEngine, rounds: int) -> Federation:
-    federation = Federation(build("fedavg"), task, engine, Schedule(rounds, 1.0, evaluate_every=rounds))
+    federation = Federation(
+        build("fedavg"), task, engine, Schedule(rounds, 1.0, evaluate_every=rounds)
+    )
     federation.run()
     return federation
 
 
-def on_nodes(task: Task, nodes: int, rounds: int, expected: Federation, kill: bool = False) -> dict[str, Any]:
+def on_nodes(
+    task: Task, nodes: int, rounds: int, expected: Federation, kill: bool = False
+) -> dict[str, Any]:
     """The same run on a cluster of so many nodes beside its head, one actor on each."""
     from ray.cluster_utils import Cluster
 
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster: Any = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     try:
         added = [cluster.add_node(num_cpus=2 if kill and k == 0 else 1) for k in range(nodes)]
         engine = Counting(task, workers=nodes, address=cluster.address)
@@ -88,7 +99,9 @@ def on_nodes(task: Task, nodes: int, rounds: int, expected: Federation, kill: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nodes", default="1,2,4")
@@ -96,7 +109,9 @@ def main() -> None:
     torch.set_num_threads(1)
     task = noise(chosen.clients)
     expected = run(task, RowsEngine(task), chosen.rounds)
-    rows = [on_nodes(task, int(nodes), chosen.rounds, expected) for nodes in chosen.nodes.split(",")]
+    rows = [
+        on_nodes(task, int(nodes), chosen.rounds, expected) for nodes in chosen.nodes.split(",")
+    ]
     rows.append(on_nodes(task, 3, chosen.rounds, expected, kill=True))
     tell(f"a round of {chosen.clients} clients on Ray", rows)
 

@@ -2,8 +2,9 @@
 
     python benchmarks/record_runs.py fedmr.table-1 benchmarks/records/fedmr_table_1/runs --command "fedloom run ..."
 
-Every run below the folder is taken for the cell of the table or figure that it differs least from, in its settings. Runs that
-differ in other settings are other experiments: each has a record of its own. `fedloom reproduce` writes its record itself.
+Every run below the folder is taken for the cell of the table or figure that it differs least from,
+in its settings. Runs that differ in other settings are other experiments: each has a record of its
+own. `fedloom reproduce` writes its record itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fedloom.state.files import slug, write_text
 RECORDS = Path(__file__).parent / "records" / "papers"
 
 APART = {*PLACES, "name", "directory", "targets", "command", "seed", "record", "rounds", "device"}
-"""Settings that make no other experiment, and the number of rounds, which is looked at by itself."""
+"""Settings that make no other experiment, and the number of rounds, which is looked at by itself.
+"""
 
 DECIDING = ("algorithm", "model", "data.name", "data.partition", "participation", "data.clients")
 """Settings in which a run must not differ from its cell."""
@@ -38,15 +40,23 @@ def summary(folder: Path) -> RunSummary:
     """Return the summary of a run's files, also of those of earlier versions."""
 
     def lines(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()
+        ]
 
     resolved, environment = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("configuration", "environment")
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("configuration", "environment")
     )
     records = lines("metrics.jsonl")
     timings = lines("timings.jsonl")[: len(records)]
     return RunSummary(
-        resolved["algorithm"], resolved["seed"], records, timings, configuration=resolved, environment=environment
+        resolved["algorithm"],
+        resolved["seed"],
+        records,
+        timings,
+        configuration=resolved,
+        environment=environment,
     )
 
 
@@ -64,18 +74,30 @@ def settings(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(cell: PaperCell, run: RunSummary) -> dict[str, Any]:
     """The settings of the run that are not those of the cell."""
-    cell_configuration = configuration({**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm})
-    expected, used = settings(cell_configuration.resolved(cell.algorithm, run.seed)), settings(run.configuration)
-    return {key: used[key] for key in used if key in expected and key not in APART and used[key] != expected[key]}
+    cell_configuration = configuration(
+        {**cell.setting.table(run.configuration["rounds"]), "algorithm": cell.algorithm}
+    )
+    expected, used = (
+        settings(cell_configuration.resolved(cell.algorithm, run.seed)),
+        settings(run.configuration),
+    )
+    return {
+        key: used[key]
+        for key in used
+        if key in expected and key not in APART and used[key] != expected[key]
+    }
 
 
-def records(paper_exhibit: Exhibit, runs: list[RunSummary], command: str) -> Iterator[tuple[str, ExhibitRecord]]:
+def records(
+    paper_exhibit: Exhibit, runs: list[RunSummary], command: str
+) -> Iterator[tuple[str, ExhibitRecord]]:
     """A record of the runs for each set of settings that they change, with a name."""
     groups: dict[str, dict[int, list[RunSummary]]] = {}
     changes: dict[str, tuple[str, ...]] = {}
     for run in runs:
         near = min(
-            ((differences(cell, run), k) for k, cell in enumerate(paper_exhibit.cells)), key=lambda pair: len(pair[0])
+            ((differences(cell, run), k) for k, cell in enumerate(paper_exhibit.cells)),
+            key=lambda pair: len(pair[0]),
         )
         if any(key in near[0] for key in DECIDING):
             raise SystemExit(f"{paper_exhibit.id} has no cell of {run.algorithm} with {near[0]}")
@@ -88,9 +110,14 @@ def records(paper_exhibit: Exhibit, runs: list[RunSummary], command: str) -> Ite
         for k, begun in runs_by_cell.items():
             cell = paper_exhibit.cells[k]
             rounds, seeds = max(len(run.records) for run in begun), len(cell.setting.seeds)
-            # A mean over runs of different lengths is a figure of no round: seeds that have come less far wait.
+            # A mean over runs of different lengths is a figure of no round: seeds that have come
+            # less far wait.
             finished = [run for run in begun if len(run.records) == rounds]
-            left_out = [f"{rounds} of {cell.setting.rounds:,} rounds"] if rounds < cell.setting.rounds else []
+            left_out = (
+                [f"{rounds} of {cell.setting.rounds:,} rounds"]
+                if rounds < cell.setting.rounds
+                else []
+            )
             left_out += [f"{len(finished)} of {seeds} seeds"] if len(finished) < seeds else []
             results.append(CellResult(cell, measured(cell, finished), (*left_out, *changes[name])))
         environment = next(iter(runs_by_cell.values()))[0].environment
@@ -99,7 +126,9 @@ def records(paper_exhibit: Exhibit, runs: list[RunSummary], command: str) -> Ite
 
 def main() -> None:
     """Read the runs and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("exhibit")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--command", required=True)

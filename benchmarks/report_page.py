@@ -1,4 +1,5 @@
-"""How long a report takes to write, and a headless Chromium to load and draw it: 20 runs of 1,000 rounds.
+"""How long a report takes to write, and a headless Chromium to load and draw it: 20 runs of 1,000
+rounds.
 
 python benchmarks/report_page.py [--loads 5]    (needs Debian's chromium on the path)
 """
@@ -20,7 +21,9 @@ from report_support import Browser, made_up_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loads", type=int, default=5)
     arguments = parser.parse_args()
     rows = []

@@ -1,8 +1,10 @@
-"""Robust aggregation on poisoned digits: test accuracy by rule, attack and share of malicious clients.
+"""Robust aggregation on poisoned digits: test accuracy by rule, attack and share of malicious
+clients.
 
-A malicious client sends, instead of its model w_i trained from w: w - 4 (w_i - w) (sign flip), w + standard normal noise (noise),
-or what it trained on labels y replaced by 9 - y (label flip). All 20 clients take part in each round; which of them are
-malicious is drawn by the seed. The rules are told the true share. Each figure is the mean over seeds.
+A malicious client sends, instead of its model w_i trained from w: w - 4 (w_i - w) (sign flip), w +
+standard normal noise (noise), or what it trained on labels y replaced by 9 - y (label flip). All 20
+clients take part in each round; which of them are malicious is drawn by the seed. The rules are
+told the true share. Each figure is the mean over seeds.
 
     python benchmarks/robust.py [--rounds 30] [--seeds 3] [--partition "dirichlet(1.0)"]
 """
@@ -49,10 +51,15 @@ class Poisoned(RowsEngine):
         super().__init__(task)
         self.malicious, self.attack = set(malicious), attack
 
-    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
         for result in super().train(pipeline, round, jobs):
             if isinstance(result, Answer) and result.job.client in self.malicious:
-                tensors = {**result.tensors, "model": self._poisoned(round, result.job, result.tensors)}
+                tensors = {
+                    **result.tensors,
+                    "model": self._poisoned(round, result.job, result.tensors),
+                }
                 result = replace(result, tensors=tensors)
             yield result
 
@@ -74,16 +81,27 @@ def flipped(task: Task, malicious: Sequence[int]) -> Task:
     return replace(task, train=replace(task.train, labels=labels))
 
 
-def accuracy(expression: str, attack: str, share: float, seed: int, rounds: int, partition: str) -> float:
+def accuracy(
+    expression: str, attack: str, share: float, seed: int, rounds: int, partition: str
+) -> float:
     training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 20}
     task = make_task(
-        "digits", clients=CLIENTS, partition=partition, model="mlp(hidden=[64])", training=training, seed=seed
+        "digits",
+        clients=CLIENTS,
+        partition=partition,
+        model="mlp(hidden=[64])",
+        training=training,
+        seed=seed,
     )
-    malicious = torch.randperm(CLIENTS, generator=stream(seed, "malicious"))[: round(share * CLIENTS)].tolist()
+    malicious = torch.randperm(CLIENTS, generator=stream(seed, "malicious"))[
+        : round(share * CLIENTS)
+    ].tolist()
     if attack == "label flip":
         task = flipped(task, malicious)
     schedule = Schedule(rounds=rounds, participation=1.0, seed=seed, evaluate_every=rounds)
-    federation = Federation(build(expression.format(share=share)), task, Poisoned(task, malicious, attack), schedule)
+    federation = Federation(
+        build(expression.format(share=share)), task, Poisoned(task, malicious, attack), schedule
+    )
     try:
         federation.run()
     except Diverged:
@@ -92,7 +110,9 @@ def accuracy(expression: str, attack: str, share: float, seed: int, rounds: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--partition", default="dirichlet(1.0)")
@@ -109,7 +129,10 @@ def main() -> None:
             )
             for attack, share in cases
         ]
-        print(f"| {name} | " + " | ".join(f"{100 * value:.1f}" for value in accuracies) + " |", flush=True)
+        print(
+            f"| {name} | " + " | ".join(f"{100 * value:.1f}" for value in accuracies) + " |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""The share of the machine's peak that a round of FedAvg reaches: multiply-adds beside a large product, bytes beside a copy.
+"""The share of the machine's peak that a round of FedAvg reaches: multiply-adds beside a large
+product, bytes beside a copy.
 
     python benchmarks/roofline.py [--engines rows,stacked] [--tasks mlp,cnn] [--clients 10] [--rounds 8] [--threads 1]
 
-`gflop_s` counts two operations a multiply-add, those of matrix products and convolutions. `gb_s` counts the weights: each step
-reads them forward and backward, and reads and writes them to update them; with momentum, the velocity too. Both
-are of the fastest round's training. `product_gflop_s` is a product of two matrices of 2048 x 2048; `copy_gb_s` is a copy of as
-many weights as train together, which lie in the caches if those do. Both are measured between the rounds, and the best counts.
+`gflop_s` counts two operations a multiply-add, those of matrix products and convolutions. `gb_s`
+counts the weights: each step reads them forward and backward, and reads and writes them to update
+them; with momentum, the velocity too. Both are of the fastest round's training. `product_gflop_s`
+is a product of two matrices of 2048 x 2048; `copy_gb_s` is a copy of as many weights as train
+together, which lie in the caches if those do. Both are measured between the rounds, and the best
+counts.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def measure(engine_name: str, task_name: str, clients: int, rounds: int) -> dict
         products.append(seconds(lambda: matrix @ matrix))
         copies.extend(seconds(lambda: copy.copy_(weights)) for _ in range(20))
 
-    federation = Federation(build("fedavg"), task, engine, Schedule(rounds, 1.0, evaluate_every=rounds))
+    federation = Federation(
+        build("fedavg"), task, engine, Schedule(rounds, 1.0, evaluate_every=rounds)
+    )
     federation.run(peaks)
     training = min(timing["train_seconds"] for timing in federation.timings[1:])
     steps = clients * mean_steps(task)
@@ -69,7 +74,9 @@ def measure(engine_name: str, task_name: str, clients: int, rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", default="rows,stacked")
     parser.add_argument("--tasks", default="mlp,cnn")
     parser.add_argument("--clients", type=int, default=10)

@@ -2,9 +2,10 @@
 
     python benchmarks/rule.py [--threads 1,2] [--workloads mlp,logistic] [--rounds 5]
 
-All engines take every round in turn, after one that warms up; seconds are medians of the rounds: of the processor with one
-thread, which other work on the machine hardly moves, else of the clock. `over` is the choice's median over that of the fastest
-engine. The rule is as good as a trial where no row has more than 1.1. Where clients cannot train together, stacks are no engine.
+All engines take every round in turn, after one that warms up; seconds are medians of the rounds: of
+the processor with one thread, which other work on the machine hardly moves, else of the clock.
+`over` is the choice's median over that of the fastest engine. The rule is as good as a trial where
+no row has more than 1.1. Where clients cannot train together, stacks are no engine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fedloom.engines.choose import choice, make_engine
 from fedloom.engines.stacked import unstackable_method
 from fedloom.engines.work import most_workers, step_threads, using_threads
 from fedloom.flat.device import keep_pages
+from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -71,7 +73,9 @@ class LowRank(nn.Module):
 
 
 def table_task() -> Task:
-    return make_task("breast_cancer", clients=10, partition="dirichlet(0.5)", model="mlp(hidden=[32])")
+    return make_task(
+        "breast_cancer", clients=10, partition="dirichlet(0.5)", model="mlp(hidden=[32])"
+    )
 
 
 WORKLOADS: dict[str, tuple[Callable[[], Task], str, float]] = {
@@ -82,12 +86,28 @@ WORKLOADS: dict[str, tuple[Callable[[], Task], str, float]] = {
     "cnn": (partial(cnn_task, 4, 100), "fedavg", 1.0),
     "resnet20": (partial(resnet_task, 4, 50), "fedavg", 1.0),
     "lstm": (lambda: random_task(Lstm(), (20, 16), 10, 100, batch_size=10), "fedavg", 1.0),
-    "transformer": (lambda: random_task(Encoder(), (20, 16), 10, 100, batch_size=10), "fedavg", 1.0),
+    "transformer": (
+        lambda: random_task(Encoder(), (20, 16), 10, 100, batch_size=10),
+        "fedavg",
+        1.0,
+    ),
     "lora": (lambda: random_task(LowRank(), (256,), 10, 200, batch_size=20), "fedavg", 1.0),
-    "femnist_cnn": (lambda: random_task("mcmahan_cnn", (1, 28, 28), 4, 40, batch_size=10), "fedavg", 1.0),
-    "2nn_1000": (lambda: random_task("mcmahan_2nn", (784,), 1000, 60, batch_size=10), "fedavg", 0.1),
+    "femnist_cnn": (
+        lambda: random_task("mcmahan_cnn", (1, 28, 28), 4, 40, batch_size=10),
+        "fedavg",
+        1.0,
+    ),
+    "2nn_1000": (
+        lambda: random_task("mcmahan_2nn", (784,), 1000, 60, batch_size=10),
+        "fedavg",
+        0.1,
+    ),
     "table": (table_task, "fedavg", 1.0),
-    "dp_sgd": (partial(digits_task, "mlp(hidden=[64, 64])", 10), "dp_sgd(fedavg, clip=1, noise=1)", 1.0),
+    "dp_sgd": (
+        partial(digits_task, "mlp(hidden=[64, 64])", 10),
+        "dp_sgd(fedavg, clip=1, noise=1)",
+        1.0,
+    ),
 }
 
 
@@ -99,7 +119,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     chosen = choice(task, schedule, False, build(method))[0].name
     workers = f"workers={most_workers(task, schedule)}"
     names = {"rows": "rows_s"}
-    if unstackable_method(build(method)) is None:
+    if unstackable_method(components(build(method))) is None:
         names["stacked"] = "stacked_s"
     if torch.get_num_threads() > 1:
         names[f"processes({workers})"] = "processes_s"
@@ -134,7 +154,9 @@ def seconds_of(run: Federation, clock: Callable[[], float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)

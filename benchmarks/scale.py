@@ -1,11 +1,12 @@
-"""What clients cost: a round's time and the memory, from a thousand registered clients to a million, of which `--participants`
-take part in a round.
+"""What clients cost: a round's time and the memory, from a thousand registered clients to a
+million, of which `--participants` take part in a round.
 
-Logistic regression (`--model mlp`: 784-200-200-10, 199,210 weights; `--model resnet18`: 11.2 million, on 8 x 8 pixels) on random
-data, 10 samples a client in ranges of the indices, which share their samples when there would be more than a million. Each number
-runs in a process of its own, so that its peak of memory is its own. `data_mb` is what samples and partition need by themselves;
-`peak_mb` is the most the process held above what it held before the task was made. A method that has clients remember as much
-as a model, SCAFFOLD, runs beside FedAvg.
+Logistic regression (`--model mlp`: 784-200-200-10, 199,210 weights; `--model resnet18`: 11.2
+million, on 8 x 8 pixels) on random data, 10 samples a client in ranges of the indices, which share
+their samples when there would be more than a million. Each number runs in a process of its own, so
+that its peak of memory is its own. `data_mb` is what samples and partition need by themselves;
+`peak_mb` is the most the process held above what it held before the task was made. A method that
+has clients remember as much as a model, SCAFFOLD, runs beside FedAvg.
 
     python benchmarks/scale.py [--rounds 20] [--clients 1000,10000,100000,1000000]
     python benchmarks/scale.py --model mlp --clients 1000000 --participants 100,1000,10000 --rounds 2
@@ -35,7 +36,9 @@ from fedloom.task import make_task
 from outcome import tell
 
 SAMPLES, POOL = 10, 1 << 25
-"""Samples of a client, and numbers in the inputs of all samples together: beyond it clients share them (128 MiB)."""
+"""Samples of a client, and numbers in the inputs of all samples together: beyond it clients share
+them (128 MiB).
+"""
 
 MODELS = {"logistic": ((20,), 2), "mlp": ((784,), 10), "resnet18": ((3, 8, 8), 10)}
 """Shape of a sample and classes."""
@@ -57,8 +60,12 @@ def measure(
     began = time.perf_counter()
     draw = torch.Generator().manual_seed(0)
     total = min(clients * SAMPLES, max(POOL, 100 * features) // features)
-    train = Samples(torch.randn(total, *shape, generator=draw), torch.randint(classes, (total,), generator=draw))
-    partition = Partition.from_sizes(np.arange(clients * SAMPLES) % total, np.full(clients, SAMPLES))
+    train = Samples(
+        torch.randn(total, *shape, generator=draw), torch.randint(classes, (total,), generator=draw)
+    )
+    partition = Partition.from_sizes(
+        np.arange(clients * SAMPLES) % total, np.full(clients, SAMPLES)
+    )
     task = make_task(
         Dataset("random", train, train[:100], classes),
         partition=partition,
@@ -66,13 +73,21 @@ def measure(
         training={"learning_rate": 0.01, "batch_size": 10},
     )
     seconds_made = time.perf_counter()
-    schedule = Schedule(rounds=rounds + 1, participation=participants / clients, evaluate_every=rounds + 9)
+    schedule = Schedule(
+        rounds=rounds + 1, participation=participants / clients, evaluate_every=rounds + 9
+    )
     federation = Federation(build(method), task, make_engine(engine, task), schedule)
     federation.step()
     started = time.perf_counter()
     for _ in range(rounds - 1):
         federation.step()
-    data = sum(array.nbytes for array in (train.inputs, train.labels, partition.indices, partition.offsets)) / 1e6
+    data = (
+        sum(
+            array.nbytes
+            for array in (train.inputs, train.labels, partition.indices, partition.offsets)
+        )
+        / 1e6
+    )
     later = [timing["seconds"] for timing in federation.timings[1:] or federation.timings]
     return {
         "method": method,
@@ -89,7 +104,9 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--clients", default="1000,10000,100000,1000000")
     parser.add_argument("--methods", default="fedavg,scaffold")
@@ -97,7 +114,9 @@ def main() -> None:
     parser.add_argument("--engine", default="rows")
     parser.add_argument("--participants", default="100")
     parser.add_argument(
-        "--alone", action="store_true", help="measure one method with one number of clients, in this process"
+        "--alone",
+        action="store_true",
+        help="measure one method with one number of clients, in this process",
     )
     arguments = parser.parse_args()
     if arguments.alone:
@@ -112,7 +131,12 @@ def main() -> None:
         print(json.dumps(measurement))
         return
     rows = []
-    lines = product(*(text.split(",") for text in (arguments.methods, arguments.clients, arguments.participants)))
+    lines = product(
+        *(
+            text.split(",")
+            for text in (arguments.methods, arguments.clients, arguments.participants)
+        )
+    )
     for method, clients, participants in lines:
         command = [sys.executable, __file__, "--alone", "--methods", method, "--clients", clients]
         command += ["--participants", participants, "--rounds", str(arguments.rounds)]

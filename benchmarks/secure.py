@@ -1,10 +1,11 @@
 """What secure recombination hides, and what it costs, in one run on one machine.
 
-Attack: a server that knows which model it sent to whom names the client that trained each uploaded layer. It takes the
-dispatched layer nearest to it (in all pairs at once, as an assignment, and one by one), or it supposes that nothing moved.
-Success is the share of layers named right over all rounds but the first, in which all models start equal; chance is 1 / K.
-Mixing: the share of layers that end where they began, which no attack is needed for.
-Time: the library's whole exchange between peers in one process, and FedMR's rounds in a simulation with the exchange and without.
+Attack: a server that knows which model it sent to whom names the client that trained each uploaded
+layer. It takes the dispatched layer nearest to it (in all pairs at once, as an assignment, and one
+by one), or it supposes that nothing moved. Success is the share of layers named right over all
+rounds but the first, in which all models start equal; chance is 1 / K. Mixing: the share of layers
+that end where they began, which no attack is needed for. Time: the library's whole exchange between
+peers in one process, and FedMR's rounds in a simulation with the exchange and without.
 
     python benchmarks/secure.py [--rounds 6] [--clients 10] [--repeats 2,4,8]
 """
@@ -66,11 +67,15 @@ class Watched(FedMR):
 def named_right(
     dispatched: Tensor, uploaded: Tensor, units: list[Unit], trained_by: list[list[int]]
 ) -> dict[str, float]:
-    """Share of uploaded layers whose trainer each guess names; `trained_by[u][k]` is the truth about layer u of upload k."""
+    """Share of uploaded layers whose trainer each guess names; `trained_by[u][k]` is the truth
+    about layer u of upload k.
+    """
     correct = {"nearest": 0, "assigned": 0, "stayed": 0}
     count = len(dispatched)
     for unit, truth in zip(units, trained_by, strict=True):
-        rows = torch.cat([torch.cat([rows[:, span] for span in unit], 1) for rows in (uploaded, dispatched)]).double()
+        rows = torch.cat(
+            [torch.cat([rows[:, span] for span in unit], 1) for rows in (uploaded, dispatched)]
+        ).double()
         distances = squared_distances(rows)[:count, count:]
         guesses = {
             "nearest": distances.argmin(1).tolist(),
@@ -78,33 +83,50 @@ def named_right(
             "stayed": list(range(count)),
         }
         for name, guess in guesses.items():
-            correct[name] += sum(guessed == trainer for guessed, trainer in zip(guess, truth, strict=True))
+            correct[name] += sum(
+                guessed == trainer for guessed, trainer in zip(guess, truth, strict=True)
+            )
     return {name: hits / (count * len(units)) for name, hits in correct.items()}
 
 
-def attack(task: Task, clients: int, rounds: int, when: str | None, repeats: int) -> dict[str, object]:
+def attack(
+    task: Task, clients: int, rounds: int, when: str | None, repeats: int
+) -> dict[str, object]:
     """The attacks' success over `rounds` rounds after the first."""
     watched = Watched()
     method = Secure(watched, repeats=repeats, when=when) if when else watched  # type: ignore[arg-type]
-    run = Federation(method, task, RowsEngine(task), Schedule(rounds=rounds + 1, participation=1.0, seed=1))
+    run = Federation(
+        method, task, RowsEngine(task), Schedule(rounds=rounds + 1, participation=1.0, seed=1)
+    )
     units = task.layout.units("layer")
     successes: Guess = {"nearest": [], "assigned": [], "stayed": []}
     for _ in range(rounds + 1):
         record, _ = run.step()
         selected = record["clients"]
-        round = Round(record["round"], rounds + 1, 1, clients, clients, 0.0, 0.0, selected=tuple(selected))
+        round = Round(
+            record["round"], rounds + 1, 1, clients, clients, 0.0, 0.0, selected=tuple(selected)
+        )
         truth = [list(range(clients)) for _ in units]
         if isinstance(method, Secure) and when != "before_train":
             truth = method.rehearse(round, selected, "before_upload").sources
         if record["round"] > 1:
-            for name, share in named_right(watched.dispatched, watched.uploaded, units, truth).items():
+            for name, share in named_right(
+                watched.dispatched, watched.uploaded, units, truth
+            ).items():
                 successes[name].append(share)
     shares = {name: statistics.fmean(values) for name, values in successes.items()}
-    return {"exchange": when or "none", "repeats": repeats if when else 0, **shares, "chance": 1 / clients}
+    return {
+        "exchange": when or "none",
+        "repeats": repeats if when else 0,
+        **shares,
+        "chance": 1 / clients,
+    }
 
 
 def mixing(peers: int, units: int, rules: Rules, exchanges: int = 300) -> dict[str, object]:
-    """The share of layers that an exchange leaves with their owners, and its traffic in models per peer (Equation 27)."""
+    """The share of layers that an exchange leaves with their owners, and its traffic in models per
+    peer (Equation 27).
+    """
     shared = stream_draw(stream(0, "mixing"))
 
     def choices(peer: int, purpose: str) -> Draw:
@@ -133,7 +155,9 @@ class CountingTransport(InMemoryTransport):
         return answers
 
 
-def exchange_seconds(name: str, layout: Layout, row: Tensor, when: str, count: int) -> dict[str, object]:
+def exchange_seconds(
+    name: str, layout: Layout, row: Tensor, when: str, count: int
+) -> dict[str, object]:
     """The whole exchange of the library, all peers' work one after another in this process."""
     units = layout.units("layer")
     rules = Rules()
@@ -164,7 +188,9 @@ def simulated(task: Task, rounds: int) -> list[dict[str, object]]:
     """Seconds of a round in the simulator: FedMR alone and with the exchange, measured in turn."""
     expressions = ("fedmr", "secure(fedmr)", "secure(fedmr, repeats=8)")
     runs = {
-        e: Federation(build(e), task, RowsEngine(task), Schedule(rounds=rounds, participation=1.0, seed=1))
+        e: Federation(
+            build(e), task, RowsEngine(task), Schedule(rounds=rounds, participation=1.0, seed=1)
+        )
         for e in expressions
     }
     seconds: Guess = {e: [] for e in expressions}
@@ -175,18 +201,28 @@ def simulated(task: Task, rounds: int) -> list[dict[str, object]]:
             seconds[expression].append(time.perf_counter() - began)
     plain = statistics.median(seconds["fedmr"])
     medians = {expression: statistics.median(taken) for expression, taken in seconds.items()}
-    return [{"method": e, "seconds_a_round": s, "over_fedmr": s / plain} for e, s in medians.items()]
+    return [
+        {"method": e, "seconds_a_round": s, "over_fedmr": s / plain} for e, s in medians.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--repeats", default="2,4,8")
     options = parser.parse_args()
     torch.set_num_threads(1)
     training = {"learning_rate": 0.1, "momentum": 0.5, "batch_size": 20, "epochs": 2}
-    task = make_task("digits", clients=options.clients, partition="dirichlet(0.5)", model="mlp", training=training)
+    task = make_task(
+        "digits",
+        clients=options.clients,
+        partition="dirichlet(0.5)",
+        model="mlp",
+        training=training,
+    )
     repeats = [int(text) for text in options.repeats.split(",")]
     rows = [attack(task, options.clients, options.rounds, None, 0)]
     for when in ("before_train", "before_upload", "both"):
@@ -194,13 +230,17 @@ def main() -> None:
     tell("layers named right by the server, FedMR on digits", rows)
     units = 8
     rules = [Rules(r) for r in (1, 2, 4, 8, 16)] + [Rules(r, units, units) for r in (1, 2, 4, 8)]
-    tell(f"layers left with their owners, {units} layers", [mixing(options.clients, units, rule) for rule in rules])
+    tell(
+        f"layers left with their owners, {units} layers",
+        [mixing(options.clients, units, rule) for rule in rules],
+    )
     sizes = []
     for name, module in (("mlp", mlp()), ("cnn", cnn())):
         layout = Layout(module)
         row = layout.flatten(module)
         sizes += [
-            exchange_seconds(name, layout, row, when, options.clients) for when in ("before_train", "before_upload")
+            exchange_seconds(name, layout, row, when, options.clients)
+            for when in ("before_train", "before_upload")
         ]
     tell("the library's exchange", sizes)
     tell("secure over plain FedMR in the simulator, digits", simulated(task, options.rounds))

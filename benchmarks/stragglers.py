@@ -1,8 +1,9 @@
 """Stragglers: simulated seconds until the test accuracy is at a target, waiting for all or not.
 
-Twenty clients, of which ten train at a time; the slowest take up to ten times as long as the fastest (`stragglers(1000, 10)`
-samples per second, 1 MB/s down, 250 kB/s up). Each line is the mean and standard deviation over the seeds that reached the
-target. Every method may send as many models: asynchronous ones, which receive k at a time, have 10 / k times the rounds.
+Twenty clients, of which ten train at a time; the slowest take up to ten times as long as the
+fastest (`stragglers(1000, 10)` samples per second, 1 MB/s down, 250 kB/s up). Each line is the mean
+and standard deviation over the seeds that reached the target. Every method may send as many models:
+asynchronous ones, which receive k at a time, have 10 / k times the rounds.
 
     python benchmarks/stragglers.py [--data digits] [--samples N] [--rounds 60] [--seeds 5] [--target 0.8]
 """
@@ -39,7 +40,9 @@ def spread(values: list[float], unit: float = 1.0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="digits")
     parser.add_argument("--samples", type=int, help="the first so many training samples alone")
     parser.add_argument("--rounds", type=int, default=60)
@@ -49,19 +52,36 @@ def main() -> None:
     torch.set_num_threads(1)
     dataset = make_dataset(options.data)
     dataset = replace(dataset, train=dataset.train[: options.samples])
-    training = Training(learning_rate=0.1, epochs=2 if options.data == "digits" else 1, batch_size=20)
-    print(f"| clients' labels | method | s to {options.target:.0%} | seeds | final accuracy, % | s in all |")
+    training = Training(
+        learning_rate=0.1, epochs=2 if options.data == "digits" else 1, batch_size=20
+    )
+    print(
+        f"| clients' labels | method | s to {options.target:.0%} | seeds | final accuracy, % | s in all |"
+    )
     print("|---|---|---|---|---|---|")
     for partition in ("iid", "dirichlet(0.3)"):
         for method, replies in METHODS.items():
             reached, final, simulated = [], [], []
             for seed in range(options.seeds):
                 model = "mlp(hidden=[32])"
-                task = make_task(dataset, clients=20, partition=partition, model=model, training=training, seed=seed)
+                task = make_task(
+                    dataset,
+                    clients=20,
+                    partition=partition,
+                    model=model,
+                    training=training,
+                    seed=seed,
+                )
                 rounds = options.rounds * 10 // replies
                 every = max(1, 3 // replies)
                 result = run(
-                    method, task, rounds=rounds, participation=0.5, seed=seed, evaluate_every=every, clock=CLOCK
+                    method,
+                    task,
+                    rounds=rounds,
+                    participation=0.5,
+                    seed=seed,
+                    evaluate_every=every,
+                    clock=CLOCK,
                 )
                 seconds_needed = seconds_to(result.summary, options.target)
                 reached += [] if seconds_needed is None else [seconds_needed]
@@ -70,7 +90,8 @@ def main() -> None:
             to = spread(reached) if reached else "never"
             often = f"{len(reached)} of {options.seeds}"
             print(
-                f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | {spread(simulated)} |", flush=True
+                f"| {partition} | {method} | {to} | {often} | {spread(final, 100)} | {spread(simulated)} |",
+                flush=True,
             )
 
 

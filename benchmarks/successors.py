@@ -1,11 +1,13 @@
-"""Do the successors help? Two groups of methods on digits, MNIST and CIFAR-10, with clean and with wrong training labels.
+"""Do the successors help? Two groups of methods on digits, MNIST and CIFAR-10, with clean and with
+wrong training labels.
 
-The first group is compared by the global model on the test set, some of it also three times as long with wrong labels on digits.
-The second, whose methods make a model for each client, is compared by the clients' own models on their own test samples. Twenty
-clients, ten a round, Dirichlet 0.1 and 0.5, all labels right or 40 % of the training labels replaced by uniform ones; of MNIST's
-and CIFAR-10's training images the first 6,000, of the test images all.
-Every method has its own defaults and the same learning rate, 0.1.
-A run is one line of the record, appended when it ends: started again, the script goes on with the runs that are missing.
+The first group is compared by the global model on the test set, some of it also three times as long
+with wrong labels on digits. The second, whose methods make a model for each client, is compared by
+the clients' own models on their own test samples. Twenty clients, ten a round, Dirichlet 0.1 and
+0.5, all labels right or 40 % of the training labels replaced by uniform ones; of MNIST's and
+CIFAR-10's training images the first 6,000, of the test images all. Every method has its own
+defaults and the same learning rate, 0.1. A run is one line of the record, appended when it ends:
+started again, the script goes on with the runs that are missing.
 
     python benchmarks/successors.py [--mnist FOLDER] [--cifar FOLDER] [--record FILE]    # digits an hour of one core, then more
     python benchmarks/successors.py --tables                                              # only print
@@ -43,7 +45,11 @@ GROUPS = {
         "fedavg", "fedala", "fedbabu", "fedrod", "apfl", "feddbe", "fedproto", "ditto", "fedpac", "fedas", "pfedfda", "fedrep",
     ),
 }  # fmt: skip
-SETS = {"digits": ("mlp(hidden=[64, 64])", 100), "mnist": ("mcmahan_2nn", 60), "cifar10": ("fedmr_cnn", 60)}
+SETS = {
+    "digits": ("mlp(hidden=[64, 64])", 100),
+    "mnist": ("mcmahan_2nn", 60),
+    "cifar10": ("fedmr_cnn", 60),
+}
 """Model and number of rounds by data set."""
 PARTITIONS, NOISES = ("dirichlet(0.1)", "dirichlet(0.5)"), (0.0, 0.4)
 TRAINING = {"learning_rate": 0.1, "epochs": 5, "batch_size": 50}
@@ -62,8 +68,12 @@ class Cell(NamedTuple):
 
 
 def plan() -> Iterator[Cell]:
-    """All runs: data set by data set, and seed by seed, so that what is there early covers every method."""
-    for data, seed, noise, partition, group in product(SETS, range(SEEDS), reversed(NOISES), PARTITIONS, GROUPS):
+    """All runs: data set by data set, and seed by seed, so that what is there early covers every
+    method.
+    """
+    for data, seed, noise, partition, group in product(
+        SETS, range(SEEDS), reversed(NOISES), PARTITIONS, GROUPS
+    ):
         if group != "long" or (data, noise) == ("digits", 0.4):
             for method in GROUPS[group]:
                 yield Cell(group, data, partition, noise, method, seed)
@@ -74,7 +84,9 @@ def rounds_of(data: str, group: str) -> int:
 
 
 def measure(cell: Cell, data: Dataset) -> dict[str, Any]:
-    """Run one cell. The accuracy is that of the test set, or of the clients' own models on their own test samples."""
+    """Run one cell. The accuracy is that of the test set, or of the clients' own models on their
+    own test samples.
+    """
     model, rounds = SETS[cell.data][0], rounds_of(cell.data, cell.group)
     task = fl.make_task(
         data,
@@ -128,7 +140,8 @@ PAIRS = (
 
 
 def distillation(done: dict[Cell, dict[str, Any]]) -> None:
-    """Print by how many points distillation and recombination end ahead, over all runs with wrong labels of both methods.
+    """Print by how many points distillation and recombination end ahead, over all runs with wrong
+    labels of both methods.
 
     In brackets: in how many of the runs, and the same by the best evaluations.
     """
@@ -145,9 +158,13 @@ def distillation(done: dict[Cell, dict[str, Any]]) -> None:
             ]
             if pairs:
                 leads = [late(run) - late(other_run) for run, other_run in pairs]
-                best_lead = statistics.fmean(best(run) - best(other_run) for run, other_run in pairs)
+                best_lead = statistics.fmean(
+                    best(run) - best(other_run) for run, other_run in pairs
+                )
                 ahead = sum(lead > 0 for lead in leads)
-                columns.append(f"{statistics.fmean(leads):+.1f} ({ahead} of {len(leads)}; {best_lead:+.1f})")
+                columns.append(
+                    f"{statistics.fmean(leads):+.1f} ({ahead} of {len(leads)}; {best_lead:+.1f})"
+                )
         if len(columns) == len(PAIRS):
             print(f"| {data}, {rounds_of(data, group)} | {' | '.join(columns)} |")
 
@@ -155,8 +172,9 @@ def distillation(done: dict[Cell, dict[str, Any]]) -> None:
 def tables(done: dict[Cell, dict[str, Any]]) -> None:
     """Print a table for each group and data set.
 
-    It has the mean of each setting over seeds, and, over the settings and seeds in which every method has run, the mean of the
-    best evaluations, the mean rank and the difference from FedAvg with both paired tests, corrected by Holm.
+    It has the mean of each setting over seeds, and, over the settings and seeds in which every
+    method has run, the mean of the best evaluations, the mean rank and the difference from FedAvg
+    with both paired tests, corrected by Holm.
     """
     cells = list(plan())
     print(f"{sum(cell in done for cell in cells)} of {len(cells)} runs")
@@ -171,23 +189,38 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
             for method in methods
         }
         present = [method for method in methods if figures[method]]
-        complete = sorted(set.intersection(*(set(figures[method]) for method in present))) if present else []
+        complete = (
+            sorted(set.intersection(*(set(figures[method]) for method in present)))
+            if present
+            else []
+        )
         if not complete:
             continue
         ranks = [rankdata([-figures[method][case] for method in present]) for case in complete]
         tests = {
             test.method: test
-            for test in differences({m: {k: figures[m][c] for k, c in enumerate(complete)} for m in present}, "first")
+            for test in differences(
+                {m: {k: figures[m][c] for k, c in enumerate(complete)} for m in present}, "first"
+            )
         }
-        heads = [f"{partition.removeprefix('dirichlet')} {noise:.0%} wrong" for partition, noise in settings] + ["best"]
+        heads = [
+            f"{partition.removeprefix('dirichlet')} {noise:.0%} wrong"
+            for partition, noise in settings
+        ] + ["best"]
         print(f"\n### {data}, {group} group: every method in {len(complete)} settings and seeds\n")
-        print(f"| method | {' | '.join(heads)} | mean rank | above FedAvg | p (t-test) | p (exact) | verdict |")
+        print(
+            f"| method | {' | '.join(heads)} | mean rank | above FedAvg | p (t-test) | p (exact) | verdict |"
+        )
         print("|---" * (len(heads) + 6) + "|")
-        for number in sorted(range(len(present)), key=lambda k: statistics.fmean(rank[k] for rank in ranks)):
+        for number in sorted(
+            range(len(present)), key=lambda k: statistics.fmean(rank[k] for rank in ranks)
+        ):
             method, rank = present[number], statistics.fmean(rank[number] for rank in ranks)
             columns = []
             for partition, noise in settings:
-                values = [v for (p, n, _), v in figures[method].items() if (p, n) == (partition, noise)]
+                values = [
+                    v for (p, n, _), v in figures[method].items() if (p, n) == (partition, noise)
+                ]
                 spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
                 columns.append(f"{statistics.fmean(values):.1f}{spread}" if values else "-")
             runs = (done[Cell(group, data, p, n, method, seed)] for p, n, seed in complete)
@@ -195,7 +228,11 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
             test = tests.get(method)
             if test is not None:
                 p_values = [test.t_test_corrected, test.exact_corrected]
-                columns += [f"{test.mean:+.1f}", *("-" if p is None else f"{p:.3f}" for p in p_values), test.verdict]
+                columns += [
+                    f"{test.mean:+.1f}",
+                    *("-" if p is None else f"{p:.3f}" for p in p_values),
+                    test.verdict,
+                ]
             else:
                 columns += ["-"] * 4
             print(f"| `{method}` | {' | '.join(columns)} |")
@@ -203,10 +240,16 @@ def tables(done: dict[Cell, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", help="folder with MNIST's idx files; without it those runs are left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mnist", help="folder with MNIST's idx files; without it those runs are left out"
+    )
     parser.add_argument("--cifar", help="folder with CIFAR-10; without it those runs are left out")
-    parser.add_argument("--record", type=Path, default=Path(__file__).parent / "records" / "successors.jsonl")
+    parser.add_argument(
+        "--record", type=Path, default=Path(__file__).parent / "records" / "successors.jsonl"
+    )
     parser.add_argument("--group", choices=GROUPS, help="run this group alone")
     parser.add_argument("--tables", action="store_true", help="print what is recorded, run nothing")
     arguments = parser.parse_args()
@@ -224,7 +267,9 @@ def main() -> None:
             continue
         done[cell] = measure(cell, data[cell.data])
         append(arguments.record, done[cell])
-        print(f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True)
+        print(
+            f"{len(done)} runs: {cell}, last {100 * done[cell]['accuracy'][-1]:.1f} %", flush=True
+        )
     tables(done)
 
 

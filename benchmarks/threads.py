@@ -1,10 +1,12 @@
-"""Seconds of a run with the threads that the rule gives it, and with others, in turn; each over the best of its turn.
+"""Seconds of a run with the threads that the rule gives it, and with others, in turn; each over the
+best of its turn.
 
     python benchmarks/threads.py [--tasks digits,logistic,mlp,cnn] [--beside 1] [--turns 3]
 
-`rule` is a run as the command line starts it. `one` and `all` name the threads; `spinning` is `all` with threads that spin while
-they wait, as PyTorch has them by default. `--beside` keeps so many processes busy meanwhile. Every run is a process of its own,
-of which local training is timed. One that takes more than `--patience` seconds is ended and counts as that.
+`rule` is a run as the command line starts it. `one` and `all` name the threads; `spinning` is `all`
+with threads that spin while they wait, as PyTorch has them by default. `--beside` keeps so many
+processes busy meanwhile. Every run is a process of its own, of which local training is timed. One
+that takes more than `--patience` seconds is ended and counts as that.
 """
 
 from __future__ import annotations
@@ -54,20 +56,41 @@ def seconds(task: str, engine: str, setting: str, patience: float) -> float:
     option, variables = SETTINGS[setting]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.toml").write_text(JOB.format(engine=engine, **TASKS[task]))
-        command = [sys.executable, "-m", "fedloom", "run", "job.toml", "--quiet", *([option] if option else [])]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))}
+        command = [
+            sys.executable,
+            "-m",
+            "fedloom",
+            "run",
+            "job.toml",
+            "--quiet",
+            *([option] if option else []),
+        ]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OMP_", "MKL_"))
+        }
         try:
             subprocess.run(
-                command, cwd=folder, env=environment | variables, check=True, capture_output=True, timeout=patience
+                command,
+                cwd=folder,
+                env=environment | variables,
+                check=True,
+                capture_output=True,
+                timeout=patience,
             )
         except subprocess.TimeoutExpired:
             return patience
         (path,) = Path(folder).glob("runs/*/*/*/timings.jsonl")
-        return sum(float(json.loads(line)["train_seconds"]) for line in path.read_text().splitlines())
+        return sum(
+            float(json.loads(line)["train_seconds"]) for line in path.read_text().splitlines()
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--engines", default="stacked,rows")
     parser.add_argument("--beside", type=int, default=0)
@@ -82,7 +105,10 @@ def main() -> None:
         for task in options.tasks.split(","):
             for engine in options.engines.split(","):
                 turns = [
-                    {threads: seconds(task, engine, threads, options.patience) for threads in SETTINGS}
+                    {
+                        threads: seconds(task, engine, threads, options.patience)
+                        for threads in SETTINGS
+                    }
                     for _ in range(options.turns)
                 ]
                 ratios = {

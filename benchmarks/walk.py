@@ -1,6 +1,7 @@
 """Count what one round of FedMR on `rows` walks through: functions, modules and calls of fedloom.
 
-The third of three rounds on the digits with `mlp`, 20 clients of which two take part, scored at its end.
+The third of three rounds on the digits with `mlp`, 20 clients of which two take part, scored at its
+end.
 
     python benchmarks/walk.py [--calls]
 """
@@ -29,7 +30,11 @@ def walk() -> Counter[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(PACKAGE)
+            and not code.co_name.startswith("<")
+        ):
             calls[code.co_filename.removeprefix(PACKAGE + "/"), code.co_qualname] += 1
 
     sys.setprofile(note)
@@ -42,4 +47,6 @@ if __name__ == "__main__":
     calls = walk()
     for (module, name), times in calls.most_common() if "--calls" in sys.argv else ():
         print(f"{times:5}  {module}: {name}")
-    print(f"{len(calls)} functions in {len({module for module, _ in calls})} modules, {calls.total()} calls")
+    print(
+        f"{len(calls)} functions in {len({module for module, _ in calls})} modules, {calls.total()} calls"
+    )

@@ -19,7 +19,9 @@ def main() -> None:
     torch.set_num_threads(1)
     digits = load_digits()
     with tempfile.TemporaryDirectory() as folder:
-        for number, (pixels, label) in enumerate(zip(digits.images[:600], digits.target, strict=False)):
+        for number, (pixels, label) in enumerate(
+            zip(digits.images[:600], digits.target, strict=False)
+        ):
             place = Path(folder) / str(label)
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray((pixels * 15).astype("uint8")).save(place / f"{number}.png")
@@ -30,7 +32,9 @@ def main() -> None:
             model="digits_cnn",
             training=fl.Training(learning_rate=0.1, epochs=2, batch_size=20),
         )
-    print(f"{len(task.train)} pictures to train on, {len(task.test)} to test on, of {task.dataset.classes} classes")
+    print(
+        f"{len(task.train)} pictures to train on, {len(task.test)} to test on, of {task.dataset.classes} classes"
+    )
     for method in ("fedavg", "stages(fedavg:10, fedmr)"):
         result = fl.run(method, task, rounds=20, participation=0.5)
         print(f"{method:26} accuracy {100 * result.accuracy:.1f} %")

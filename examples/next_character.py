@@ -1,4 +1,5 @@
-"""The next character, learned by whoever wrote a text: five authors, their texts in one file as in a play.
+"""The next character, learned by whoever wrote a text: five authors, their texts in one file as in
+a play.
 
 python examples/next_character.py
 """
@@ -38,7 +39,9 @@ def main() -> None:
             training=fl.Training(optimizer="adam", learning_rate=0.02, epochs=1, batch_size=10),
             metrics=[top_3],
         )
-    print(f"{task.clients} authors, {task.layout.trainable} weights, {task.dataset.vocabulary} characters")
+    print(
+        f"{task.clients} authors, {task.layout.trainable} weights, {task.dataset.vocabulary} characters"
+    )
     for method in ("fedavg", "fedmr"):
         last = fl.run(method, task, rounds=12, participation=1.0, evaluate_every=12).history[-1]
         among = f"{100 * last['accuracy']:.0f} % guessed, {100 * last['top_3']:.0f} % among three"

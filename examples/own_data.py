@@ -1,6 +1,8 @@
-"""Data and a model of your own, from arrays to the saved model: two-stage FedMR over clients that are given.
+"""Data and a model of your own, from arrays to the saved model: two-stage FedMR over clients that
+are given.
 
-Forty machines measure sixteen values each; a machine's sensors have their own offset and gain, and some states are rare on it.
+Forty machines measure sixteen values each; a machine's sensors have their own offset and gain, and
+some states are rare on it.
 
     python examples/own_data.py
 """
@@ -32,7 +34,11 @@ def measurements(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         inputs.append((patterns[states] + draw.normal(0, 1.0, (count, VALUES))) * gain + offset)
         labels.append(states)
         machines.append(np.full(count, machine))
-    return np.concatenate(inputs).astype(np.float32), np.concatenate(labels), np.concatenate(machines)
+    return (
+        np.concatenate(inputs).astype(np.float32),
+        np.concatenate(labels),
+        np.concatenate(machines),
+    )
 
 
 class Classifier(nn.Module):
@@ -67,15 +73,21 @@ def main() -> None:
         for number, method in enumerate(("fedavg", "fedmr", "stages(fedavg:15, fedmr)")):
             place = Path(folder) / str(number)
             result = fl.run(method, task, rounds=40, participation=0.25, directory=place)
-            print(f"{method:26} accuracy {100 * result.accuracy:.1f} %, best {100 * result.best_accuracy:.1f} %")
-        again = fl.run(method, task, rounds=40, participation=0.25, directory=place)  # finished: only read
+            print(
+                f"{method:26} accuracy {100 * result.accuracy:.1f} %, best {100 * result.best_accuracy:.1f} %"
+            )
+        # finished: only read
+        again = fl.run(method, task, rounds=40, participation=0.25, directory=place)
         model = fl.load_model(place, Classifier())
         print(
-            "files of the last run:", ", ".join(sorted(path.name for path in place.glob("*.*") if path.name[0] != "."))
+            "files of the last run:",
+            ", ".join(sorted(path.name for path in place.glob("*.*") if path.name[0] != ".")),
         )
     with torch.no_grad():
         right = (model(test.inputs).argmax(1) == test.labels).float().mean()
-    print(f"read from its file, the model has {100 * float(right):.1f} %, as the run had: {100 * again.accuracy:.1f} %")
+    print(
+        f"read from its file, the model has {100 * float(right):.1f} %, as the run had: {100 * again.accuracy:.1f} %"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A method of your own, compared with two others.
 
-Each client carries on with a share of its own last displacement: a momentum that never leaves the client.
+Each client carries on with a share of its own last displacement: a momentum that never leaves the
+client.
 
     python examples/own_method.py
 """
@@ -43,10 +44,14 @@ def main() -> None:
                 training=fl.Training(learning_rate=0.1, epochs=5),
                 seed=seed,
             )
-            results.append(fl.run(method, task, rounds=30, participation=0.5, seed=seed, evaluate_every=1))
+            results.append(
+                fl.run(method, task, rounds=30, participation=0.5, seed=seed, evaluate_every=1)
+            )
         accuracies = "  ".join(f"{100 * result.accuracy:5.1f}" for result in results)
         reached = "  ".join(f"{result.rounds_to(0.7) or 'never':>5}" for result in results)
-        print(f"{method:34} {accuracies:>22} {reached:>16} {results[0].history[-1]['bytes_up'] / 1e3:>15.0f}")
+        print(
+            f"{method:34} {accuracies:>22} {reached:>16} {results[0].history[-1]['bytes_up'] / 1e3:>15.0f}"
+        )
     print("\nEvery method met the same clients, samples, initial models and selections.")
 
 

@@ -1,4 +1,5 @@
-"""A regression judged by a metric of your own: how far diabetes gets within a year, right to within 50 points.
+"""A regression judged by a metric of your own: how far diabetes gets within a year, right to within
+50 points.
 
 python examples/own_metric.py
 """
@@ -24,7 +25,9 @@ class WithinReach(Regression):
     metric = Metric("within", "Within reach", higher_is_better=True, share=True)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return what is counted of each sample, `[b]`: clients and the whole test set are judged by its sums."""
+        """Return what is counted of each sample, `[b]`: clients and the whole test set are judged
+        by its sums.
+        """
         statistics = super().statistics(outputs, targets)
         near = statistics["squared"].sqrt().le(self.reach).all(1)
         return {**statistics, "near": near.double()}
@@ -50,7 +53,9 @@ def main() -> None:
         )
         result = fl.run(method, task, rounds=30, participation=0.5, evaluate_every=1)
         rmse = result.history[-1]["rmse"]
-        print(f"{method:20} {100 * result.score:10.1f} % {100 * result.best_score:6.1f} % {rmse:8.2f}")
+        print(
+            f"{method:20} {100 * result.score:10.1f} % {100 * result.best_score:6.1f} % {rmse:8.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = {
         "SGD": fl.Training(learning_rate=0.1, epochs=2),
-        "sign descent": fl.Training(learning_rate=0.01, epochs=2, optimizer="own_optimizer:SignDescent"),
+        "sign descent": fl.Training(
+            learning_rate=0.01, epochs=2, optimizer="own_optimizer:SignDescent"
+        ),
         "... with schedules": fl.Training(
             learning_rate=0.01,
             epochs=2,
@@ -45,7 +47,11 @@ def main() -> None:
     print("accuracy after 20 rounds, %")
     for name, training in settings.items():
         task = fl.make_task(
-            "digits", clients=10, partition="dirichlet(0.5)", model="mlp(hidden=[32])", training=training
+            "digits",
+            clients=10,
+            partition="dirichlet(0.5)",
+            model="mlp(hidden=[32])",
+            training=training,
         )
         result = fl.run("fedavg", task, rounds=20, participation=0.5)
         print(f"{name:20} {100 * result.accuracy:6.1f}")

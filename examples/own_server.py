@@ -14,7 +14,9 @@ from fedloom.round import Round
 
 @algorithms.register("in_turn")
 class InTurn(fl.Algorithm):
-    """FedAvg whose clients take part in turn: round t has those that follow on round t - 1, after the last the first again."""
+    """FedAvg whose clients take part in turn: round t has those that follow on round t - 1, after
+    the last the first again.
+    """
 
     def select(self, round: Round) -> Selection:
         first = (round.number - 1) * round.participants
@@ -23,12 +25,15 @@ class InTurn(fl.Algorithm):
 
 @algorithms.register("agreeing")
 class Agreeing(fl.Algorithm):
-    """Clients weigh as much as their update d_i agrees with the mean: w <- w + sum_i p_i d_i, p_i ~ max(0, cos(d_i, d))."""
+    """Clients weigh as much as their update d_i agrees with the mean: w <- w + sum_i p_i d_i, p_i ~
+    max(0, cos(d_i, d)).
+    """
 
     def receive(self, round: Round, replies: Replies) -> None:
         start = self.state["model"]
         updates = replies["model"] - start  # [k, P]
-        agreement = torch.cosine_similarity(updates, updates.mean(0, keepdim=True)).clamp_min(0)  # [k]
+        # [k]
+        agreement = torch.cosine_similarity(updates, updates.mean(0, keepdim=True)).clamp_min(0)
         weights = agreement / agreement.sum().clamp_min(1e-12)
         self.state["model"] = start + weights @ updates
 

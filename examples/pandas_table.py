@@ -14,7 +14,9 @@ import fedloom as fl
 
 
 def wines() -> pd.DataFrame:
-    """178 wines with 13 measurements, the grape, and a vineyard each: most vineyards grow mostly one grape."""
+    """178 wines with 13 measurements, the grape, and a vineyard each: most vineyards grow mostly
+    one grape.
+    """
     data = load_wine(as_frame=True)
     frame = data.frame.drop(columns="target")
     frame["grape"] = np.array(["Barolo", "Grignolino", "Barbera"])[data.target]
@@ -40,7 +42,9 @@ def main() -> None:
         training=fl.Training(learning_rate=0.05, epochs=3, batch_size=10),
     )
     names = ", ".join(task.dataset.class_names or ())
-    print(f"{len(frame)} wines of {task.clients} vineyards; {task.dataset.spec.shape[0]} inputs; {names}")
+    print(
+        f"{len(frame)} wines of {task.clients} vineyards; {task.dataset.spec.shape[0]} inputs; {names}"
+    )
     for method in ("fedavg", "fedprox(mu=0.1)", "scaffold", "fedmr"):
         result = fl.run(method, task, rounds=20, participation=0.4)
         print(f"{method:18} accuracy {100 * result.accuracy:.1f} %")

@@ -1,4 +1,5 @@
-"""A model for each client: FedALA's local aggregation on top of another method, and how fair the result is.
+"""A model for each client: FedALA's local aggregation on top of another method, and how fair the
+result is.
 
 Each client keeps a quarter of its samples to test its own model on.
 
@@ -28,16 +29,28 @@ def main() -> None:
         seed=0,
     )
     print("accuracy on the clients' own test samples, %")
-    print(f"{'method':30} {'global model':>12} {'own models':>12} {'worst tenth':>12} {'spread':>8}")
+    print(
+        f"{'method':30} {'global model':>12} {'own models':>12} {'worst tenth':>12} {'spread':>8}"
+    )
     for method in ("fedavg", "fedprox(mu=0.1)", "ala(fedprox(mu=0.1))", "ditto"):
-        result = fl.run(method, task, rounds=ROUNDS, participation=0.5, seed=0, personal_every=ROUNDS)
+        result = fl.run(
+            method, task, rounds=ROUNDS, participation=0.5, seed=0, personal_every=ROUNDS
+        )
         last = result.history[-1]
         own = torch.tensor(result.federation.client_history[-1]["personal"]["accuracy"])
         worst = own.sort().values[: len(own) // 10].mean()
-        figures = (last["client_accuracy"], last["personal_accuracy"], worst, last["personal_accuracy_std"])
+        figures = (
+            last["client_accuracy"],
+            last["personal_accuracy"],
+            worst,
+            last["personal_accuracy_std"],
+        )
         print(
             f"{method:30} "
-            + " ".join(f"{100 * float(figure):{width}.1f}" for figure, width in zip(figures, WIDTHS, strict=True))
+            + " ".join(
+                f"{100 * float(figure):{width}.1f}"
+                for figure, width in zip(figures, WIDTHS, strict=True)
+            )
         )
     print(
         "\nThe first two are over all test samples; the worst tenth and the spread (standard deviation) are over clients."

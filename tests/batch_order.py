@@ -11,7 +11,9 @@ from torch import Tensor
 from fedloom.training import Passes
 
 
-def batch_order(samples: int, generator: torch.Generator | None, **settings: Any) -> Iterator[Tensor]:
+def batch_order(
+    samples: int, generator: torch.Generator | None, **settings: Any
+) -> Iterator[Tensor]:
     """Yield the positions of each batch's samples; `settings` as in `Passes`."""
     for order, sizes in Passes(**settings).orders(samples, generator):
         yield from order.split(sizes)

@@ -21,26 +21,36 @@ if TYPE_CHECKING:
     from fedloom.engines.ray.driver import RayEngine
     from forking_scripts import Scripts
 
-# Runs flush what they write: on a disk tests wait for that nearly half of their time, in memory not at all.
+# Runs flush what they write: on a disk tests wait for that nearly half of their time, in memory not
+# at all.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# The models here are so small that threads which wait for each other cost more than the work: on busy cores a hundredfold.
+# The models here are so small that threads which wait for each other cost more than the work: on
+# busy cores a hundredfold.
 torch.set_num_threads(1)
 
-# A shell that runs the tests in the background has them, and the programs they start, ignore Ctrl-C; some tests send it.
+# A shell that runs the tests in the background has them, and the programs they start, ignore
+# Ctrl-C; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# These import Flower at their beginning; what else needs something that is not installed says so when it is skipped.
+# These import Flower at their beginning; what else needs something that is not installed says so
+# when it is skipped.
 collect_ignore = (
     []
     if importlib.util.find_spec("flwr")
-    else ["test_flower_faults.py", "test_flower_secure.py", "test_flower_server.py", "test_places.py"]
+    else [
+        "test_flower_faults.py",
+        "test_flower_secure.py",
+        "test_flower_server.py",
+        "test_places.py",
+    ]
 )
 
-# What takes longest begins first, or one worker would end with it while the others have nothing left to do.
+# What takes longest begins first, or one worker would end with it while the others have nothing
+# left to do.
 LONGEST = (
     "test_flower_sites.py",
     "test_places.py",
@@ -54,8 +64,9 @@ LONGEST = (
     "test_examples.py",
 )
 
-# Files whose tests share something that takes seconds to start or to import: one worker runs them all (`--dist loadgroup`). What
-# mostly waits, for sites and for Ray, is in one group, so that the other workers keep the cores busy meanwhile.
+# Files whose tests share something that takes seconds to start or to import: one worker runs them
+# all (`--dist loadgroup`). What mostly waits, for sites and for Ray, is in one group, so that the
+# other workers keep the cores busy meanwhile.
 TOGETHER = {
     "test_ray.py": "waiting",
     "test_ray_cluster.py": "waiting",
@@ -137,4 +148,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if reporter is None or not (skipped := reporter.stats.get("skipped")):
         return
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
-    reporter.write_line("Skipped: " + "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()))
+    reporter.write_line(
+        "Skipped: " + "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    )

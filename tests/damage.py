@@ -1,5 +1,6 @@
-"""Damage of files by disks (flipped bits, zeroed blocks, lost ends) and of messages by strangers; the same for the same
-seed."""
+"""Damage of files by disks (flipped bits, zeroed blocks, lost ends) and of messages by strangers;
+the same for the same seed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ BLOCK = 512
 
 
 def damages(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
-    """Yield `count` times a description of one damage and the damaged content. Bits flip in every tenth of the file alike,
-    and as often in its first bytes, where headers are."""
+    """Yield `count` times a description of one damage and the damaged content. Bits flip in every
+    tenth of the file alike, and as often in its first bytes, where headers are.
+    """
     draw = random.Random(f"{seed} {len(content)}")
     for k in range(count):
         kind = ("flipped", "flipped in the header", "zeroed", "cut")[k % 4]
@@ -28,11 +30,16 @@ def damages(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, by
         else:
             tenth = len(content) / 10
             position = (
-                draw.randrange(min(len(content), 1000)) if "header" in kind else int((k % 10 + draw.random()) * tenth)
+                draw.randrange(min(len(content), 1000))
+                if "header" in kind
+                else int((k % 10 + draw.random()) * tenth)
             )
             bit = draw.randrange(8)
             flipped = bytes([content[position] ^ 1 << bit])
-            yield f"bit {bit} of byte {position} flipped", content[:position] + flipped + content[position + 1 :]
+            yield (
+                f"bit {bit} of byte {position} flipped",
+                content[:position] + flipped + content[position + 1 :],
+            )
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
@@ -41,7 +48,14 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.randint(1, 4)):
         start = draw.randrange(len(damaged) + 1)
         kind = draw.randrange(4)
-        put = draw.choice((b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m"))
+        put = draw.choice(
+            (b"[" * 5000, b"9" * 5000, b"\x00", b"\xff" * 8, b'"', b"nan", b"1e999", b"\x1b[31m")
+        )
         piece = damaged[start : start + draw.randrange(1, 40)]
-        damaged[start : start + (len(piece) if kind else 0)] = (put, b"", piece * 2, draw.randbytes(len(piece)))[kind]
+        damaged[start : start + (len(piece) if kind else 0)] = (
+            put,
+            b"",
+            piece * 2,
+            draw.randbytes(len(piece)),
+        )[kind]
     return bytes(damaged)

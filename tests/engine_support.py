@@ -1,4 +1,6 @@
-"""Runs on an engine and their comparison with those of the rows engine, for the tests of processes and of Ray."""
+"""Runs on an engine and their comparison with those of the rows engine, for the tests of processes
+and of Ray.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ def run(
 
 
 def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0) -> None:
-    """Assert that every figure counted, the whole state and all that clients remember are the same; without a tolerance, every
-    figure measured too."""
+    """Assert that every figure counted, the whole state and all that clients remember are the same;
+    without a tolerance, every figure measured too.
+    """
     assert counted(actual.history) == counted(expected.history)
     if not tolerance:
         assert actual.history == expected.history
@@ -50,14 +53,23 @@ def assert_same(actual: Federation, expected: Federation, tolerance: float = 0.0
     for actual_tensors, expected_tensors in (states, memories):
         assert actual_tensors.keys() == expected_tensors.keys()
         for name, tensor in expected_tensors.items():
-            torch.testing.assert_close(actual_tensors[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name)
+            torch.testing.assert_close(
+                actual_tensors[name], tensor, rtol=0, atol=tolerance, equal_nan=True, msg=name
+            )
 
 
 def jobs(engine: Engine) -> tuple[Round, list[Job]]:
-    """Return a round in which every client takes part, and what each of them is sent: the initial model."""
-    inbox = {"model": engine.task.initial.unsqueeze(0), INTEGERS: engine.task.initial_integers.unsqueeze(0)}
+    """Return a round in which every client takes part, and what each of them is sent: the initial
+    model.
+    """
+    inbox = {
+        "model": engine.task.initial.unsqueeze(0),
+        INTEGERS: engine.task.initial_integers.unsqueeze(0),
+    }
     selected = tuple(range(CLIENTS))
-    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [Job(k, k, inbox) for k in selected]
+    return Round(1, 1, 0, CLIENTS, CLIENTS, 0.1, 0.1, selected=selected), [
+        Job(k, k, inbox) for k in selected
+    ]
 
 
 def set_up(engine: Engine, algorithm: Method) -> Pipeline:

@@ -1,4 +1,6 @@
-"""Every registered method but the private ones, as an expression; a new method joins by itself, a wrapper with one line."""
+"""Every registered method but the private ones, as an expression; a new method joins by itself, a
+wrapper with one line.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ WRAPPERS = {
     "clustered": "clustered(fedmr)",
     "ala": "ala(fedmr, max_epochs=5)",  # the initial stage takes up to 200 epochs by default
     "fedala": "fedala(max_epochs=5)",
+    "fedala_code": "fedala_code(max_epochs=5)",
+    "ala_code": "ala_code(fedprox, max_epochs=5)",
     "secure": "secure(fedmr)",
     "robust": "robust(fedavg)",
     "quantised": "quantised(fedavg, bits=4, down=8)",
@@ -18,8 +22,10 @@ WRAPPERS = {
     "lowrank": "lowrank(fedavg, rank=1)",
     "fedbuff": "fedbuff(fedavg, k=2)",
     "fedasync": "fedasync(fedavg)",
-    "fedmr_async": "fedmr_async(k=2)",  # no wrapper, but tests have fewer than 10 clients in a round
-    "fedgen": "fedgen(generator_steps=5, generator_batch=16, hidden=16, noise=8)",  # no wrapper, but the default takes long
+    # no wrapper, but tests have fewer than 10 clients in a round
+    "fedmr_async": "fedmr_async(k=2)",
+    # no wrapper, but the default takes long
+    "fedgen": "fedgen(generator_steps=5, generator_batch=16, hidden=16, noise=8)",
     "fedntd": "fedntd(fedmr)",
     "fedlc": "fedlc(fedavg)",
     "feddecorr": "feddecorr(scaffold)",
@@ -28,10 +34,14 @@ WRAPPERS = {
     "norm_bound": "norm_bound(fedavg, radius=0.5)",
     "sign_flip": "sign_flip(fedavg)",
     "qfedavg": "qfedavg(q=0.1)",  # tests are too short for larger ones, which make smaller steps
-    "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",  # so that it splits in a short test
+    # so that it splits in a short test
+    "cfl": "cfl(mean_norm=1000.0, client_norm=0.0, first_round=0)",
 }
 PRIVATE = ("private", "local_private", "dp_sgd")
-"""Refuse batch norm, which the tests' models have: `test_places` and tests of their own run them."""
-EVERY_METHOD = sorted(WRAPPERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in PRIVATE)
+"""Refuse batch norm, which the tests' models have: `test_places` and tests of their own run them.
+"""
+EVERY_METHOD = sorted(
+    WRAPPERS.get(entry.name, entry.name) for entry in algorithms if entry.name not in PRIVATE
+)
 EVERYBODY = ("afl", "apple", "cfl", "fedamp", "gossip")
 """Prefixes of methods that need all clients in every round."""

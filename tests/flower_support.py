@@ -1,4 +1,6 @@
-"""Flower without processes: a Grid that calls its nodes directly and turns every message into bytes and back."""
+"""Flower without processes: a Grid that calls its nodes directly and turns every message into bytes
+and back.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +91,13 @@ batch_size = 8
 """
 
 
-def run_config(algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **options: Any) -> dict[str, Any]:
+def run_config(
+    algorithm: str, output: Path, rounds: int = 5, model: str = "NormNet", **options: Any
+) -> dict[str, Any]:
     participation = 1.0 if algorithm.startswith(EVERYBODY) else 0.5
-    text = CONFIGURATION.format(algorithm=algorithm, rounds=rounds, participation=participation, model=model)
+    text = CONFIGURATION.format(
+        algorithm=algorithm, rounds=rounds, participation=participation, model=model
+    )
     return {"configuration": text, "output": str(output), **options}
 
 
@@ -119,12 +125,14 @@ def schedule(settings: Deployment) -> Schedule:
 
 
 def assert_close(run: Federation, expected: Federation, except_for: Collection[str] = ()) -> None:
-    """Assert equal models and figures to tolerance (without the figures `except_for`), and exactly equal bytes, clients
-    and faults."""
+    """Assert equal models and figures to tolerance (without the figures `except_for`), and exactly
+    equal bytes, clients and faults.
+    """
     torch.testing.assert_close(run.model(), expected.model(), rtol=0, atol=1e-5)
     torch.testing.assert_close(run.integers, expected.integers)
     histories = [
-        [{n: v for n, v in record.items() if n not in except_for} for record in f.history] for f in (run, expected)
+        [{n: v for n, v in record.items() if n not in except_for} for record in f.history]
+        for f in (run, expected)
     ]
     for record, reference in zip(*histories, strict=True):
         floats = {name: value for name, value in reference.items() if isinstance(value, float)}
@@ -145,7 +153,8 @@ class Node:
     tamper: Tamper | None = None  # what becomes of its answers to training
     tamper_all: Tamper | None = None  # what becomes of all its answers
     says: dict[str, Any] = field(default_factory=dict)  # words in which its other answers differ
-    trained: list[int] = field(default_factory=list)  # the rounds of the orders to train that it carried out
+    # the rounds of the orders to train that it carried out
+    trained: list[int] = field(default_factory=list)
 
     def answer(self, message: Message, run_config: dict[str, Any], node: int) -> Message:
         context = Context(RUN, node, dict(self.config), RecordDict(), dict(run_config))
@@ -210,13 +219,17 @@ class LocalGrid(Grid):
                 del self._replies[key]
         return replies
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         raise NotImplementedError
 
 
 def travelled(message: Message) -> Message:
     """Return the message after serialisation and parsing."""
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+    return message_from_proto(
+        ProtoMessage.FromString(message_to_proto(message).SerializeToString())
+    )
 
 
 def _gone(key: str) -> Message:
@@ -229,7 +242,12 @@ def nodes(count: int, memory: Path, **config: Any) -> dict[int, Node]:
     """Return nodes whose ids do not reveal their partition ids."""
     return {
         1000 + 17 * (count - number): Node(
-            {"partition-id": number, "num-partitions": count, "memory": str(memory / f"site-{number}"), **config}
+            {
+                "partition-id": number,
+                "num-partitions": count,
+                "memory": str(memory / f"site-{number}"),
+                **config,
+            }
         )
         for number in range(count)
     }
@@ -246,7 +264,9 @@ def with_array(name: str, array: Array | np.ndarray[Any, Any]) -> Tamper:
     def tamper(reply: Message) -> Message:
         arrays = reply.content.array_records[ARRAYS]
         plain = isinstance(array, Array)
-        arrays[name] = array if plain else Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
+        arrays[name] = (
+            array if plain else Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
+        )
         return reply
 
     return tamper

@@ -1,6 +1,8 @@
-"""The command line in processes that start at once: a server that has loaded everything forks one for each command.
+"""The command line in processes that start at once: a server that has loaded everything forks one
+for each command.
 
-A command may be told to die (SIGKILL) in the middle of its n-th file operation, or (n = -1) to list its file operations.
+A command may be told to die (SIGKILL) in the middle of its n-th file operation, or (n = -1) to list
+its file operations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any, NoReturn
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer asks click for what newer ones are about to drop
+    # typer asks click for what newer ones are about to drop
+    warnings.simplefilter("ignore", DeprecationWarning)
     from fedloom.cli import main as main
 
 
@@ -73,7 +76,12 @@ class Server:
     def start(self, *arguments: str, die_at: int = 0) -> Command:
         output = self.folder / "output.txt"
         output.touch()  # it may be killed before it writes
-        request = {"arguments": arguments, "output": str(output), "folder": str(self.folder), "die_at": die_at}
+        request = {
+            "arguments": arguments,
+            "output": str(output),
+            "folder": str(self.folder),
+            "die_at": die_at,
+        }
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -87,7 +95,9 @@ class Server:
 @contextmanager
 def serving() -> Iterator[subprocess.Popen[str]]:
     """Start the process of a server."""
-    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -128,7 +138,9 @@ def _obey(request: dict[str, Any]) -> NoReturn:
 
 
 def _die_at(number: int) -> None:
-    """Die in the middle of write `number`; -1 lists the names of all written files in `OPERATIONS` instead."""
+    """Die in the middle of write `number`; -1 lists the names of all written files in `OPERATIONS`
+    instead.
+    """
     import fedloom.state.files as files
     from fedloom.rounds.checkpoint import RoundLog
 

@@ -22,9 +22,16 @@ class Scripts:
         self.process = process
 
     def run(self, script: Path, folder: Path, output: Path, *, strict: bool = False) -> str:
-        """Return what a script prints in `folder`, by way of the file `output`; `strict`: a warning is an error."""
+        """Return what a script prints in `folder`, by way of the file `output`; `strict`: a warning
+        is an error.
+        """
         errors = output.with_suffix(".errors")
-        request = {"script": str(script), "folder": str(folder), "files": [str(output), str(errors)], "strict": strict}
+        request = {
+            "script": str(script),
+            "folder": str(folder),
+            "files": [str(output), str(errors)],
+            "strict": strict,
+        }
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -36,7 +43,9 @@ class Scripts:
 
 @contextmanager
 def serving() -> Iterator[Scripts]:
-    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield Scripts(process)
     finally:

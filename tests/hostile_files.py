@@ -20,7 +20,12 @@ from damage import damages, mutated
 from data_support import idx_bytes, picture
 from fedloom.data.dataset import datasets
 
-MNIST = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+MNIST = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 BATCHES = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
 
 
@@ -32,9 +37,14 @@ def grey(side: int, form: str = "PNG", value: int = 100) -> bytes:
 def saved(folder: Path, table: pa.Table) -> None:
     """Write a folder as `save_to_disk` of Hugging Face's `datasets` does."""
     folder.mkdir(parents=True)
-    with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as s:
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as s,
+    ):
         s.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     (folder / "dataset_info.json").write_text("{}")
 
 
@@ -78,16 +88,22 @@ def _saved_pictures(folder: Path) -> str:
 
 def _mnist(folder: Path) -> str:
     for name, rows in zip(MNIST, (8, 8, 4, 4), strict=True):
-        content = idx_bytes(np.arange(rows * 16).reshape(rows, 4, 4) % 256 if "images" in name else np.arange(rows))
+        content = idx_bytes(
+            np.arange(rows * 16).reshape(rows, 4, 4) % 256 if "images" in name else np.arange(rows)
+        )
         packed = name.startswith("t10k")
-        (folder / f"{name}{'.gz' if packed else ''}").write_bytes(gzip.compress(content) if packed else content)
+        (folder / f"{name}{'.gz' if packed else ''}").write_bytes(
+            gzip.compress(content) if packed else content
+        )
     return f"mnist(folder='{folder}')"
 
 
 def _mnist_parquet(folder: Path) -> str:
     for split in ("train", "test"):
         cells = [{"bytes": grey(4), "path": None} for _ in range(4)]
-        pq.write_table(pa.table({"image": cells, "label": range(4)}), folder / f"{split}-00000.parquet")
+        pq.write_table(
+            pa.table({"image": cells, "label": range(4)}), folder / f"{split}-00000.parquet"
+        )
     return f"mnist(folder='{folder}')"
 
 
@@ -107,7 +123,10 @@ def _cifar100(folder: Path) -> str:
 
 def _femnist(folder: Path) -> str:
     (folder / "all_data").mkdir()
-    users = {"a": {"x": [[0.25] * 784] * 4, "y": [0, 1, 2, 3]}, "b": {"x": [[1] * 784] * 3, "y": [1, 1, 1]}}
+    users = {
+        "a": {"x": [[0.25] * 784] * 4, "y": [0, 1, 2, 3]},
+        "b": {"x": [[1] * 784] * 3, "y": [1, 1, 1]},
+    }
     content = {"users": list(users), "num_samples": [4, 3], "user_data": users}
     (folder / "all_data" / "all_data_0.json").write_text(json.dumps(content))
     return f"femnist(folder='{folder}', fraction=1.0, least=2)"
@@ -123,7 +142,9 @@ def _shakespeare(folder: Path) -> str:
 
 
 def _plays(folder: Path) -> str:
-    (folder / "romeo.txt").write_text("ROMEO:\nBut soft! What light\n\nJULIET:\nO Romeo, Romeo! Wherefore\n" * 3)
+    (folder / "romeo.txt").write_text(
+        "ROMEO:\nBut soft! What light\n\nJULIET:\nO Romeo, Romeo! Wherefore\n" * 3
+    )
     return f"shakespeare(folder='{folder}', length=8)"
 
 
@@ -136,7 +157,9 @@ def _posts(folder: Path) -> str:
 
 def _news(folder: Path) -> str:
     for split in ("train", "test"):
-        (folder / f"{split}.csv").write_text('"3","Wall St. Bears","Short-sellers, \\ are seeing green"\n' * 3)
+        (folder / f"{split}.csv").write_text(
+            '"3","Wall St. Bears","Short-sellers, \\ are seeing green"\n' * 3
+        )
     return f"ag_news(folder='{folder}', length=5)"
 
 
@@ -162,7 +185,11 @@ def _images(folder: Path) -> str:
 
 
 def _npz(folder: Path) -> str:
-    arrays = {"inputs": np.zeros((6, 3), np.float32), "labels": np.arange(6) % 2, "groups": np.array(list("aabbcc"))}
+    arrays = {
+        "inputs": np.zeros((6, 3), np.float32),
+        "labels": np.arange(6) % 2,
+        "groups": np.array(list("aabbcc")),
+    }
     np.savez_compressed(folder / "own.npz", **arrays)
     return f"arrays(path='{folder}/own.npz')"
 
@@ -183,7 +210,9 @@ WRITERS: dict[str, Callable[[Path], str]] = {
 
 
 class Sets:
-    """One data set in each format, each in its own folder below `root`; files are damaged in copies."""
+    """One data set in each format, each in its own folder below `root`; files are damaged in
+    copies.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

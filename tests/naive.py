@@ -1,7 +1,8 @@
-"""A naive second computation of federated learning: one client after another on copies of a module, tensor by tensor.
+"""A naive second computation of federated learning: one client after another on copies of a module,
+tensor by tensor.
 
-Methods are compared with it. It shares with fedloom the order of the batches and the choice of the clients,
-which are random, and no mathematics.
+Methods are compared with it. It shares with fedloom the order of the batches and the choice of the
+clients, which are random, and no mathematics.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SIZES = (5, 11, 17, 8, 23, 13, 6)  # with batches of 4, three clients end on a s
 
 
 class Net(nn.Module):
-    """Two layers, with batch norm between them or without; `features` gives what enters the classifier."""
+    """Two layers, with batch norm between them or without; `features` gives what enters the
+    classifier.
+    """
 
     def __init__(self, inputs: int, classes: int, norm: bool) -> None:
         super().__init__()
@@ -62,7 +65,9 @@ class World(SmallWorld):
     def run(self, algorithm: Method) -> Run:
         """Run a method by fedloom: the global model and the selected clients of each round."""
         task = self.task()
-        schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1)
+        schedule = Schedule(
+            rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=1
+        )
         engine = RowsEngine(task)
         federation = Federation(algorithm, task, engine, schedule)
         models = []
@@ -90,17 +95,32 @@ class World(SmallWorld):
         t = self.training
         generator = stream(self.seed, "batches", round=number, client=client)
         for index in batch_order(
-            len(labels), generator, batch_size=t.batch_size, epochs=t.epochs, smallest=2 if self.norm else 1
+            len(labels),
+            generator,
+            batch_size=t.batch_size,
+            epochs=t.epochs,
+            smallest=2 if self.norm else 1,
         ):
             yield inputs[index], labels[index]
 
     def train(
-        self, start: State, number: int, client: int, *, loss: Loss | None = None, adjust: Adjust | None = None
+        self,
+        start: State,
+        number: int,
+        client: int,
+        *,
+        loss: Loss | None = None,
+        adjust: Adjust | None = None,
     ) -> tuple[State, int]:
-        """Train one client for a round with torch's SGD; return its final state and number of steps."""
+        """Train one client for a round with torch's SGD; return its final state and number of
+        steps.
+        """
         module, t = self.at(start).train(), self.training
         optimizer = torch.optim.SGD(
-            module.parameters(), lr=self.rate(number), momentum=t.momentum, weight_decay=t.weight_decay
+            module.parameters(),
+            lr=self.rate(number),
+            momentum=t.momentum,
+            weight_decay=t.weight_decay,
         )
         steps = 0
         for x, y in self.batches(number, client):
@@ -145,7 +165,10 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
     result = {}
     for name, example in states[0].items():
         if example.is_floating_point():
-            result[name] = sum((w * s[name] for w, s in zip(weights, states, strict=True)), torch.zeros_like(example))
+            result[name] = sum(
+                (w * s[name] for w, s in zip(weights, states, strict=True)),
+                torch.zeros_like(example),
+            )
         else:
             result[name] = torch.stack([s[name] for s in states]).amax(0)
     return result
@@ -161,7 +184,9 @@ def flat(world: World, tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([tensors[name].reshape(-1) for name in world.trained])
 
 
-def assert_same(states: Sequence[State], expected: Sequence[State], tolerance: float = 1e-9) -> None:
+def assert_same(
+    states: Sequence[State], expected: Sequence[State], tolerance: float = 1e-9
+) -> None:
     """Assert that every tensor of every round agrees."""
     assert len(states) == len(expected)
     for number, (state, reference) in enumerate(zip(states, expected, strict=True), start=1):

@@ -1,4 +1,6 @@
-"""Naive second computations of the personalised methods with torch's autograd, for comparison with fedloom's."""
+"""Naive second computations of the personalised methods with torch's autograd, for comparison with
+fedloom's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def added(tensors: Iterable[Tensor]) -> Tensor:
 
 def fedavg(setting: Setting, *, names: Sequence[str] | None = None) -> list[Moment]:
     world = setting.world
-    return shared_model(setting, lambda w, s, i, t: world.train(w, i, t), lambda m, i, t: m, names=names)
+    return shared_model(
+        setting, lambda w, s, i, t: world.train(w, i, t), lambda m, i, t: m, names=names
+    )
 
 
 def fedprox(setting: Setting, mu: float) -> list[Moment]:
@@ -48,11 +52,17 @@ def fedprox(setting: Setting, mu: float) -> list[Moment]:
     )
 
 
-def fine_tuned(setting: Setting, *, epochs: int, mu: float = 0.0, scoring_only: bool = False) -> list[Moment]:
+def fine_tuned(
+    setting: Setting, *, epochs: int, mu: float = 0.0, scoring_only: bool = False
+) -> list[Moment]:
     world = setting.world
 
-    def tune(model: nn.Module, sent: nn.Module, i: int, t: int, purpose: str, count: int | None) -> nn.Module:
-        world.train(model, i, t, purpose, epochs=count, extra=lambda m: mu / 2 * squared_distance(m, sent))
+    def tune(
+        model: nn.Module, sent: nn.Module, i: int, t: int, purpose: str, count: int | None
+    ) -> nn.Module:
+        world.train(
+            model, i, t, purpose, epochs=count, extra=lambda m: mu / 2 * squared_distance(m, sent)
+        )
         return model
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
@@ -66,25 +76,38 @@ def fine_tuned(setting: Setting, *, epochs: int, mu: float = 0.0, scoring_only: 
     return shared_model(setting, work, score)
 
 
-def per_fedavg(setting: Setting, *, alpha: float, hessian: bool = False, passes: int = 1) -> list[Moment]:
-    """Train with MAML: `hessian` takes the exact gradient of the second batch after the step and a third batch's Hessian."""
+def per_fedavg(
+    setting: Setting, *, alpha: float, hessian: bool = False, passes: int = 1
+) -> list[Moment]:
+    """Train with MAML: `hessian` takes the exact gradient of the second batch after the step and a
+    third batch's Hessian.
+    """
     world = setting.world
     count = 3 if hessian else 2
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
         start.train()
         optimizer = world.optimizer(start, world.rate(t))
-        for x, y in world.batches(i, t, epochs=passes * world.training.epochs, times=count, drop_last=True):
+        for x, y in world.batches(
+            i, t, epochs=passes * world.training.epochs, times=count, drop_last=True
+        ):
             size = len(y) // count
-            batches = [(x[k * size : (k + 1) * size], y[k * size : (k + 1) * size]) for k in range(count)]
+            batches = [
+                (x[k * size : (k + 1) * size], y[k * size : (k + 1) * size]) for k in range(count)
+            ]
             params = list(start.parameters())
-            inner = torch.autograd.grad(F.cross_entropy(start(batches[0][0]), batches[0][1]), params)
+            inner = torch.autograd.grad(
+                F.cross_entropy(start(batches[0][0]), batches[0][1]), params
+            )
             stepped = copy.deepcopy(start)
             with torch.no_grad():
                 for p, g in zip(stepped.parameters(), inner, strict=True):
                     p.sub_(alpha * g)
             outer = list(
-                torch.autograd.grad(F.cross_entropy(stepped(batches[1][0]), batches[1][1]), list(stepped.parameters()))
+                torch.autograd.grad(
+                    F.cross_entropy(stepped(batches[1][0]), batches[1][1]),
+                    list(stepped.parameters()),
+                )
             )
             for target, source in zip(start.buffers(), stepped.buffers(), strict=True):
                 target.copy_(source)
@@ -120,22 +143,30 @@ def fedrep(setting: Setting, *, head_epochs: int) -> list[Moment]:
     return shared_model(setting, work, lambda m, i, t: m, names=base)
 
 
-def pfedme(setting: Setting, *, strength: float, rate: float, steps: int, beta: float) -> list[Moment]:
+def pfedme(
+    setting: Setting, *, strength: float, rate: float, steps: int, beta: float
+) -> list[Moment]:
     world = setting.world
     personal: dict[int, nn.Module] = {}
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> nn.Module:
-        theta, local = copy.deepcopy(start).train(), [p.detach().clone() for p in start.parameters()]
+        theta, local = (
+            copy.deepcopy(start).train(),
+            [p.detach().clone() for p in start.parameters()],
+        )
         for x, y in world.batches(i, t):
             for _ in range(steps):
-                pulls = sum((p - w).square().sum() for p, w in zip(theta.parameters(), local, strict=True))
+                pulls = sum(
+                    (p - w).square().sum() for p, w in zip(theta.parameters(), local, strict=True)
+                )
                 loss = F.cross_entropy(theta(x), y) + strength / 2 * pulls
                 gradients = torch.autograd.grad(loss, list(theta.parameters()))
                 with torch.no_grad():
                     for p, g in zip(theta.parameters(), gradients, strict=True):
                         p.sub_(rate * g)
             local = [
-                w - world.rate(t) * strength * (w - p.detach()) for w, p in zip(local, theta.parameters(), strict=True)
+                w - world.rate(t) * strength * (w - p.detach())
+                for w, p in zip(local, theta.parameters(), strict=True)
             ]
         personal[i] = theta
         result = copy.deepcopy(theta)
@@ -154,13 +185,22 @@ def ditto(setting: Setting, *, strength: float, epochs: int) -> list[Moment]:
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> None:
         model = personal.setdefault(i, world.fresh())
         centre = copy.deepcopy(start)
-        world.train(model, i, t, "personal", epochs=epochs, extra=lambda m: strength / 2 * squared_distance(m, centre))
+        world.train(
+            model,
+            i,
+            t,
+            "personal",
+            epochs=epochs,
+            extra=lambda m: strength / 2 * squared_distance(m, centre),
+        )
         world.train(start, i, t)
 
     return shared_model(setting, work, lambda m, i, t: personal.get(i, m))
 
 
-def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "history") -> list[Moment]:
+def fedphp(
+    setting: Setting, *, mu: float, transfer: float, deployed: str = "history"
+) -> list[Moment]:
     world = setting.world
     history: dict[int, nn.Module] = {}
     local: dict[int, nn.Module] = {}
@@ -179,7 +219,9 @@ def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "his
             logits = start.head(ours)
             pairs = [(a, b) for a in range(n) for b in range(n)]
             distance = added(
-                kernel(ours[a], ours[b]) + kernel(theirs[a], theirs[b]) - 2 * kernel(ours[a], theirs[b])
+                kernel(ours[a], ours[b])
+                + kernel(theirs[a], theirs[b])
+                - 2 * kernel(ours[a], theirs[b])
                 for a, b in pairs
             ) / len(pairs)
             return (1 - transfer) * F.cross_entropy(logits, y) + transfer * distance
@@ -189,23 +231,37 @@ def fedphp(setting: Setting, *, mu: float, transfer: float, deployed: str = "his
         mixed = copy.deepcopy(start)
         with torch.no_grad():
             for p, q in zip(
-                [*mixed.parameters(), *mixed.buffers()], [*previous.parameters(), *previous.buffers()], strict=True
+                [*mixed.parameters(), *mixed.buffers()],
+                [*previous.parameters(), *previous.buffers()],
+                strict=True,
             ):
                 if p.is_floating_point():
                     p.copy_((1 - share) * p + share * q)
         history[i], local[i] = mixed, start
         selections[i] += 1
 
-    return shared_model(setting, work, lambda m, i, t: (history if deployed == "history" else local).get(i, m))
+    return shared_model(
+        setting, work, lambda m, i, t: (history if deployed == "history" else local).get(i, m)
+    )
 
 
 def partialfed(
-    setting: Setting, *, pattern: tuple[int, int], temperature: float = 5.0, cooling: float = 0.965, bias: float = 0.0
+    setting: Setting,
+    *,
+    pattern: tuple[int, int],
+    temperature: float = 5.0,
+    cooling: float = 0.965,
+    bias: float = 0.0,
 ) -> list[Moment]:
-    """Without batch norm. Weights and logits follow autograd through a straight-through mixture of both sources."""
+    """Without batch norm. Weights and logits follow autograd through a straight-through mixture of
+    both sources.
+    """
     world = setting.world
     layers = [layer for layer in LAYERS if any(n.startswith(f"{layer}.") for n in world.names)]
-    logits = {i: torch.tensor([[bias, 0.0]] * len(layers), dtype=torch.float64) for i in range(world.clients)}
+    logits = {
+        i: torch.tensor([[bias, 0.0]] * len(layers), dtype=torch.float64)
+        for i in range(world.clients)
+    }
     local: dict[int, nn.Module] = {}
     template = world.fresh()
 
@@ -213,7 +269,9 @@ def partialfed(
         result = copy.deepcopy(local.get(i, server_model))
         for layer, (server_logit, local_logit) in zip(layers, logits[i].tolist(), strict=True):
             if server_logit >= local_logit:
-                copy_parameters(server_model, result, [n for n in world.names if n.startswith(f"{layer}.")])
+                copy_parameters(
+                    server_model, result, [n for n in world.names if n.startswith(f"{layer}.")]
+                )
         return result
 
     def work(start: nn.Module, sent: nn.Module, i: int, t: int) -> nn.Module:
@@ -230,7 +288,9 @@ def partialfed(
             hard = F.one_hot(soft.argmax(1), 2).double()
             chosen = hard - soft.detach() + soft
             working = {}
-            for (name, p), (_, q) in zip(start.named_parameters(), mine.named_parameters(), strict=True):
+            for (name, p), (_, q) in zip(
+                start.named_parameters(), mine.named_parameters(), strict=True
+            ):
                 s = chosen[layers.index(name.split(".")[0])]
                 working[name] = s[0] * p + s[1] * q
             loss = F.cross_entropy(functional_call(template, working, (x,)), y)
@@ -252,7 +312,9 @@ def partialfed(
 # --- methods that mix the clients' models ---
 
 
-def fedamp(setting: Setting, *, alpha: float, strength: float, sigma: float, plain: bool = False) -> list[Moment]:
+def fedamp(
+    setting: Setting, *, alpha: float, strength: float, sigma: float, plain: bool = False
+) -> list[Moment]:
     world, init = setting.world, setting.init
     models = [world.fresh() for _ in range(world.clients)]
     moments = []
@@ -262,7 +324,9 @@ def fedamp(setting: Setting, *, alpha: float, strength: float, sigma: float, pla
             pulls = [
                 0.0
                 if j == i
-                else alpha / sigma * math.exp(-float(squared_distance(previous[i], previous[j]).detach()) / sigma)
+                else alpha
+                / sigma
+                * math.exp(-float(squared_distance(previous[i], previous[j]).detach()) / sigma)
                 for j in range(world.clients)
             ]
             pulls = [p / max(1.0, sum(pulls)) for p in pulls]
@@ -276,7 +340,11 @@ def fedamp(setting: Setting, *, alpha: float, strength: float, sigma: float, pla
                 squared = squared_distance(m, u)
                 if plain:
                     # The gradient of a norm at zero counts as zero.
-                    return strength / (2 * alpha) * (squared.sqrt() if squared.item() > 1e-24 else 0 * squared)
+                    return (
+                        strength
+                        / (2 * alpha)
+                        * (squared.sqrt() if squared.item() > 1e-24 else 0 * squared)
+                    )
                 return strength / (2 * alpha) * squared
 
             world.train(models[i], i, number, extra=proximal)
@@ -307,7 +375,9 @@ def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Mo
             cut = int(0.8 * len(y) + 1e-9)
             train, validation = (x[shuffled[:cut]], y[shuffled[:cut]]), shuffled[cut:]
 
-            def loss(model: nn.Module, inputs: Tensor = x[validation], labels: Tensor = y[validation]) -> float:
+            def loss(
+                model: nn.Module, inputs: Tensor = x[validation], labels: Tensor = y[validation]
+            ) -> float:
                 model.eval()
                 return float(F.cross_entropy(model(inputs), labels).detach())
 
@@ -326,7 +396,12 @@ def fedfomo(setting: Setting, *, most: int, exploration: float = 0.0) -> list[Mo
                 relation[i, j] = relation.get((i, j), float(i == j)) + value
             positive = {j: v for j, v in values.items() if v[0] > 0}
             if positive:
-                average(models[i], [m for _, m in positive.values()], [v for v, _ in positive.values()], world.names)
+                average(
+                    models[i],
+                    [m for _, m in positive.values()],
+                    [v for v, _ in positive.values()],
+                    world.names,
+                )
             reference[i] = copy.deepcopy(models[i])
             world.train(models[i], i, number, data=train)
             results[i] = copy.deepcopy(models[i])
@@ -354,7 +429,13 @@ def _personal_models(
 
 
 def apple(
-    setting: Setting, *, relation_rate: float, mu: float, decline: float, start: str = "shares", pfllib: bool = False
+    setting: Setting,
+    *,
+    relation_rate: float,
+    mu: float,
+    decline: float,
+    start: str = "shares",
+    pfllib: bool = False,
 ) -> list[Moment]:
     world = setting.world
     count = world.clients
@@ -380,12 +461,15 @@ def apple(
                 mine = [t.clone().requires_grad_() for t in pool[i]]
                 used = [mine if j == i else pool[j] for j in range(count)]
                 mixed = [added(q[j] * used[j][k] for j in range(count)) for k in range(len(mine))]
-                loss = F.cross_entropy(functional_call(model, dict(zip(world.names, mixed, strict=True)), (x,)), y)
+                loss = F.cross_entropy(
+                    functional_call(model, dict(zip(world.names, mixed, strict=True)), (x,)), y
+                )
                 if pfllib:
                     slopes = list(torch.autograd.grad(loss, [*mixed, *mine]))
                     gradients, theirs = slopes[: len(mixed)], slopes[len(mixed) :]
                     products = [
-                        added((g * c).mean() for g, c in zip(gradients, used[j], strict=True)) / len(gradients)
+                        added((g * c).mean() for g, c in zip(gradients, used[j], strict=True))
+                        / len(gradients)
                         for j in range(count)
                     ]
                     step = torch.stack(products).detach() + hold * mu * (relation[i] - shares)
@@ -399,6 +483,11 @@ def apple(
                     p.copy_(added(relation[i][j] * pool[j][k] for j in range(count)))
             uploads.append([p.detach().clone() for p in model.parameters()] if pfllib else pool[i])
         cores = uploads
-        mean = [added(float(shares[j]) * cores[j][k] for j in range(count)) for k in range(len(cores[0]))]
-        moments.append(Moment(torch.cat([t.reshape(-1) for t in mean]), [vector(model) for model in models]))
+        mean = [
+            added(float(shares[j]) * cores[j][k] for j in range(count))
+            for k in range(len(cores[0]))
+        ]
+        moments.append(
+            Moment(torch.cat([t.reshape(-1) for t in mean]), [vector(model) for model in models])
+        )
     return moments

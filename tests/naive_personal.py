@@ -1,6 +1,7 @@
-"""A world of a few clients for the personalised methods, run by fedloom and naively: one client after another on copies of
-a module. It shares with fedloom the order of the batches and the choice of the clients, which are random, and no mathematics.
-Batch-norm statistics never leave a client: only parameters are copied and averaged.
+"""A world of a few clients for the personalised methods, run by fedloom and naively: one client
+after another on copies of a module. It shares with fedloom the order of the batches and the choice
+of the clients, which are random, and no mathematics. Batch-norm statistics never leave a client:
+only parameters are copied and averaged.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Net(nn.Module):
 
 @dataclass
 class Moment:
-    """The state after a round: the global parameters, and the model with which each client would begin the next one."""
+    """The state after a round: the global parameters, and the model with which each client would
+    begin the next one.
+    """
 
     parameters: Tensor
     personal: list[Tensor]
@@ -58,7 +61,9 @@ class Moment:
 
 @dataclass
 class World(SmallWorld):
-    """Clients with labels by a linear rule that differs from client to client, so personal and global models differ."""
+    """Clients with labels by a linear rule that differs from client to client, so personal and
+    global models differ.
+    """
 
     participation: float = 0.6
     sizes: tuple[int, ...] = SIZES
@@ -70,8 +75,12 @@ class World(SmallWorld):
         self.names = [name for name, _ in self.module.named_parameters()]
 
     def draw_labels(self, generator: torch.Generator) -> Tensor:
-        rules = torch.randn(self.clients, FEATURES, self.classes, dtype=torch.float64, generator=generator)
-        return torch.cat([(self.inputs[rows] @ rules[i]).argmax(1) for i, rows in enumerate(self.owned)])
+        rules = torch.randn(
+            self.clients, FEATURES, self.classes, dtype=torch.float64, generator=generator
+        )
+        return torch.cat(
+            [(self.inputs[rows] @ rules[i]).argmax(1) for i, rows in enumerate(self.owned)]
+        )
 
     def make_net(self) -> nn.Module:
         return Net(self.norm)
@@ -82,13 +91,17 @@ class World(SmallWorld):
         """Run a method by fedloom."""
         task = self.task()
         engine = RowsEngine(task)
-        schedule = Schedule(rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=100)
+        schedule = Schedule(
+            rounds=self.rounds, participation=self.participation, seed=self.seed, evaluate_every=100
+        )
         federation = Federation(algorithm, task, engine, schedule)
         moments = []
         for _ in range(self.rounds):
             federation.step()
             moments.append(self._moment(federation, engine))
-        return Run(moments, [record["clients"] for record in federation.history], federation, engine)
+        return Run(
+            moments, [record["clients"] for record in federation.history], federation, engine
+        )
 
     def _moment(self, federation: Federation, engine: RowsEngine) -> Moment:
         pipeline, layout = federation.pipeline, engine.task.layout
@@ -98,7 +111,14 @@ class World(SmallWorld):
         if layout.integers:
             message[INTEGERS] = federation.integers.unsqueeze(0)
         jobs = [
-            Job(i, None, {name: rows[i : i + 1] if len(rows) > 1 else rows for name, rows in message.items()})
+            Job(
+                i,
+                None,
+                {
+                    name: rows[i : i + 1] if len(rows) > 1 else rows
+                    for name, rows in message.items()
+                },
+            )
             for i in everybody
         ]
         personal = [engine.personalised(pipeline, upcoming, [job])[0][1] for job in jobs]
@@ -142,7 +162,9 @@ class World(SmallWorld):
         ):
             yield x[index], y[index]
 
-    def optimizer(self, module: nn.Module, rate: float, names: Sequence[str] | None = None) -> torch.optim.SGD:
+    def optimizer(
+        self, module: nn.Module, rate: float, names: Sequence[str] | None = None
+    ) -> torch.optim.SGD:
         chosen = [p for name, p in module.named_parameters() if names is None or name in names]
         t = self.training
         return torch.optim.SGD(chosen, lr=rate, momentum=t.momentum, weight_decay=t.weight_decay)
@@ -197,14 +219,18 @@ def parameters(module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def copy_parameters(source: nn.Module, target: nn.Module, names: Sequence[str] | None = None) -> None:
+def copy_parameters(
+    source: nn.Module, target: nn.Module, names: Sequence[str] | None = None
+) -> None:
     for name, p in source.named_parameters():
         if names is None or name in names:
             target.get_parameter(name).copy_(p)
 
 
 @torch.no_grad()
-def average(server: nn.Module, models: Sequence[nn.Module], weights: Sequence[float], names: Sequence[str]) -> None:
+def average(
+    server: nn.Module, models: Sequence[nn.Module], weights: Sequence[float], names: Sequence[str]
+) -> None:
     """Set the server's named parameters to the weighted mean."""
     for name in names:
         terms = [w * model.get_parameter(name) for w, model in zip(weights, models, strict=True)]
@@ -213,7 +239,9 @@ def average(server: nn.Module, models: Sequence[nn.Module], weights: Sequence[fl
 
 def squared_distance(model: nn.Module, centre: nn.Module) -> Tensor:
     pairs = zip(model.parameters(), centre.parameters(), strict=True)
-    return sum(((a - b.detach()).square().sum() for a, b in pairs), torch.zeros((), dtype=torch.float64))
+    return sum(
+        ((a - b.detach()).square().sum() for a, b in pairs), torch.zeros((), dtype=torch.float64)
+    )
 
 
 class Overwrite:
@@ -230,7 +258,9 @@ class Overwrite:
 
 
 class Blend(Overwrite):
-    """ALA with autograd on the weights themselves: start = old + (received - old) * W in the named parameters."""
+    """ALA with autograd on the weights themselves: start = old + (received - old) * W in the named
+    parameters.
+    """
 
     def __init__(
         self,
@@ -258,7 +288,9 @@ class Blend(Overwrite):
         return True
 
     def keep(self, client: int, trained: nn.Module) -> None:
-        self.previous[client] = {n: p.detach().clone() for n, p in trained.named_parameters() if n in self.names}
+        self.previous[client] = {
+            n: p.detach().clone() for n, p in trained.named_parameters() if n in self.names
+        }
 
     def sample(self, client: int, number: int) -> tuple[Tensor, Tensor]:
         x, y = self.world.data(client)
@@ -270,12 +302,16 @@ class Blend(Overwrite):
         chosen = torch.randperm(len(y), generator=generator)[:count]
         return x[chosen], y[chosen]
 
-    def start(self, client: int, number: int, received: nn.Module, *, trial: bool = False) -> nn.Module:
+    def start(
+        self, client: int, number: int, received: nn.Module, *, trial: bool = False
+    ) -> nn.Module:
         result = copy.deepcopy(received)
         if client not in self.previous:
             return result
         previous = self.previous[client]
-        downloaded = {n: p.detach().clone() for n, p in received.named_parameters() if n in self.names}
+        downloaded = {
+            n: p.detach().clone() for n, p in received.named_parameters() if n in self.names
+        }
         stored = self.weights.get(client, {n: torch.ones_like(previous[n]) for n in self.names})
         weights = {n: w.clone().requires_grad_() for n, w in stored.items()}
         # A trial leaves nothing behind; the working model's statistics are thrown away in any case.
@@ -284,18 +320,25 @@ class Blend(Overwrite):
         while True:
             pass_losses = []
             for x, y in self.world.batches(client, number, epochs=1, data=data, shuffle=False):
-                blended = {n: previous[n] + (downloaded[n] - previous[n]) * weights[n] for n in self.names}
+                blended = {
+                    n: previous[n] + (downloaded[n] - previous[n]) * weights[n] for n in self.names
+                }
                 loss = F.cross_entropy(functional_call(scratch, blended, (x,)), y)
-                for w, g in zip(weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True):
+                for w, g in zip(
+                    weights.values(), torch.autograd.grad(loss, list(weights.values())), strict=True
+                ):
                     w.data = (w.data - self.rate * g).clamp(0, 1)
                 pass_losses.append(float(loss.detach()))
-            losses.append(pass_losses[-1] if self.last_loss else sum(pass_losses) / len(pass_losses))
+            losses.append(
+                pass_losses[-1] if self.last_loss else sum(pass_losses) / len(pass_losses)
+            )
             if client in self.began:
                 if len(losses) >= self.epochs:
                     break
             elif len(losses) == self.most or (
                 len(losses) > self.window
-                and float(torch.tensor(losses[-self.window :]).double().std(correction=0)) < self.threshold
+                and float(torch.tensor(losses[-self.window :]).double().std(correction=0))
+                < self.threshold
             ):
                 break
         if not trial:
@@ -314,12 +357,18 @@ class Blend(Overwrite):
 
 def preview(init: Overwrite, client: int, number: int, received: nn.Module) -> nn.Module:
     """Return the start that a client would make of a download, without changing its memory."""
-    return init.preview(client, number, received) if isinstance(init, Blend) else init.start(client, number, received)
+    return (
+        init.preview(client, number, received)
+        if isinstance(init, Blend)
+        else init.start(client, number, received)
+    )
 
 
 @dataclass
 class Setting:
-    """The input of a naive method: the world, the participants of each round, and the local initialisation."""
+    """The input of a naive method: the world, the participants of each round, and the local
+    initialisation.
+    """
 
     world: World
     selected: list[list[int]]
@@ -336,8 +385,9 @@ def shared_model(
 ) -> list[Moment]:
     """Run the rounds that most methods share.
 
-    Each client has its module, into which the named parameters of the server are loaded. `work(start, sent, i, t)`
-    trains `start` in place; `score(model, i, t)` is the model used, given the full model that the client would start from.
+    Each client has its module, into which the named parameters of the server are loaded.
+    `work(start, sent, i, t)` trains `start` in place; `score(model, i, t)` is the model used, given
+    the full model that the client would start from.
     """
     world, init = setting.world, setting.init
     names = world.names if names is None else names
@@ -367,11 +417,18 @@ def shared_model(
     return moments
 
 
-def assert_same(moments: Sequence[Moment], expected: Sequence[Moment], tolerance: float = 1e-8) -> None:
+def assert_same(
+    moments: Sequence[Moment], expected: Sequence[Moment], tolerance: float = 1e-8
+) -> None:
     """Assert that global parameters and every client's model agree after every round."""
     assert len(moments) == len(expected)
     for number, (moment, reference) in enumerate(zip(moments, expected, strict=True), start=1):
-        pairs = [(moment.parameters, reference.parameters), *zip(moment.personal, reference.personal, strict=True)]
+        pairs = [
+            (moment.parameters, reference.parameters),
+            *zip(moment.personal, reference.personal, strict=True),
+        ]
         for who, (a, b) in enumerate(pairs, start=-1):
             gap = float((a - b).abs().max())
-            assert gap <= tolerance, f"round {number}, {'global' if who < 0 else f'client {who}'}: {gap}"
+            assert gap <= tolerance, (
+                f"round {number}, {'global' if who < 0 else f'client {who}'}: {gap}"
+            )

@@ -1,4 +1,6 @@
-"""The few clients on which fedloom's methods are compared with naive ones (`naive`, `naive_personal`)."""
+"""The few clients on which fedloom's methods are compared with naive ones (`naive`,
+`naive_personal`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FEATURES = 5
 
 @dataclass
 class SmallWorld:
-    """Unequal clients with random data in float64 and their training settings; subclasses choose labels and model."""
+    """Unequal clients with random data in float64 and their training settings; subclasses choose
+    labels and model.
+    """
 
     norm: bool = False
     rounds: int = 4
@@ -28,7 +32,13 @@ class SmallWorld:
     sizes: tuple[int, ...] = ()
     training: Training = field(
         default_factory=lambda: Training(
-            learning_rate=0.1, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4, clip=1.5
+            learning_rate=0.1,
+            momentum=0.5,
+            weight_decay=1e-2,
+            decay=0.9,
+            epochs=2,
+            batch_size=4,
+            clip=1.5,
         )
     )
 
@@ -37,9 +47,13 @@ class SmallWorld:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(11)
         self.clients = len(self.sizes)
-        self.inputs = torch.randn(sum(self.sizes), FEATURES, dtype=torch.float64, generator=generator)
+        self.inputs = torch.randn(
+            sum(self.sizes), FEATURES, dtype=torch.float64, generator=generator
+        )
         starts = [sum(self.sizes[:k]) for k in range(self.clients)]
-        self.owned = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
+        self.owned = [
+            list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)
+        ]
         self.labels = self.draw_labels(generator)
         with torch.random.fork_rng():
             torch.manual_seed(5)
@@ -57,7 +71,14 @@ class SmallWorld:
         """Return this world as a task of fedloom."""
         samples = Samples(self.inputs, self.labels)
         data = Dataset("random", samples, samples, self.classes)
-        return Task(data, samples, samples, Partition.of(self.owned), copy.deepcopy(self.module), self.training)
+        return Task(
+            data,
+            samples,
+            samples,
+            Partition.of(self.owned),
+            copy.deepcopy(self.module),
+            self.training,
+        )
 
     def rate(self, number: int) -> float:
         """Return the learning rate of a round."""

@@ -50,7 +50,9 @@ class Pixels(nn.Module):
 
 
 def draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
-    """Return samples, a model, the objective and the number of classes of one kind, the same every time."""
+    """Return samples, a model, the objective and the number of classes of one kind, the same every
+    time.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return _draw(kind)
@@ -74,18 +76,34 @@ def _draw(kind: str) -> tuple[Samples, nn.Module, Objective, int]:
     if kind == "segmentation":
         masks = torch.randint(3, (SAMPLES, 5, 5), generator=generator)
         masks[torch.rand(masks.shape, generator=generator) < 0.1] = 255
-        return Samples(torch.randn(SAMPLES, 1, 5, 5, generator=generator), masks), Pixels(), Segmentation(), 3
+        return (
+            Samples(torch.randn(SAMPLES, 1, 5, 5, generator=generator), masks),
+            Pixels(),
+            Segmentation(),
+            3,
+        )
     targets = torch.randn(SAMPLES, 3, generator=generator)
     objective = Custom(absolute) if kind == "custom" else Regression(kind)  # type: ignore[arg-type]
     return Samples(features, targets), linear, objective, 0
 
 
-KINDS = ("classification", "multilabel", "sequence", "segmentation", "squared", "absolute", "huber", "custom")
+KINDS = (
+    "classification",
+    "multilabel",
+    "sequence",
+    "segmentation",
+    "squared",
+    "absolute",
+    "huber",
+    "custom",
+)
 
 
 def make(kind: str, **options: Any) -> fl.Task:
     samples, model, objective, classes = draw(kind)
     vocabulary = 5 if kind == "sequence" else None
-    data = Dataset(kind, samples[:36], samples[36:], classes, vocabulary=vocabulary, objective=objective)
+    data = Dataset(
+        kind, samples[:36], samples[36:], classes, vocabulary=vocabulary, objective=objective
+    )
     training = fl.Training(learning_rate=0.1, momentum=0.5, batch_size=5, epochs=2)
     return fl.make_task(data, clients=3, partition="iid", model=model, training=training, **options)

@@ -1,4 +1,6 @@
-"""Small modules with every feature that a module may have, at the top level so that worker processes find them."""
+"""Small modules with every feature that a module may have, at the top level so that worker
+processes find them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class AddedWeights(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls and a moving mean in buffers, and has a parameter that the loss does not use."""
+    """Counts its calls and a moving mean in buffers, and has a parameter that the loss does not
+    use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +120,9 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build_module(names: tuple[str, ...], dtype: torch.dtype = torch.float64, repeated: bool = False) -> nn.Module:
+def build_module(
+    names: tuple[str, ...], dtype: torch.dtype = torch.float64, repeated: bool = False
+) -> nn.Module:
     """Chain these layers and a classifier; `repeated` applies each twice in a row."""
     with torch.random.fork_rng():
         torch.manual_seed(7)

@@ -1,4 +1,6 @@
-"""Optimizers and learning-rate schedules as a user writes them, in a module that a configuration can name."""
+"""Optimizers and learning-rate schedules as a user writes them, in a module that a configuration
+can name.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Sign(torch.optim.Optimizer):
 
 
 class Normed(torch.optim.Optimizer):
-    """Divides each tensor's gradient by its norm, and matrices by their largest row besides: it looks at whole tensors."""
+    """Divides each tensor's gradient by its norm, and matrices by their largest row besides: it
+    looks at whole tensors.
+    """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -11,9 +11,16 @@ from fedloom.data.partition import Indices, Partition, partitions
 
 
 def make(
-    name: str, labels: Indices, clients: int, seed: int = 0, groups: Indices | None = None, **options: Any
+    name: str,
+    labels: Indices,
+    clients: int,
+    seed: int = 0,
+    groups: Indices | None = None,
+    **options: Any,
 ) -> Partition:
-    partition: Partition = partitions.build(Call(name, named=options), labels, clients, seed, groups)
+    partition: Partition = partitions.build(
+        Call(name, named=options), labels, clients, seed, groups
+    )
     return partition
 
 

@@ -1,4 +1,6 @@
-"""Methods that the tests of the processes engine run inside its workers, which import this module by name."""
+"""Methods that the tests of the processes engine run inside its workers, which import this module
+by name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class WideNet(nn.Module):
         self.out = nn.Linear(32, CLASSES)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.out(self.drop(torch.tanh(self.middle(torch.relu(self.norm(self.hidden(inputs)))))))
+        logits: Tensor = self.out(
+            self.drop(torch.tanh(self.middle(torch.relu(self.norm(self.hidden(inputs))))))
+        )
         return logits
 
 
@@ -44,12 +48,16 @@ def wide_task() -> Task:
     """The small task's six unequal clients with the wide model."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return replace(small_task(), model=WideNet(), training=Training(learning_rate=0.05, batch_size=4))
+        return replace(
+            small_task(), model=WideNet(), training=Training(learning_rate=0.05, batch_size=4)
+        )
 
 
 @dataclass
 class Deadly(KeepsClientMemory):
-    """A method whose client `victim` kills its own process, after it has written to its memory, the first `times` times."""
+    """A method whose client `victim` kills its own process, after it has written to its memory, the
+    first `times` times.
+    """
 
     victim: int = 0
     times: int = 1
@@ -73,7 +81,9 @@ class Private(Exception):
 
 @dataclass
 class Failing(FedAvg):
-    """Client 0 divides by zero, client 1 raises a custom error, client 2 sends NaN, client 3 a short row."""
+    """Client 0 divides by zero, client 1 raises a custom error, client 2 sends NaN, client 3 a
+    short row.
+    """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         reply = super().train(cohort, inbox)

@@ -1,4 +1,6 @@
-"""Methods and scripts that the tests of the Ray engine run inside its actors, which import this module, and process helpers."""
+"""Methods and scripts that the tests of the Ray engine run inside its actors, which import this
+module, and process helpers.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,9 @@ assert folder is None or not folder.exists()
 assert not ray.is_initialized()
 assert os.environ.get("RAY_AUTH_MODE") == before, "Ray's setting for the whole program is taken back"
 """
-"""A program with its own cluster and method, run as `python script.py FOLDER`, and then with a cluster that is started
-for it; it prints the processes of both."""
+"""A program with its own cluster and method, run as `python script.py FOLDER`, and then with a
+cluster that is started for it; it prints the processes of both.
+"""
 
 
 @dataclass
@@ -98,7 +101,9 @@ def descendants(of: int | None = None) -> list[int]:
 
 
 class Stopped:
-    """Stops this process's descendants whose command a test chooses, as soon as they appear, until `wake`."""
+    """Stops this process's descendants whose command a test chooses, as soon as they appear, until
+    `wake`.
+    """
 
     def __init__(self, chosen: Callable[[str], bool], spared: set[int]) -> None:
         self.processes: set[int] = set()
@@ -145,8 +150,9 @@ def gone(processes: Iterable[int], patience: float = 600.0) -> bool:
 
 
 def gone_soon(processes: Iterable[int], seconds: float = 5.0) -> bool:
-    """Return True if all processes end within so many seconds of processor time. They are counted on a busy processor, so that
-    on a loaded machine they are as long as the processes' own."""
+    """Return True if all processes end within so many seconds of processor time. They are counted
+    on a busy processor, so that on a loaded machine they are as long as the processes' own.
+    """
     watched, began = list(processes), time.process_time()
     while not gone(watched, patience=0):
         if time.process_time() - began > seconds:

@@ -1,4 +1,6 @@
-"""Synthetic runs for the report's tests, and a headless Chromium driven over a pipe with its DevTools protocol."""
+"""Synthetic runs for the report's tests, and a headless Chromium driven over a pipe with its
+DevTools protocol.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECONDS = 60.0
 
 
-def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, classes: int = 5) -> RunSummary:
+def made_up_run(
+    algorithm: str, seed: int, rounds: int = 30, clients: int = 12, classes: int = 5
+) -> RunSummary:
     """Make a run with plausible figures of every kind; the same arguments give the same run."""
     noise = np.random.default_rng([seed, *algorithm.encode()])
     pace = 0.05 + 0.1 * float(noise.random())
@@ -42,19 +46,34 @@ def made_up_run(algorithm: str, seed: int, rounds: int = 30, clients: int = 12, 
         }
         for number in range(1, rounds + 1)
     ]
-    timings: list[dict[str, Any]] = [{"round": record["round"], "seconds": 0.5} for record in records]
+    timings: list[dict[str, Any]] = [
+        {"round": record["round"], "seconds": 0.5} for record in records
+    ]
     counts = noise.integers(0, 60, (clients, classes))
     configuration = {"data": {"name": "digits", "clients": clients}, "rounds": rounds, "seed": seed}
     return RunSummary(
-        algorithm, seed, records, timings, counts.tolist(), None, configuration, {"python": "3.11", "machine": "x86_64"}
+        algorithm,
+        seed,
+        records,
+        timings,
+        counts.tolist(),
+        None,
+        configuration,
+        {"python": "3.11", "machine": "x86_64"},
     )
 
 
 def ablations_drawn(page: str) -> list[dict[str, Any]]:
     """Return the figures of parameters and settings in a report's page."""
-    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL
+    )
     assert match is not None
-    return [slot["variants"][""] for name, slot in json.loads(match[1]).items() if name.startswith("ablation")]
+    return [
+        slot["variants"][""]
+        for name, slot in json.loads(match[1]).items()
+        if name.startswith("ablation")
+    ]
 
 
 class Browser:
@@ -64,9 +83,7 @@ class Browser:
         assert CHROMIUM is not None
         command_end, self._write = os.pipe()
         self._read, answer_end = os.pipe()
-        options = (
-            "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
-        )
+        options = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
         # The protocol's pipe is expected as the descriptors 3 and 4.
         script = f'exec "$0" {options} "$@" 3<&{command_end} 4>&{answer_end}'
         self._process = subprocess.Popen(
@@ -83,14 +100,21 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait(SECONDS)
         os.close(self._write)
@@ -109,8 +133,17 @@ class Browser:
                 assert "error" not in answer, answer
                 return dict(answer["result"])
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False) -> float:
-        """Load a page from disk and wait until all figures are drawn; return the seconds until the last figure."""
+    def open(
+        self,
+        path: Path,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        phone: bool = False,
+    ) -> float:
+        """Load a page from disk and wait until all figures are drawn; return the seconds until the
+        last figure.
+        """
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
         )  # fmt: skip
@@ -122,7 +155,8 @@ class Browser:
         began = time.perf_counter()
         self.call("Page.navigate", url=path.as_uri())
         while (
-            self.run("location.href + '|' + (document.documentElement?.dataset.drawn ?? '')") != f"{path.as_uri()}|all"
+            self.run("location.href + '|' + (document.documentElement?.dataset.drawn ?? '')")
+            != f"{path.as_uri()}|all"
         ):
             assert time.perf_counter() - began < SECONDS, "the figures were not drawn in time"
             time.sleep(0.02)
@@ -130,7 +164,9 @@ class Browser:
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -161,7 +197,11 @@ class Browser:
             self.errors.append(json.dumps(details["exceptionDetails"]))
         elif event == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
             self.errors.append(details["entry"]["text"])
-        elif event == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
+        elif event == "Runtime.consoleAPICalled" and details["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(json.dumps(details["args"]))
         elif event == "Network.requestWillBeSent":
             self.requests.append(details["request"]["url"])

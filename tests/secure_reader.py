@@ -34,7 +34,8 @@ def numbers(data: bytes) -> list[int]:
     return list(struct.unpack(f">{len(data) // 8}Q", data))
 
 
-# --- HPKE in base mode: DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, ChaCha20Poly1305 (RFC 9180, sections 4 and 5) ---
+# --- HPKE in base mode: DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, ChaCha20Poly1305 (RFC 9180,
+# sections 4 and 5) ---
 
 
 def _hmac(key: bytes, content: bytes) -> bytes:
@@ -48,7 +49,9 @@ def _extract(suite: bytes, salt: bytes, label: bytes, content: bytes) -> bytes:
 
 
 def _expand(suite: bytes, secret: bytes, label: bytes, info: bytes, length: int) -> bytes:
-    return _hmac(secret, struct.pack(">H", length) + b"HPKE-v1" + suite + label + info + b"\x01")[:length]
+    return _hmac(secret, struct.pack(">H", length) + b"HPKE-v1" + suite + label + info + b"\x01")[
+        :length
+    ]
 
 
 def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
@@ -58,9 +61,16 @@ def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
     kem, suite = b"KEM" + struct.pack(">H", 0x20), b"HPKE" + struct.pack(">HHH", 0x20, 1, 3)
     context = fresh + private.public_key().public_bytes_raw()
     secret = _expand(kem, _extract(kem, b"", b"eae_prk", shared), b"shared_secret", context, 32)
-    schedule = b"\x00" + _extract(suite, b"", b"psk_id_hash", b"") + _extract(suite, b"", b"info_hash", info)
+    schedule = (
+        b"\x00"
+        + _extract(suite, b"", b"psk_id_hash", b"")
+        + _extract(suite, b"", b"info_hash", info)
+    )
     base = _extract(suite, secret, b"secret", b"")
-    key, nonce = _expand(suite, base, b"key", schedule, 32), _expand(suite, base, b"base_nonce", schedule, 12)
+    key, nonce = (
+        _expand(suite, base, b"key", schedule, 32),
+        _expand(suite, base, b"base_nonce", schedule, 12),
+    )
     return ChaCha20Poly1305(key).decrypt(nonce, sealed, b"")
 
 
@@ -69,14 +79,17 @@ def opened(envelope: bytes, private: X25519PrivateKey, info: bytes) -> bytes:
 
 @dataclass
 class Reader:
-    """Follows one attempt of an exchange from its bytes, with all private keys, and checks every field."""
+    """Follows one attempt of an exchange from its bytes, with all private keys, and checks every
+    field.
+    """
 
     sealing: dict[int, X25519PrivateKey]
     server: X25519PrivateKey
     identities: dict[int, Ed25519PublicKey]
     verifying: dict[int, Ed25519PublicKey] = field(default_factory=dict)
     bodies: dict[int, bytes] = field(default_factory=dict)
-    sent: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # repeat, kind, sender, recipient, index
+    # repeat, kind, sender, recipient, index
+    sent: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def begin(self, request: bytes) -> Record:
         """Return the terms in a request to begin."""
@@ -85,7 +98,12 @@ class Reader:
         label, run, when, key, counts, peers, sizes = split(self.terms)
         assert label == b"fedloom terms"
         assert key == self.server.public_key().public_bytes_raw()
-        self.run, self.when, self.peers, self.sizes = run, when.decode(), numbers(peers), numbers(sizes)
+        self.run, self.when, self.peers, self.sizes = (
+            run,
+            when.decode(),
+            numbers(peers),
+            numbers(sizes),
+        )
         round, attempt, self.repeats, low, high = numbers(counts)
         return {"run": run.decode(), "when": self.when, "round": round, "attempt": attempt, "repeats": self.repeats,
                 "low": low, "high": high, "peers": self.peers, "sizes": self.sizes}  # fmt: skip
@@ -99,9 +117,14 @@ class Reader:
     def introduce(self, sender: int, body: bytes) -> None:
         verifying, sealing, signature = split(body)
         assert sealing == self.sealing[sender].public_key().public_bytes_raw()
-        content = join(b"fedloom introduction", self.run, struct.pack(">Q", sender), verifying, sealing)
+        content = join(
+            b"fedloom introduction", self.run, struct.pack(">Q", sender), verifying, sealing
+        )
         self.identities[sender].verify(signature, content)
-        self.verifying[sender], self.bodies[sender] = Ed25519PublicKey.from_public_bytes(verifying), body
+        self.verifying[sender], self.bodies[sender] = (
+            Ed25519PublicKey.from_public_bytes(verifying),
+            body,
+        )
 
     @property
     def session(self) -> bytes:
@@ -109,9 +132,13 @@ class Reader:
         return hashlib.sha256(join(b"fedloom session", self.terms, *bodies)).digest()
 
     def note(self, sender: int, recipient: int, body: bytes) -> tuple[int, int, int, bytes]:
-        """Return repeat, kind, number and the layer with its index (or nothing) of a letter after the introductions."""
+        """Return repeat, kind, number and the layer with its index (or nothing) of a letter after
+        the introductions.
+        """
         self.verifying[sender].verify(body[-64:], body[:-64])
-        magic, session, repeat, kind, from_peer, to_peer, number = struct.unpack_from(">4s32sIBIII", body)
+        magic, session, repeat, kind, from_peer, to_peer, number = struct.unpack_from(
+            ">4s32sIBIII", body
+        )
         assert (magic, session, from_peer, to_peer) == (b"flsx", self.session, sender, recipient)
         header, payload = body[:53], body[53:-64]
         if kind in (1, 4):

@@ -1,4 +1,6 @@
-"""Sites that exchange layers over Flower's messages, without processes; their messages are recorded and can be changed."""
+"""Sites that exchange layers over Flower's messages, without processes; their messages are recorded
+and can be changed.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ Change = Callable[[tuple[Letter, ...]], tuple[Letter, ...]]
 
 @dataclass
 class PeerNode(Node):
-    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current exchange, from 0."""
+    """A SuperNode that can fail in exchanges. `steps` counts the requests of its current exchange,
+    from 0.
+    """
 
     answers: list[Message] = field(default_factory=list)
-    when: str = "before_upload"  # the exchange in which something happens, in round `round`, attempt 0
+    # the exchange in which something happens, in round `round`, attempt 0
+    when: str = "before_upload"
     round: str = "1"
     leaves: int | None = None  # at this step it stops answering, for the rest of that round
     drops_upload: bool = False
@@ -84,7 +89,9 @@ def on_the_wire(message: Message) -> bytes:
     return bytes(message_to_proto(message).SerializeToString())
 
 
-def peers(folder: Path, config: dict[str, Any], choices: str = "rehearsed", count: int = CLIENTS) -> ExchangeGrid:
+def peers(
+    folder: Path, config: dict[str, Any], choices: str = "rehearsed", count: int = CLIENTS
+) -> ExchangeGrid:
     """Return a grid of sites that know each other's keys and accept exchanges of two peers."""
     keys = make_keys(folder / "keys", count)
     plain = nodes(count, folder)

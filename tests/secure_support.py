@@ -34,18 +34,25 @@ Tamper = Callable[[int, int, tuple[Letter, ...]], tuple[Letter, ...]]
 
 
 def choices_of(seed: int) -> Callable[[Terms], Choices]:
-    return lambda terms: stream_choices(lambda purpose, peer: stream(seed, purpose, round=terms.round, client=peer))
+    return lambda terms: stream_choices(
+        lambda purpose, peer: stream(seed, purpose, round=terms.round, client=peer)
+    )
 
 
 class WatchedTransport(InMemoryTransport):
-    """A transport that records every byte, and in which peers may fail or letters change in the first attempt.
+    """A transport that records every byte, and in which peers may fail or letters change in the
+    first attempt.
 
-    `gone` says from which step on (0 is the terms) a peer answers no more; `tamper` may change what is delivered. Steps are
-    counted from the last terms.
+    `gone` says from which step on (0 is the terms) a peer answers no more; `tamper` may change what
+    is delivered. Steps are counted from the last terms.
     """
 
     def __init__(
-        self, peers: Mapping[int, Peer], *, tamper: Tamper | None = None, gone: Mapping[int, int] | None = None
+        self,
+        peers: Mapping[int, Peer],
+        *,
+        tamper: Tamper | None = None,
+        gone: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(peers)
         self.tamper, self.gone = tamper, dict(gone or {})
@@ -64,7 +71,9 @@ class WatchedTransport(InMemoryTransport):
                 if self._step >= self.gone.get(peer, self._step + 1):
                     self._left.add(peer)
                 if self.tamper is not None:
-                    request = replace(decoded, letters=self.tamper(self._step, peer, decoded.letters)).encode()
+                    request = replace(
+                        decoded, letters=self.tamper(self._step, peer, decoded.letters)
+                    ).encode()
             if peer not in self._left:
                 answers |= super().carry({peer: request})
                 self.captured.append(answers[peer])
@@ -96,7 +105,9 @@ class World:
         self.rules = Rules(2, 1, len(sizes)) if rules is None else rules
         self.seed, self.fewest = seed, fewest
         self.numbers = tuple(10 + k for k in range(count))
-        self.identities: dict[int, PrivateIdentity] = {k: Ed25519PrivateKey.generate() for k in self.numbers}
+        self.identities: dict[int, PrivateIdentity] = {
+            k: Ed25519PrivateKey.generate() for k in self.numbers
+        }
         public_keys = {k: identity.public_key() for k, identity in self.identities.items()}
         self.peers = {
             k: (kinds or {}).get(k, Peer)(
@@ -106,7 +117,10 @@ class World:
         }
         generator = torch.Generator().manual_seed(seed)
         self.models = {
-            k: [torch.randint(256, (n,), generator=generator).to(torch.uint8).numpy().tobytes() for n in sizes]
+            k: [
+                torch.randint(256, (n,), generator=generator).to(torch.uint8).numpy().tobytes()
+                for n in sizes
+            ]
             for k in self.numbers
         }
 
@@ -116,7 +130,9 @@ class World:
 
     def terms(self, when: str = "before_upload", round: int = 1, **changes: Any) -> Terms:
         sizes = tuple(map(len, self.models[10]))
-        return replace(Terms("run", round, when, 0, self.numbers, KEY.public, self.rules, sizes), **changes)
+        return replace(
+            Terms("run", round, when, 0, self.numbers, KEY.public, self.rules, sizes), **changes
+        )
 
     def exchange(
         self, transport: InMemoryTransport, when: str = "before_upload", round: int = 1
@@ -139,13 +155,18 @@ class World:
         choices = choices_of(self.seed)(terms)
         sources = rehearse(terms.peers, len(SIZES), self.rules, choices, terms.when).sources
         return {
-            k: [self.models[terms.peers[source[index]]][unit] for unit, source in enumerate(sources)]
+            k: [
+                self.models[terms.peers[source[index]]][unit] for unit, source in enumerate(sources)
+            ]
             for index, k in enumerate(terms.peers)
         }
 
 
 def is_parcel(letter: Letter) -> bool:
-    return letter.body[:4] == b"flsx" and read_note(letter.body, letter.sender).kind in (SENT, RETURNED)
+    return letter.body[:4] == b"flsx" and read_note(letter.body, letter.sender).kind in (
+        SENT,
+        RETURNED,
+    )
 
 
 def flipped(body: bytes, position: int) -> bytes:

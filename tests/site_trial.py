@@ -26,7 +26,9 @@ PATIENCE = 600
 
 
 def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
-    """Return the settings of a site's owner: the folder of its memory, and for exchanges its key and the others' keys."""
+    """Return the settings of a site's owner: the folder of its memory, and for exchanges its key
+    and the others' keys.
+    """
     keys = folder / "keys" / f"site-{site}"
     return {
         "memory": str(folder / f"memory-{site}"),
@@ -37,10 +39,14 @@ def owner_settings(folder: Path, site: int) -> dict[str, str | int]:
 
 
 class Trial:
-    """An app that trains the example's task by `algorithm` in a deployment, and the simulation of the same
-    configuration. `name` is that of the app and of its output; `overrides` change the task."""
+    """An app that trains the example's task by `algorithm` in a deployment, and the simulation of
+    the same configuration. `name` is that of the app and of its output; `overrides` change the
+    task.
+    """
 
-    def __init__(self, deployment: Deployment, name: str, algorithm: str, rounds: int, *overrides: str) -> None:
+    def __init__(
+        self, deployment: Deployment, name: str, algorithm: str, rounds: int, *overrides: str
+    ) -> None:
         self.deployment = deployment
         self.app, self.output = deployment.folder / name, deployment.folder / "runs" / name
         changes = [
@@ -64,19 +70,33 @@ class Trial:
 
     def absent(self) -> dict[int, list[int]]:
         """Return the sites that did not answer, by round."""
-        return {row["round"]: [fault["client"] for fault in row["faults"]] for row in self.rounds() if row["faults"]}
+        return {
+            row["round"]: [fault["client"] for fault in row["faults"]]
+            for row in self.rounds()
+            if row["faults"]
+        }
 
     def wait_for_round(self, number: int) -> None:
-        self.deployment.wait_until(lambda: len(self.rounds()) >= number, PATIENCE, f"round {number} to end")
+        self.deployment.wait_until(
+            lambda: len(self.rounds()) >= number, PATIENCE, f"round {number} to end"
+        )
 
     def wait_for_work(self, site: int, number: int) -> None:
-        """Wait until a site has been sent its work of a round, where it has been asked to train in all rounds before."""
+        """Wait until a site has been sent its work of a round, where it has been asked to train in
+        all rounds before.
+        """
         count = self._asked[site] + number
-        self.deployment.wait_until(lambda: self._trainings(site) >= count, PATIENCE, f"round {number} at site {site}")
+        self.deployment.wait_until(
+            lambda: self._trainings(site) >= count, PATIENCE, f"round {number} at site {site}"
+        )
 
     def _trainings(self, site: int) -> int:
         """Return how often a site has been asked to train, in this run and before."""
-        return (self.deployment.folder / f"site-{site}.log").read_text().count("Receiving: train message")
+        return (
+            (self.deployment.folder / f"site-{site}.log")
+            .read_text()
+            .count("Receiving: train message")
+        )
 
     def wait(self, run: int) -> None:
         """Wait until a run has ended well."""
@@ -90,18 +110,24 @@ class Trial:
         """Simulate the federation on one machine, with clients absent in some rounds."""
         task = self.configuration.task(self.configuration.seed)
         method = build(str(self.configuration.algorithm))
-        federation = Federation(method, task, Absences(task, absent or {}), self.configuration.schedule)
+        federation = Federation(
+            method, task, Absences(task, absent or {}), self.configuration.schedule
+        )
         federation.run()
         return federation
 
     def require_same(self, expected: Federation) -> None:
-        """Assert that the run's global model, to the last bit, and its counted bytes equal `expected`."""
+        """Assert that the run's global model, to the last bit, and its counted bytes equal
+        `expected`.
+        """
         module = expected.task.module(expected.model())
         state = self.model()
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=0)
         counted = [(row["bytes_down"], row["bytes_up"], row["clients"]) for row in self.rounds()]
-        assert counted == [(row["bytes_down"], row["bytes_up"], row["clients"]) for row in expected.history]
+        assert counted == [
+            (row["bytes_down"], row["bytes_up"], row["clients"]) for row in expected.history
+        ]
 
 
 class Absences(RowsEngine):
@@ -115,7 +141,9 @@ class Absences(RowsEngine):
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> Iterator[Answer | Fault]:
         gone = self.absent.get(round.number, [])
-        yield from super().train(pipeline, round, [task for task in jobs if task.client not in gone])
+        yield from super().train(
+            pipeline, round, [task for task in jobs if task.client not in gone]
+        )
         gone_before = self.absent.get(round.number - 1, [])  # they are not sent anything
         for job in jobs:
             if job.client in gone:

@@ -19,7 +19,9 @@ TEST_SIZES = (4, 1, 6, 0, 2, 3)
 
 
 class SmallNet(nn.Module):
-    """A network with batch norm and dropout: statistics, integer buffers and torch's random numbers."""
+    """A network with batch norm and dropout: statistics, integer buffers and torch's random
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +36,15 @@ class SmallNet(nn.Module):
 
 
 def small_task(own_test: bool = True) -> Task:
-    """Return a task of six clients; the samples of client i follow those of client i - 1, first all for training, then all for
-    testing."""
+    """Return a task of six clients; the samples of client i follow those of client i - 1, first all
+    for training, then all for testing.
+    """
     generator = torch.Generator().manual_seed(5)
     count = sum(TRAIN_SIZES) + sum(TEST_SIZES)
     inputs = torch.randn(count + 20, 5, generator=generator)
-    labels = (inputs[:, :CLASSES] + 0.3 * torch.randn(count + 20, CLASSES, generator=generator)).argmax(1)
+    labels = (
+        inputs[:, :CLASSES] + 0.3 * torch.randn(count + 20, CLASSES, generator=generator)
+    ).argmax(1)
     everything = Samples(inputs, labels)
     order = torch.arange(count).numpy()
     dataset = Dataset("small", everything[:count], everything[count:], CLASSES)
@@ -58,7 +63,9 @@ def small_task(own_test: bool = True) -> Task:
 
 
 class KeepsClientMemory(FedAvg):
-    """FedAvg whose clients keep their last model, train from its mean with the download, and would train once more for use."""
+    """FedAvg whose clients keep their last model, train from its mean with the download, and would
+    train once more for use.
+    """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         trained = cohort.fit((inbox["model"] + cohort.memory.get("mine", inbox["model"])) / 2).model

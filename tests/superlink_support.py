@@ -1,4 +1,5 @@
-"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and `flwr`, each in its process.
+"""A Flower deployment on loopback: a SuperLink with TLS and authentication, SuperNodes and `flwr`,
+each in its process.
 
 Each "machine" has its folder with its keys and its home for Flower.
 """
@@ -24,9 +25,13 @@ import pytest
 
 from fedloom.sites.keys import Keys, make_keys
 
-needs_flower = pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="Flower is missing")
+needs_flower = pytest.mark.skipif(
+    importlib.util.find_spec("flwr") is None, reason="Flower is missing"
+)
 
-needs_processes = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+needs_processes = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="processes are found in /proc"
+)
 
 _PROGRAMS = Path(sys.executable).parent
 
@@ -49,7 +54,8 @@ sys.argv[0] = "flower-supernode"
 flower_supernode()
 """
 
-# `flwr-clientapp`, but it does not import the SuperNode, databases and all, which takes longer than all else that it imports.
+# `flwr-clientapp`, but it does not import the SuperNode, databases and all, which takes longer than
+# all else that it imports.
 _CLIENTAPP = f"""\
 #!{sys.executable}
 import sys, types
@@ -58,7 +64,8 @@ from flwr.supernode.cli import flwr_clientapp
 flwr_clientapp()
 """
 
-# `flwr`, command after command, since it takes longer to start than to do anything: arguments in JSON, then what it says.
+# `flwr`, command after command, since it takes longer to start than to do anything: arguments in
+# JSON, then what it says.
 _FLWR = """
 import json, os, sys, tempfile
 from flwr.cli.app import app
@@ -80,8 +87,9 @@ for line in sys.stdin:
 
 
 class Deployment:
-    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs. Sites that are `hurried` lose
-    less time than Flower's programs do."""
+    """A SuperLink and its sites. `folder` holds all that they write; `keys` are theirs. Sites that
+    are `hurried` lose less time than Flower's programs do.
+    """
 
     def __init__(self, folder: Path, sites: int, hurried: bool) -> None:
         self.folder, self.count, self.hurried = folder, sites, hurried
@@ -94,14 +102,18 @@ class Deployment:
         self._latest: int | None = None
         connection = f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\naddress = "127.0.0.1:{self.port}"\n'
         home = self._home("operator")
-        (home / "config.toml").write_text(connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n')
+        (home / "config.toml").write_text(
+            connection + f'root-certificates = "{self.keys.server / "ca.crt"}"\n'
+        )
         self._operator = subprocess.Popen(
             [sys.executable, "-c", _FLWR],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._environment("operator"), cwd=folder,
         )  # fmt: skip
 
     def start_server(self) -> None:
-        """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and runs in its database."""
+        """Start the SuperLink, or start it again, and wait until it answers. It remembers nodes and
+        runs in its database.
+        """
         keys = self.keys.server
         self._start(
             "server",
@@ -131,8 +143,8 @@ class Deployment:
     def start_site(self, site: int, **settings: str | int) -> None:
         """Start a site's SuperNode; `settings` go to its node-config beside its number.
 
-        It is started until it is let in: for up to a minute after a machine was lost, the SuperLink takes its node for one that
-        is still there, and refuses another with the same key.
+        It is started until it is let in: for up to a minute after a machine was lost, the SuperLink
+        takes its node for one that is still there, and refuses another with the same key.
         """
         values = {"partition-id": site, "num-partitions": self.count} | {
             name.replace("_", "-"): value for name, value in settings.items()
@@ -140,7 +152,11 @@ class Deployment:
         node_config = " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
         patient = ("sh", "-c", 'until "$@"; do sleep 3; done', "sh")
         self._start(
-            f"site-{site}", *patient, *self._node(self.keys.site(site) / "site.key"), "--node-config", node_config
+            f"site-{site}",
+            *patient,
+            *self._node(self.keys.site(site) / "site.key"),
+            "--node-config",
+            node_config,
         )
 
     def turned_away(self, key: Path) -> str:
@@ -188,8 +204,12 @@ class Deployment:
         return code, output
 
     def run(self, app: Path, **configuration: str | float) -> int:
-        """Start a run of the app and return its number; `configuration` changes values of the app's configuration."""
-        values = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()]
+        """Start a run of the app and return its number; `configuration` changes values of the app's
+        configuration.
+        """
+        values = [
+            f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in configuration.items()
+        ]
         options = [argument for value in values for argument in ("--run-config", value)]
         self._latest = int(self.flwr("run", str(app), *options)["run-id"])
         return self._latest
@@ -200,7 +220,9 @@ class Deployment:
         return str(runs[0]["status"])
 
     def wait_for_run(self, run: int, seconds: float, sign: Path | None = None) -> str:
-        """Wait for the end of a run and return its status. `sign`, a file that it writes at its end, saves asking often."""
+        """Wait for the end of a run and return its status. `sign`, a file that it writes at its
+        end, saves asking often.
+        """
         status, polled = "", 0.0
 
         def ended() -> bool:
@@ -223,23 +245,36 @@ class Deployment:
 
         self.wait_until(online, seconds, f"{count} SuperNodes to be online", pause=1)
 
-    def wait_until(self, done: Callable[[], bool], seconds: float, event: str, pause: float = 0.2) -> None:
-        """Wait for a condition; if a process of the deployment dies or time is up, fail with all logs."""
+    def wait_until(
+        self, done: Callable[[], bool], seconds: float, event: str, pause: float = 0.2
+    ) -> None:
+        """Wait for a condition; if a process of the deployment dies or time is up, fail with all
+        logs.
+        """
         end = time.monotonic() + seconds
         while not done():
             for name, process in self._processes.items():
                 if process.poll() is not None:
-                    raise AssertionError(f"{name} ended with {process.returncode}, waiting for {event}\n{self.logs()}")
+                    raise AssertionError(
+                        f"{name} ended with {process.returncode}, waiting for {event}\n{self.logs()}"
+                    )
             if time.monotonic() > end:
-                raise AssertionError(f"{seconds} seconds were not enough for {event}\n{self.logs()}")
+                raise AssertionError(
+                    f"{seconds} seconds were not enough for {event}\n{self.logs()}"
+                )
             time.sleep(pause)
 
     def logs(self, lines: int = 60) -> str:
         """Return the last lines of each process's log and of the latest run's log."""
-        texts = {path.stem: path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log"))}
+        texts = {
+            path.stem: path.read_text(errors="replace")
+            for path in sorted(self.folder.glob("*.log"))
+        }
         if self._latest is not None and "server" in self._processes:
             texts["run"] = self._flwr("log", "--show", str(self._latest), "sites")[1]
-        return "\n".join("\n".join([f"--- {name}", *text.splitlines()[-lines:]]) for name, text in texts.items())
+        return "\n".join(
+            "\n".join([f"--- {name}", *text.splitlines()[-lines:]]) for name, text in texts.items()
+        )
 
     def stop(self) -> None:
         """Kill everything that is left."""
@@ -265,8 +300,9 @@ class Deployment:
         return self.running(f"site-{site}", b"site_worker")
 
     def running(self, name: str, program: bytes = b"") -> list[int]:
-        """Return the processes of a machine, found by its home, since Flower starts some in other sessions;
-        `program` selects those whose command names it."""
+        """Return the processes of a machine, found by its home, since Flower starts some in other
+        sessions; `program` selects those whose command names it.
+        """
         mark = f"FLWR_HOME={self._home(name)}".encode()
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -276,7 +312,8 @@ class Deployment:
                     and program in (folder / "cmdline").read_bytes()
                 ):
                     pids.append(int(folder.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            # it has ended, or is another user's
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return pids
 
@@ -286,11 +323,17 @@ class Deployment:
         return home
 
     def _environment(self, name: str) -> dict[str, str]:
-        variables = {**os.environ, **_ENVIRONMENT, "FLWR_HOME": str(self._home(name)), "TMPDIR": str(self._home(name))}
+        variables = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "FLWR_HOME": str(self._home(name)),
+            "TMPDIR": str(self._home(name)),
+        }
         if name.startswith("site"):
             variables["SITE_DATA"] = str(self.folder / name.replace("site", "data"))
         if self.hurried and name.startswith("site"):
-            variables["PATH"] = f"{self.folder}{os.pathsep}{variables['PATH']}"  # Flower starts its programs by name
+            # Flower starts its programs by name
+            variables["PATH"] = f"{self.folder}{os.pathsep}{variables['PATH']}"
             variables["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"
         return variables
 
@@ -299,7 +342,9 @@ class Deployment:
 def deployed(
     folder: Path, sites: int, settings: Callable[[int], dict[str, str | int]], hurried: bool = True
 ) -> Iterator[Deployment]:
-    """Run a deployment whose sites are registered and online; `settings` of a site go to its node-config."""
+    """Run a deployment whose sites are registered and online; `settings` of a site go to its
+    node-config.
+    """
     deployment = Deployment(folder, sites, hurried)
     try:
         deployment.start_server()

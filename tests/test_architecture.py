@@ -1,4 +1,6 @@
-"""The package's layers of modules and their imports, unique names, few parameters. `docs/architecture.md` states the order."""
+"""The package's layers of modules and their imports, unique names, few parameters.
+`docs/architecture.md` states the order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 PAGE = ROOT / "docs" / "architecture.md"
 
-TOP = {"__init__", "__main__", "errors", "randomness", "round", "training", "task", "records", "method", "algorithm"}
+TOP = {
+    "__init__",
+    "__main__",
+    "errors",
+    "randomness",
+    "round",
+    "training",
+    "task",
+    "records",
+    "method",
+    "algorithm",
+}
 TEMPLATES = "fedloom.sites.app"  # files of a user's app, copied as they are
 
 # Functions whose parameters are what a user sets.
@@ -77,7 +90,9 @@ def imports(module: str) -> tuple[Import, ...]:
 @cache
 def floors() -> dict[str, int]:
     """Return the floor of each room as the page states it, counted from the ground."""
-    (block,) = re.findall(r"^```text\n# the floors.*?\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = re.findall(
+        r"^```text\n# the floors.*?\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S
+    )
     levels = [re.split(r"\s{2,}", line)[0].split(", ") for line in block.splitlines()]
     return {room: floor for floor, rooms in enumerate(reversed(levels)) for room in rooms}
 
@@ -94,7 +109,12 @@ def crossings() -> Iterator[tuple[str, str, str]]:
     for module in modules():
         for target in imports(module):
             source, destination = room(module), room(target.module)
-            if target.module in modules() and source is not None and destination is not None and source != destination:
+            if (
+                target.module in modules()
+                and source is not None
+                and destination is not None
+                and source != destination
+            ):
                 yield source, destination, f"{module}:{target.line} imports {target.module}"
 
 
@@ -104,12 +124,18 @@ def repeated(names: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def test_every_module_has_a_room_on_the_page() -> None:
     assert {path.stem for path in (SOURCE / "fedloom").glob("*.py")} == TOP
-    assert [name for name in modules() if room(name) is None and name not in ("fedloom", "fedloom.__main__")] == []
+    assert [
+        name
+        for name in modules()
+        if room(name) is None and name not in ("fedloom", "fedloom.__main__")
+    ] == []
     assert [name for name in floors() if f"fedloom.{name.replace('/', '.')}" not in modules()] == []
 
 
 def test_the_drawing_shows_every_room() -> None:
-    drawn = re.findall(r'<text class="room"[^>]*>([\w/]+)</text>', (ROOT / "docs/assets/rooms.svg").read_text())
+    drawn = re.findall(
+        r'<text class="room"[^>]*>([\w/]+)</text>', (ROOT / "docs/assets/rooms.svg").read_text()
+    )
     assert sorted(drawn) == sorted(floors())
 
 
@@ -122,7 +148,8 @@ def test_rooms_import_only_from_floors_below() -> None:
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph = {
-        name: {imported.module for imported in imports(name) if imported.module in modules()} for name in modules()
+        name: {imported.module for imported in imports(name) if imported.module in modules()}
+        for name in modules()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -144,7 +171,9 @@ def test_engines_import_no_method() -> None:
 def test_parts_import_no_other_part() -> None:
     """Bases and helpers have no registered part; the command line's lists and `build` know all."""
     registered = {
-        module for module in modules() if room(module) == "parts" and any(map(is_registration, ast.walk(tree(module))))
+        module
+        for module in modules()
+        if room(module) == "parts" and any(map(is_registration, ast.walk(tree(module))))
     }
     assert len(registered) > 15
     offences = {
@@ -158,7 +187,9 @@ def test_parts_import_no_other_part() -> None:
 
 def is_registration(node: ast.AST) -> bool:
     """Return True for `@algorithms.register(...)` above a class."""
-    return isinstance(node, ast.ClassDef) and any("register" in ast.unparse(line) for line in node.decorator_list)
+    return isinstance(node, ast.ClassDef) and any(
+        "register" in ast.unparse(line) for line in node.decorator_list
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +205,8 @@ def test_a_library_is_imported_in_its_room_alone(library: str, rooms: tuple[str,
         f"{name}:{imported.line}"
         for name in modules()
         for imported in imports(name)
-        if imported.module.split(".")[0] == library and not f"{name}.".startswith(tuple(f"{room}." for room in rooms))
+        if imported.module.split(".")[0] == library
+        and not f"{name}.".startswith(tuple(f"{room}." for room in rooms))
     ]
     assert offences == []
 
@@ -200,7 +232,10 @@ def test_functions_take_few_parameters() -> None:
     for module in modules():
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                taken = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                taken = [
+                    argument.arg
+                    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                ]
                 if len(taken) - (taken[:1] in (["self"], ["cls"])) > MOST_PARAMETERS:
                     long_functions.add(f"{module}.{node.name}")
     assert long_functions == LONGER
@@ -209,12 +244,17 @@ def test_functions_take_few_parameters() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        r"\bspec(?:ification)? \d|\bthe specification\b|\bspec\.md\b|\.\./(?:spec|shared)\b",  # documents that are not here
+        # documents that are not here
+        r"\bspec(?:ification)? \d|\bthe specification\b|\bspec\.md\b|\.\./(?:spec|shared)\b",
         r"pip install \S?fedloom\b",  # a package index knows no fedloom, or a stranger's
     ],
 )
 def test_no_text_points_to_documents_or_packages_that_do_not_exist(pattern: str) -> None:
-    files = [path for path in (SOURCE / "fedloom").rglob("*") if path.suffix in {".py", ".md", ".toml", ".html"}]
+    files = [
+        path
+        for path in (SOURCE / "fedloom").rglob("*")
+        if path.suffix in {".py", ".md", ".toml", ".html"}
+    ]
     texts = [
         *files,
         *(ROOT / "docs").rglob("*.md"),

@@ -22,18 +22,23 @@ from small_task import small_task
 from test_clock import STRAGGLERS, task, trained
 
 
-def federation(method: str, rounds: int = 6, clock: Clock = STRAGGLERS, directory: Path | None = None) -> Federation:
+def federation(
+    method: str, rounds: int = 6, clock: Clock = STRAGGLERS, directory: Path | None = None
+) -> Federation:
     schedule = Schedule(rounds=rounds, participation=0.5, seed=3, clock=clock, checkpoint_every=1)
     small = task()
     return Federation(build(method), small, RowsEngine(small), schedule, directory)
 
 
 def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]:
-    """FedBuff, or FedAsync where `asynchronous`, as a loop over events; four clients train at a time."""
+    """FedBuff, or FedAsync where `asynchronous`, as a loop over events; four clients train at a
+    time.
+    """
     learned, clock, times = task(), 0.0, []
     engine = RowsEngine(learned)
     model = learned.initial.clone()
-    under_way: list[tuple[float, int, int, Tensor, Tensor]] = []  # done at, client, version, sent, returned
+    # done at, client, version, sent, returned
+    under_way: list[tuple[float, int, int, Tensor, Tensor]] = []
     for number in range(1, rounds + 1):
         round = Round(number, rounds, 3, 8, 4, 0.1, 0.1)
         busy = [entry[1] for entry in under_way]
@@ -47,11 +52,17 @@ def naive(rounds: int, k: int, asynchronous: bool) -> tuple[Tensor, list[float]]
         arrived, under_way = under_way[:k], under_way[k:]
         clock = max(clock, arrived[-1][0])
         times.append(clock)
-        weights = torch.tensor([float(learned.partition.sizes[client]) for _, client, *_ in arrived])
+        weights = torch.tensor(
+            [float(learned.partition.sizes[client]) for _, client, *_ in arrived]
+        )
         moved = []
         for _, _, version, sent, returned in arrived:
             discount = (1 + number - version) ** -0.5
-            moved.append(0.6 * discount * (returned - model) if asynchronous else discount * (returned - sent))
+            moved.append(
+                0.6 * discount * (returned - model)
+                if asynchronous
+                else discount * (returned - sent)
+            )
         model = model + (torch.stack(moved) * (weights / weights.sum())[:, None]).sum(0)
     return model, times
 
@@ -71,12 +82,18 @@ def test_order_of_events_and_model_equal_a_naive_simulation(method: str, k: int)
     simulation = federation(method)
     simulation.run()
     model, times = naive(6, k, asynchronous=k == 1)
-    assert [record["simulated_seconds"] for record in simulation.history] == pytest.approx(times, rel=1e-12)
+    assert [record["simulated_seconds"] for record in simulation.history] == pytest.approx(
+        times, rel=1e-12
+    )
     assert torch.allclose(simulation.model(), model, atol=1e-6)
-    assert int((6 - simulation.algorithm.state["since"]).max()) >= 2, "nobody was late, so nothing was shown"
+    assert int((6 - simulation.algorithm.state["since"]).max()) >= 2, (
+        "nobody was late, so nothing was shown"
+    )
 
 
-@pytest.mark.parametrize(("method", "limit"), [("fedbuff(fedprox, k=4)", "fedprox"), ("fedmr_async(k=4)", "fedmr")])
+@pytest.mark.parametrize(
+    ("method", "limit"), [("fedbuff(fedprox, k=4)", "fedprox"), ("fedmr_async(k=4)", "fedmr")]
+)
 def test_waiting_for_all_is_the_method_itself(method: str, limit: str) -> None:
     """Bit for bit, with its times."""
     waits, plain = trained(method), trained(limit)
@@ -129,7 +146,15 @@ def test_a_deadline_ends_a_round_with_fewer_and_late_replies_are_used_later() ->
 
 def test_batch_norm_and_clients_that_drop_out() -> None:
     """Variances stay non-negative, and the slot of a client that never answers is free again."""
-    result = run("fedbuff(fedavg, k=2)", small_task(), rounds=8, participation=0.7, dropout=0.4, seed=1, engine="rows")
+    result = run(
+        "fedbuff(fedavg, k=2)",
+        small_task(),
+        rounds=8,
+        participation=0.7,
+        dropout=0.4,
+        seed=1,
+        engine="rows",
+    )
     assert isinstance(result.federation.algorithm, FedBuff)
     assert torch.isfinite(result.federation.model()).all()
     assert "simulated_seconds" not in result.history[0]

@@ -1,4 +1,6 @@
-"""Channels-last training of small convolutions: the numbers of channels first to tolerance, repeatable bit by bit."""
+"""Channels-last training of small convolutions: the numbers of channels first to tolerance,
+repeatable bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.flat.layout import Layout
-from fedloom.flat.module import Batch, FlatModule, Shortcuts, channels_last, data_loss, light_convolutions
+from fedloom.flat.module import (
+    Batch,
+    FlatModule,
+    Shortcuts,
+    channels_last,
+    data_loss,
+    light_convolutions,
+)
 
 
 def convolutions(channels: int = 8) -> nn.Module:
@@ -26,7 +35,10 @@ def convolutions(channels: int = 8) -> nn.Module:
 
 def stepped(flat_module: FlatModule) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    inputs, labels = torch.randn(1, 6, 3, 10, 10, generator=draw), torch.randint(10, (1, 6), generator=draw)
+    inputs, labels = (
+        torch.randn(1, 6, 3, 10, 10, generator=draw),
+        torch.randint(10, (1, 6), generator=draw),
+    )
     rows = flat_module.initial.clone().unsqueeze(0)
     loss, gradient = flat_module.gradient(rows, Batch(inputs, labels), data_loss, {})
     return loss, gradient.clone(), rows

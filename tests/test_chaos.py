@@ -60,7 +60,9 @@ def test_a_raw_exception_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(wrong) == {"expression: RecursionError: too deep"}
 
 
-def test_a_descriptor_that_stays_open_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_descriptor_that_stays_open_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     step, files = Rounds.step, []
 
     def leaking(trial: Rounds, rounds: int) -> None:
@@ -75,7 +77,9 @@ def test_a_descriptor_that_stays_open_is_reported(monkeypatch: pytest.MonkeyPatc
         file.close()
 
 
-def test_descriptors_that_a_trial_leaves_open_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_descriptors_that_a_trial_leaves_open_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     files = []
 
     def leaking(trial: object, draw: object) -> str:

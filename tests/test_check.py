@@ -1,4 +1,6 @@
-"""`fedloom check`: that it finds each planted mistake and nothing else, and what runs themselves say of such mistakes."""
+"""`fedloom check`: that it finds each planted mistake and nothing else, and what runs themselves
+say of such mistakes.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +81,15 @@ def test_a_loss_that_keeps_a_graph_is_found_with_the_line_that_keeps_it() -> Non
     graph, written = fl.check(wrong("KeepsTheGraph"))
     assert "holds that batch's graph: keep value.detach()" in graph.problem
     assert "the client half writes self.last" in written.problem
-    line = inspect.getsourcelines(wrong_methods)[0][int(written.location.split(":")[1].split()[0]) - 1]
+    line = inspect.getsourcelines(wrong_methods)[0][
+        int(written.location.split(":")[1].split()[0]) - 1
+    ]
     assert line.rstrip().endswith("# wrong")
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "umf(feddc)", "stages(fedavg:1, fedmr)", "fedamp"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "umf(feddc)", "stages(fedavg:1, fedmr)", "fedamp"]
+)
 def test_nothing_is_wrong_with_a_method_of_fedloom(method: str) -> None:
     assert fl.check(method) == []
 
@@ -96,7 +102,8 @@ def test_no_method_of_fedloom_does_what_listeners_hear(method: str) -> None:
 def test_memory_of_clients_is_no_mistake_and_is_counted() -> None:
     findings = examine(KeepsClientMemory(), small_task())
     assert findings.findings == []
-    assert findings.sizes["remembered by a client"] == findings.sizes["a model"] + 8  # and the number of its rounds
+    # and the number of its rounds
+    assert findings.sizes["remembered by a client"] == findings.sizes["a model"] + 8
 
 
 def test_checking_leaves_everything_as_it_was() -> None:
@@ -131,7 +138,9 @@ def test_a_task_of_the_users_is_made_small() -> None:
         ("CountsInTheState", InvalidValue),
     ],
 )
-def test_the_first_round_of_any_run_says_so_too(engine: Any, name: str, error: type[Exception]) -> None:
+def test_the_first_round_of_any_run_says_so_too(
+    engine: Any, name: str, error: type[Exception]
+) -> None:
     task = own_task()
     with pytest.raises(error, match=rf"{name}.* \(at .*wrong_methods\.py:\d+\)$") as caught:
         Federation(wrong(name), task, engine(task), Schedule(1, 0.5)).run()
@@ -176,7 +185,9 @@ def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixt
     assert "remembered by a client: 212 B" in text
     code, text = said_by(capsys, "check", "my_own:Forgetful")
     assert code == 1
-    assert text.startswith("my_own:Forgetful: 1 to mend\n  my_own.py:13: Forgetful.train of client ")
+    assert text.startswith(
+        "my_own:Forgetful: 1 to mend\n  my_own.py:13: Forgetful.train of client "
+    )
     assert said_by(capsys, "check", "my_own:HalfStop") == (
         2,
         "fedloom: algorithm 'my_own:HalfStop': module 'my_own' has no 'HalfStop': did you mean 'HalfStep'?\n",
@@ -188,7 +199,9 @@ def test_the_command_names_each_mistake_with_its_line(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_command_checks_all_methods_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_all_methods_of_a_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code, text = said_by(capsys, "check", "job.toml", "data.clients=4")
     assert code == 0
     assert re.findall(r"^(\S.*):", text, re.M) == ["fedavg", "my_own:HalfStep(step=0.9)"]
@@ -205,11 +218,15 @@ def test_an_error_in_a_users_code_shows_its_line(capsys: pytest.CaptureFixture[s
         "fedloom: ValueError: no, not today (at my_own.py:19 in receive) (FEDLOOM_TRACEBACK=1 prints the traceback)\n"
     )
     Path("my_broken.py").write_text("import torch\n\nmodel = torch.nothing\n")
-    code, text = said_by(capsys, "run", "job.toml", "algorithm=fedavg", "model=my_broken:model", "--quiet")
+    code, text = said_by(
+        capsys, "run", "job.toml", "algorithm=fedavg", "model=my_broken:model", "--quiet"
+    )
     assert code == 2
     assert text.endswith("has no attribute 'nothing' (at my_broken.py:3)\n")
     Path("my_typo.py").write_text("def model(:\n    pass\n")
-    code, text = said_by(capsys, "run", "job.toml", "algorithm=fedavg", "model=my_typo:model", "--quiet")
+    code, text = said_by(
+        capsys, "run", "job.toml", "algorithm=fedavg", "model=my_typo:model", "--quiet"
+    )
     assert text.endswith("(at my_typo.py:1)\n")
 
 
@@ -221,7 +238,9 @@ def test_a_class_of_ones_own_is_named_by_its_path() -> None:
     assert build(str(staged)) == staged
     with pytest.raises(InvalidValue, match="has no parameter 'stop': did you mean 'step'"):
         build("umf(my_own:HalfStep(stop=1))")
-    with pytest.raises(InvalidValue, match=r"is no method: a method is a class that extends fedloom\.Algorithm"):
+    with pytest.raises(
+        InvalidValue, match=r"is no method: a method is a class that extends fedloom\.Algorithm"
+    ):
         build("pathlib:Path")
 
 
@@ -230,5 +249,7 @@ def test_the_page_shows_what_is_said() -> None:
     shown = re.findall(r"^\| [^|`]*[^|]* \| `([^`|]+)`", page, re.M)
     assert len(shown) >= 12
     assert [
-        text for text in shown if not any(message in text or text in message for message in MISTAKES.values())
+        text
+        for text in shown
+        if not any(message in text or text in message for message in MISTAKES.values())
     ] == []

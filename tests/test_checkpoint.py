@@ -1,4 +1,6 @@
-"""A run killed between any two of its file operations, or in the middle of one, ends as if nothing had happened."""
+"""A run killed between any two of its file operations, or in the middle of one, ends as if nothing
+had happened.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,18 @@ from json_lines import json_lines
 from small_task import KeepsClientMemory, small_task
 
 SCHEDULE = Schedule(
-    rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2, new_clients=0.2
+    rounds=5,
+    participation=0.5,
+    seed=3,
+    evaluate_every=1,
+    checkpoint_every=2,
+    personal_every=2,
+    new_clients=0.2,
 )
 BUDGET = 1500
-"""About three of the clients' memories: the others spill, and what one round writes outgrows half of it."""
+"""About three of the clients' memories: the others spill, and what one round writes outgrows half
+of it.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +75,9 @@ def disk(deadly: float = float("inf")) -> Iterator[Disk]:
     def written(path: Path, **options: Any) -> Iterator[Path]:
         with replacing(path, **options) as temporary:
             yield temporary
-            watched.operation(nothing, lambda: os.truncate(temporary, temporary.stat().st_size // 2))
+            watched.operation(
+                nothing, lambda: os.truncate(temporary, temporary.stat().st_size // 2)
+            )
 
     def appended(log: RoundLog, record: dict[str, Any]) -> None:
         def half() -> None:
@@ -80,14 +92,22 @@ def disk(deadly: float = float("inf")) -> Iterator[Disk]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fedloom.state.tensors, "replacing", written)
         patch.setattr(RoundLog, "append", appended)
-        patch.setattr(Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing))
-        patch.setattr(Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing))
+        patch.setattr(
+            Path, "replace", lambda a, b: watched.operation(lambda: replace(a, b), nothing)
+        )
+        patch.setattr(
+            Path, "unlink", lambda a, **o: watched.operation(lambda: unlink(a, **o), nothing)
+        )
         patch.setattr(
             Path,
             "write_bytes",
-            lambda a, b: watched.operation(lambda: write_bytes(a, b), lambda: write_bytes(a, b[: len(b) // 2])),
+            lambda a, b: watched.operation(
+                lambda: write_bytes(a, b), lambda: write_bytes(a, b[: len(b) // 2])
+            ),
         )
-        patch.setattr(shutil, "rmtree", lambda a, **o: watched.operation(lambda: rmtree(a, **o), nothing))
+        patch.setattr(
+            shutil, "rmtree", lambda a, **o: watched.operation(lambda: rmtree(a, **o), nothing)
+        )
         patch.setattr(os, "fsync", lambda descriptor: watched.operation(nothing, nothing))
         yield watched
 
@@ -99,7 +119,9 @@ def federation(directory: Path | None, inline: bool) -> Federation:
 
 
 def outcome(run: Federation) -> tuple[Any, ...]:
-    """All that must be the same: model, integer buffers, what clients remember, figures in memory and on disk."""
+    """All that must be the same: model, integer buffers, what clients remember, figures in memory
+    and on disk.
+    """
     engine = run.engine
     assert isinstance(engine, RowsEngine)
     remembered = {
@@ -107,8 +129,18 @@ def outcome(run: Federation) -> tuple[Any, ...]:
         for client in engine.store
         for name, tensor in engine.store.read(client).items()
     }
-    lines = [(run.checkpoints.directory / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]  # type: ignore[union-attr]
-    return run.model().tolist(), run.integers.tolist(), remembered, run.history, run.client_history, lines
+    lines = [
+        (run.checkpoints.directory / name).read_bytes()
+        for name in ("metrics.jsonl", "clients.jsonl")
+    ]  # type: ignore[union-attr]
+    return (
+        run.model().tolist(),
+        run.integers.tolist(),
+        remembered,
+        run.history,
+        run.client_history,
+        lines,
+    )
 
 
 def killed(directory: Path, deadly: int, inline: bool) -> bool:
@@ -129,7 +161,10 @@ def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
         run = federation(uninterrupted, inline)
         run.run()
     expected = outcome(run)
-    assert ((uninterrupted / "clients").exists() and len(list((uninterrupted / "clients").iterdir())) > 0) != inline
+    assert (
+        (uninterrupted / "clients").exists()
+        and len(list((uninterrupted / "clients").iterdir())) > 0
+    ) != inline
     for deadly in range(1, watched.done + 1):
         directory = tmp_path / str(deadly)
         directory.mkdir()
@@ -140,13 +175,16 @@ def test_a_kill_anywhere_changes_nothing(tmp_path: Path, inline: bool) -> None:
         resumed.run()
         assert outcome(resumed) == expected, f"killed at operation {deadly} of {watched.done}"
         assert not list(directory.rglob("*.writing"))
-        # A kill after the last checkpoint leaves what would have been removed next; nothing calls for another checkpoint.
+        # A kill after the last checkpoint leaves what would have been removed next; nothing calls
+        # for another checkpoint.
         assert len(resumed.checkpoints.paths()) <= 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["in checkpoints", "in files"])
 @pytest.mark.parametrize("harm", ["cut", "gone", "not one at all"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path, inline: bool, harm: str) -> None:
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, inline: bool, harm: str
+) -> None:
     run = federation(tmp_path, inline)
     run.run()
     expected = outcome(run)
@@ -173,7 +211,9 @@ def test_a_damaged_memory_of_one_client_falls_back_too(tmp_path: Path) -> None:
     run = federation(tmp_path, False)
     run.run()
     expected = outcome(run)
-    newest = max((tmp_path / "clients").iterdir(), key=lambda path: int(path.name.split(".")[1][1:]))
+    newest = max(
+        (tmp_path / "clients").iterdir(), key=lambda path: int(path.name.split(".")[1][1:])
+    )
     newest.write_bytes(newest.read_bytes()[:-1])
     repeated = federation(tmp_path, False)
     assert repeated.finished == 4
@@ -197,7 +237,9 @@ def test_without_any_readable_checkpoint_the_run_starts_again_and_says_so(tmp_pa
     assert outcome(repeated) == expected
 
 
-def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(tmp_path: Path) -> None:
+def test_missing_times_do_not_stop_a_resume_and_missing_figures_move_it_back(
+    tmp_path: Path,
+) -> None:
     run = federation(tmp_path, True)
     run.run()
     expected = outcome(run)
@@ -223,11 +265,15 @@ class InterruptedEngine(RowsEngine):
             yield result
 
 
-@pytest.mark.parametrize(("budget", "finished"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"])
+@pytest.mark.parametrize(
+    ("budget", "finished"), [(10**9, 3), (0, 2)], ids=["small memories", "memories that spill"]
+)
 def test_ctrl_c_while_clients_train_loses_little_and_changes_nothing(
     tmp_path: Path, budget: int, finished: int
 ) -> None:
-    """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the checkpoint before."""
+    """Small memories: the round is undone, the last one kept. Large ones: the run resumes from the
+    checkpoint before.
+    """
     uninterrupted = tmp_path / "whole"
     uninterrupted.mkdir()
     run = federation(uninterrupted, True)
@@ -262,6 +308,8 @@ def test_saving_drops_what_was_passed_over(tmp_path: Path) -> None:
 
 def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     log = RoundLog(tmp_path / "lines.jsonl")
-    log.path.write_bytes(b'{"round": 1}\n\x00\x00\xff\n[2]\n{"round": "3"}\n{"round": 4}\n{"round": 2}\n{"rou')
+    log.path.write_bytes(
+        b'{"round": 1}\n\x00\x00\xff\n[2]\n{"round": "3"}\n{"round": 4}\n{"round": 2}\n{"rou'
+    )
     assert log.resume(9) == [{"round": 1}, {"round": 4}]
     assert json_lines(log.path) == [{"round": 1}, {"round": 4}]

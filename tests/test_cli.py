@@ -47,7 +47,9 @@ learning_rate = 0.3
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """`fed("run", "job.toml")` is (exit code, stdout, stderr) of the command in a folder that holds job.toml."""
+    """`fed("run", "job.toml")` is (exit code, stdout, stderr) of the command in a folder that holds
+    job.toml.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "job.toml").write_text(JOB)
@@ -57,12 +59,18 @@ def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_run_says_the_result_and_where_it_lies(fed: Say, tmp_path: Path) -> None:
     code, out, err = fed("run", "job.toml")
     assert code == 0, err
-    assert re.search(r"^fedavg, seed 0: test accuracy \d+\.\d\d %, best \d+\.\d\d %$", out, re.MULTILINE)
+    assert re.search(
+        r"^fedavg, seed 0: test accuracy \d+\.\d\d %, best \d+\.\d\d %$", out, re.MULTILINE
+    )
     assert re.search(r"^3 rounds, [\d.]+ kB down, [\d.]+ kB up, [\d.]+ s$", out, re.MULTILINE)
-    code, out_ditto, err = fed("run", "job.toml", "name=own", "algorithm=ditto", "data.local_test=0.25")
+    code, out_ditto, err = fed(
+        "run", "job.toml", "name=own", "algorithm=ditto", "data.local_test=0.25"
+    )
     assert code == 0, err
     assert re.search(
-        r"^ditto.*: test accuracy \d+\.\d\d %, best \d+\.\d\d %, clients' own \d+\.\d\d %$", out_ditto, re.MULTILINE
+        r"^ditto.*: test accuracy \d+\.\d\d %, best \d+\.\d\d %, clients' own \d+\.\d\d %$",
+        out_ditto,
+        re.MULTILINE,
     )
     assert re.search(r" %, \d+\.\d % \(clients' own\) after 3 rounds", err)
     for name in ("model.safetensors", "report.html"):
@@ -75,7 +83,9 @@ def test_verbose_says_what_share_of_a_matrix_product_training_reaches(fed: Say) 
     code, out, _ = fed("run", "job.toml", "--verbose")
     assert code == 0
     assert re.search(
-        r"^fastest round: \d+ clients trained in .+ s, [\d.,]+ GFLOP/s, \d+% of a large matrix product here", out, re.M
+        r"^fastest round: \d+ clients trained in .+ s, [\d.,]+ GFLOP/s, \d+% of a large matrix product here",
+        out,
+        re.M,
     )
 
 
@@ -100,7 +110,10 @@ def test_a_run_is_lengthened_by_the_same_command_with_more_rounds(fed: Say, tmp_
     assert page.read_text() != shorter
     code, out, err = fed("run", "job.toml")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "has done 5 of 5 rounds, so that rounds must be more than 5, not 3: choose another name" in err
+    assert (
+        "has done 5 of 5 rounds, so that rounds must be more than 5, not 3: choose another name"
+        in err
+    )
 
 
 def test_quiet_leaves_the_result_alone(fed: Say) -> None:
@@ -145,7 +158,10 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     command = ("compare", "job.toml", "algorithms=[fedavg]", "seeds=[0, 1, 2]", "threads=none")
     code, out_parallel, err = fed(*command, "workers=auto", "directory=together")
     assert code == 0, err
-    assert err.splitlines()[0] == "up to 2 runs at a time, threads of each: 1 (workers=1: one after another)"
+    assert (
+        err.splitlines()[0]
+        == "up to 2 runs at a time, threads of each: 1 (workers=1: one after another)"
+    )
     code, out_serial, err = fed(*command, "directory=apart")
     assert code == 0, err
     assert "at a time" not in err
@@ -153,7 +169,9 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
     words_parallel, words_serial = (re.sub(r"[\d.]+ s\b|─+", "", text).split() for text in texts)
     assert words_parallel == words_serial  # but for the times, and the room that they take
     for seed in range(3):
-        parallel, serial = (tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart"))
+        parallel, serial = (
+            tmp_path / folder / "fedavg" / f"seed-{seed}" for folder in ("together", "apart")
+        )
         for name in ("metrics.jsonl", "model.safetensors"):
             assert (parallel / name).read_bytes() == (serial / name).read_bytes()
 
@@ -175,7 +193,9 @@ def test_runs_go_side_by_side_without_being_told_with_the_same_results(
         ("model=no.such:thing", "cannot import 'no.such'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override: str, message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    fed: Say, command: str, override: str, message: str
+) -> None:
     code, out, err = fed(command, "job.toml", override)
     assert code == 2
     assert out == ""
@@ -188,8 +208,14 @@ def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override:
     ("arguments", "message"),
     [
         (("run", "job.toml", "algorithm=fedmrr"), "did you mean 'fedmr'?"),
-        (("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=0)"), "fraction must be in (0, 1], not 0"),
-        (("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=1.5)"), "fraction must be in (0, 1], not 1.5"),
+        (
+            ("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=0)"),
+            "fraction must be in (0, 1], not 0",
+        ),
+        (
+            ("run", "job.toml", "algorithm=fedmr(unit=segment, fraction=1.5)"),
+            "fraction must be in (0, 1], not 1.5",
+        ),
         (("compare", "job.toml", "algorithms=[fedavg, nothing]"), "unknown algorithm 'nothing'"),
         (("run", "missing.toml"), "cannot read missing.toml: no such file"),
         (("run",), "Missing argument 'FILE.toml'"),
@@ -199,7 +225,9 @@ def test_bad_input_is_one_line_and_exit_code_2(fed: Say, command: str, override:
         (("models", "a", "b"), "unexpected extra argument"),
     ],
 )
-def test_bad_commands_are_one_line_and_exit_code_2(fed: Say, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_commands_are_one_line_and_exit_code_2(
+    fed: Say, arguments: tuple[str, ...], message: str
+) -> None:
     code, out, err = fed(*arguments)
     assert code == 2
     assert out == ""
@@ -221,7 +249,8 @@ def test_the_directory_of_another_configuration_is_refused(fed: Say) -> None:
     assert code == 2
     assert "runs/job/fedavg/seed-0 holds a run with training.learning_rate = 0.3, not 0.2" in err
     assert err.count("\n") == 1
-    assert fed("run", "job.toml", "targets=[0.9]", "checkpoint_every=2")[0] == 0  # which change no figure
+    # which change no figure
+    assert fed("run", "job.toml", "targets=[0.9]", "checkpoint_every=2")[0] == 0
     assert fed("run", "job.toml", "training.learning_rate=0.2", "--fresh")[0] == 0
 
 
@@ -235,15 +264,24 @@ def test_a_run_that_diverges_is_exit_code_1_and_one_line(fed: Say) -> None:
 
 def test_a_comparison_with_a_failure_shows_the_others_and_is_exit_code_1(fed: Say) -> None:
     code, out, err = fed(
-        "compare", "job.toml", "algorithms=[fedavg, fedavgm(learning_rate=1e38)]", "rounds=5", "seeds=[0]"
+        "compare",
+        "job.toml",
+        "algorithms=[fedavg, fedavgm(learning_rate=1e38)]",
+        "rounds=5",
+        "seeds=[0]",
     )
     assert code == 1
     assert "fedavg" in out
-    assert "1 of 2 runs failed, the first (fedavgm(learning_rate=1e+38), seed 0)" in err.splitlines()[-1]
+    assert (
+        "1 of 2 runs failed, the first (fedavgm(learning_rate=1e+38), seed 0)"
+        in err.splitlines()[-1]
+    )
 
 
 def test_an_error_of_the_users_own_model_is_one_line(fed: Say) -> None:
-    code, _, err = fed("run", "job.toml", "--quiet", "model=torch.nn:Linear(in_features=3, out_features=2)")
+    code, _, err = fed(
+        "run", "job.toml", "--quiet", "model=torch.nn:Linear(in_features=3, out_features=2)"
+    )
     assert code == 1
     assert err.count("\n") == 1
     assert err.startswith("fedloom: RuntimeError: ")
@@ -251,9 +289,16 @@ def test_an_error_of_the_users_own_model_is_one_line(fed: Say) -> None:
 
 @pytest.mark.parametrize(
     ("command", "registry"),
-    [("algorithms", algorithms), ("models", models), ("datasets", datasets), ("partitions", partitions)],
+    [
+        ("algorithms", algorithms),
+        ("models", models),
+        ("datasets", datasets),
+        ("partitions", partitions),
+    ],
 )
-def test_lists_name_everything_with_its_parameters(fed: Say, command: str, registry: object) -> None:
+def test_lists_name_everything_with_its_parameters(
+    fed: Say, command: str, registry: object
+) -> None:
     code, out, _ = fed(command)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
@@ -266,7 +311,10 @@ def test_lists_name_everything_with_its_parameters(fed: Say, command: str, regis
         code, listing, _ = fed(command, entry.name)
         assert code == 0
         assert listing.startswith(f"{entry.name}(")
-        assert all(name in listing.splitlines()[0] for name in entry.parameters) or entry.name == "stages"
+        assert (
+            all(name in listing.splitlines()[0] for name in entry.parameters)
+            or entry.name == "stages"
+        )
 
 
 def test_one_method_is_described_in_full(fed: Say) -> None:
@@ -296,9 +344,16 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
         family: re.findall(r"^  (\w+) ", "\n".join(lines[start:end]), re.MULTILINE)
         for family, start, end in zip(FAMILIES, heads, [*heads[1:], len(lines)], strict=True)
     }
-    assert listed["recombination"] == ["fedcross", "fedkdmr", "fedmr", "fedmr_async", "fedmut", "indep"]
+    assert listed["recombination"] == [
+        "fedcross",
+        "fedkdmr",
+        "fedmr",
+        "fedmr_async",
+        "fedmut",
+        "indep",
+    ]
     assert listed["composing"] == [
-        "ala", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "gossip", "local_private",
+        "ala", "ala_code", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "gossip", "local_private",
         "lowrank", "norm_bound", "power_of_choice", "private", "quantised", "robust", "secure", "sign_flip", "sparse",
         "stages", "umf",
     ]  # fmt: skip
@@ -306,7 +361,13 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])
 
 
-COMMANDS = [(), *((command.__name__,) for command in commands), ("flower",), ("flower", "keys"), ("flower", "init")]
+COMMANDS = [
+    (),
+    *((command.__name__,) for command in commands),
+    ("flower",),
+    ("flower", "keys"),
+    ("flower", "init"),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -325,7 +386,9 @@ def test_help_is_whole_and_plain(fed: Say, command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_an_unknown_option_points_to_the_help_of_its_command(fed: Say, command: tuple[str, ...]) -> None:
+def test_an_unknown_option_points_to_the_help_of_its_command(
+    fed: Say, command: tuple[str, ...]
+) -> None:
     code, out, err = fed(*command, "--frobnicate")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"(see {' '.join(('fedloom', *command))} --help)" in err
@@ -353,7 +416,9 @@ def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
     ]
 
 
-def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_of_them_one() -> None:
+def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_of_them_one() -> (
+    None
+):
     seconds, text = 0.0, io.StringIO()
     quick, slow, late = RunName("fedavg", 0), RunName("fedmr", 0, "rounds=40"), RunName("fedala", 0)
     lines = Lines(Console(file=text, width=60), runs=4, rounds={quick: 20, slow: 40, late: 20, RunName("x", 0): 5},
@@ -373,7 +438,8 @@ def test_without_a_terminal_runs_at_the_same_time_each_have_their_lines_and_all_
         assert number % 2 or tell(Event("round", slow, number // 2)) == []
     seconds += 2
     assert tell(Event("round", quick, 5)) == [
-        # 80 - 7 rounds are left, of which 6 were done in the 8 s since the first: 98 s; but the slow one does one in 4 s
+        # 80 - 7 rounds are left, of which 6 were done in the 8 s since the first: 98 s; but the
+        # slow one does one in 4 s
         "1 of 4 runs finished; about 2 min 32 s left for all",
         "  fedavg, seed 0: round 5 of 20, accuracy 25.0 %",
         "  fedmr, seed 0, rounds=40: round 2 of 40, not measured yet",
@@ -444,7 +510,8 @@ def test_the_schema_knows_the_examples_and_marks_mistakes(fed: Say, tmp_path: Pa
 
 
 def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
-    def keys(value: object) -> object:  # without the names of methods and models, which an editor suggests
+    # without the names of methods and models, which an editor suggests
+    def keys(value: object) -> object:
         if isinstance(value, dict):
             return {key: keys(item) for key, item in value.items() if key != "examples"}
         return value
@@ -454,12 +521,23 @@ def test_the_examples_name_a_schema_that_lies_beside_them(fed: Say) -> None:
         directive, _, name = path.read_text().splitlines()[0].partition(" ")
         assert directive == "#:schema", path
         written = json.loads(path.with_name(name).read_text())
-        assert keys(written) == keys(json.loads(fed("schema")[1])), f"to mend: fedloom schema examples/{path.name}"
+        assert keys(written) == keys(json.loads(fed("schema")[1])), (
+            f"to mend: fedloom schema examples/{path.name}"
+        )
 
 
 def test_a_shell_can_complete_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {**os.environ, "_FEDLOOM_COMPLETE": "complete_bash", "COMP_WORDS": "fedloom rep", "COMP_CWORD": "1"}
+    environment = {
+        **os.environ,
+        "_FEDLOOM_COMPLETE": "complete_bash",
+        "COMP_WORDS": "fedloom rep",
+        "COMP_CWORD": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "fedloom"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "fedloom"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert sorted(done.stdout.split()) == ["replay", "report", "reproduce"]

@@ -1,4 +1,6 @@
-"""The simulated clock: seconds of a client's work, deadlines, and simulated time in tables and curves."""
+"""The simulated clock: seconds of a client's work, deadlines, and simulated time in tables and
+curves.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,19 @@ def task(**options: Any) -> Task:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     training = Training(**{"learning_rate": 0.1, "batch_size": 20, **options})
-    return make_task("digits", clients=8, partition="dirichlet(1.0)", model=model, training=training)
+    return make_task(
+        "digits", clients=8, partition="dirichlet(1.0)", model=model, training=training
+    )
 
 
 def trained(method: str = "fedavg", clock: Clock = STRAGGLERS, **options: Any) -> Result:
-    return run(method, task(), clock=clock, engine="rows", **{"rounds": 3, "participation": 0.5, "seed": 3, **options})
+    return run(
+        method,
+        task(),
+        clock=clock,
+        engine="rows",
+        **{"rounds": 3, "participation": 0.5, "seed": 3, **options},
+    )
 
 
 def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_bytes() -> None:
@@ -48,7 +58,9 @@ def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_byte
         durations = []
         for client in record["clients"]:
             device = STRAGGLERS.device(3, client)
-            durations.append(650 * 4 / device.down + sizes[client] / device.speed + 650 * 4 / device.up)
+            durations.append(
+                650 * 4 / device.down + sizes[client] / device.speed + 650 * 4 / device.up
+            )
         elapsed += max(durations)
         assert record["simulated_seconds"] == pytest.approx(elapsed, rel=1e-12)
         assert record["bytes_up"] == record["bytes_down"] == 4 * 650 * 4
@@ -57,7 +69,9 @@ def test_a_round_takes_as_long_as_the_slowest_client_by_counted_samples_and_byte
 def test_the_clock_changes_no_other_figure() -> None:
     """Nothing that clients draw or learn depends on the clock."""
     clocked, plain = trained().history, trained(clock=Clock()).history
-    assert [{k: v for k, v in record.items() if k != "simulated_seconds"} for record in clocked] == plain
+    assert [
+        {k: v for k, v in record.items() if k != "simulated_seconds"} for record in clocked
+    ] == plain
 
 
 def test_training_for_steps_counts_their_samples() -> None:
@@ -69,7 +83,9 @@ def test_training_for_steps_counts_their_samples() -> None:
 
 @given(st.integers(0, 500_000), st.integers(1, 300_000), st.integers(0, 95), st.integers(1, 95))
 @settings(max_examples=40, deadline=None)
-def test_work_waits_outside_a_clients_hours(began: int, work: int, from_quarter: int, quarters: int) -> None:
+def test_work_waits_outside_a_clients_hours(
+    began: int, work: int, from_quarter: int, quarters: int
+) -> None:
     """Against walking from window to window."""
     start, hours = from_quarter / 4, quarters / 4
     device = Device(1.0, math.inf, math.inf, start, hours)
@@ -103,7 +119,11 @@ def test_late_replies_are_dropped_and_recorded(method: str) -> None:
     clock = Clock(speed="stragglers(100, 10)", deadline=6.0)
     history = trained(method, clock).history
     assert any(record["faults"] for record in history)
-    assert all(fault["reason"].startswith("late: after ") for record in history for fault in record["faults"])
+    assert all(
+        fault["reason"].startswith("late: after ")
+        for record in history
+        for fault in record["faults"]
+    )
     ends = [0.0, *(record["simulated_seconds"] for record in history)]
     for record, start, end in zip(history, ends[:-1], ends[1:], strict=True):
         assert end - start == pytest.approx(6.0) if record["faults"] else end - start < 6.0
@@ -115,7 +135,10 @@ def test_over_selection_takes_the_first_replies() -> None:
     """Six of eight are asked for four replies: the two slowest of every round are late."""
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.5)
     for record in trained(clock=clock).history:
-        took = {client: task().partition.sizes[client] / clock.device(3, client).speed for client in record["clients"]}
+        took = {
+            client: task().partition.sizes[client] / clock.device(3, client).speed
+            for client in record["clients"]
+        }
         slowest = sorted(took, key=lambda client: (took[client], client))[4:]
         assert sorted(fault["client"] for fault in record["faults"]) == sorted(slowest)
         assert len(took) == 6
@@ -132,17 +155,27 @@ def test_over_selection_takes_the_first_replies() -> None:
         ("fedbuff(fedavg, k=2)", r"fedbuff\(fedavg, k=2\) says itself whose replies it takes"),
     ],
 )
-def test_methods_that_need_every_selected_client_are_not_over_selected(method: str, reason: str) -> None:
+def test_methods_that_need_every_selected_client_are_not_over_selected(
+    method: str, reason: str
+) -> None:
     clock = Clock(speed="stragglers(100, 10)", over_selection=0.5)
-    with pytest.raises(InvalidValue, match=f"over_selection drops the last replies of every round, but {reason}"):
+    with pytest.raises(
+        InvalidValue, match=f"over_selection drops the last replies of every round, but {reason}"
+    ):
         trained(method, clock)
-    assert not any(record["faults"] for record in trained(method, replace(clock, over_selection=0.0)).history)
+    assert not any(
+        record["faults"] for record in trained(method, replace(clock, over_selection=0.0)).history
+    )
 
 
 def test_fedmut_is_over_selected_with_a_model_for_each_selected_client() -> None:
-    """Mutants are drawn for all selected clients; the mean of the first replies is that of fewer clients."""
+    """Mutants are drawn for all selected clients; the mean of the first replies is that of fewer
+    clients.
+    """
     history = trained("fedmut", Clock(speed="stragglers(100, 10)", over_selection=0.5)).history
-    assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(history)
+    assert [len(record["clients"]) - len(record["faults"]) for record in history] == [4] * len(
+        history
+    )
 
 
 def test_a_resumed_run_has_the_simulated_time_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -188,7 +221,10 @@ def test_a_run_does_not_resume_with_a_changed_trace(tmp_path: Path) -> None:
             {"up": "lognormal(1e-308, 1)"},
             "clock.up: lognormal: median must be at least 1e-09 and at most .*, not 1e-308",
         ),
-        ({"up": "lognormal(5, 1000)"}, "clock.up: lognormal: sigma must be between 0 and 100, not 1000"),
+        (
+            {"up": "lognormal(5, 1000)"},
+            "clock.up: lognormal: sigma must be between 0 and 100, not 1000",
+        ),
         ({"down": 1e-320}, "clock.down must be at least 1e-09 and at most .* or text, not 1e-320"),
         ({"speed": 0}, "clock.speed must be at least 1e-09 .* not 0"),
         ({"deadline": 3.0}, "needs the clients' speed"),
@@ -207,7 +243,9 @@ def test_bad_clocks_are_refused_in_one_line(table: dict[str, Any], message: str)
 def test_a_long_trace_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.csv").write_text("speed\n" + 40_000 * "1\n")
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.004")
-    with pytest.raises(InvalidValue, match=r"trace.csv: takes 0.00 GiB of memory, more than the 0.00 GiB"):
+    with pytest.raises(
+        InvalidValue, match=r"trace.csv: takes 0.00 GiB of memory, more than the 0.00 GiB"
+    ):
         Clock(trace=str(tmp_path / "trace.csv"))
 
 

@@ -47,7 +47,9 @@ def assert_masses(clusters: list[Distribution], sizes: list[int], count: int) ->
         assert all(mass > 0 for mass in cluster.values())
         assert sum(Fraction(mass, total) for mass in cluster.values()) == 1
     for client, size in enumerate(sizes):
-        assert sum(Fraction(cluster.get(client, 0), total) for cluster in clusters) == Fraction(count * size, total)
+        assert sum(Fraction(cluster.get(client, 0), total) for cluster in clusters) == Fraction(
+            count * size, total
+        )
 
 
 counts_and_sizes = st.lists(st.integers(1, 500), min_size=1, max_size=25).flatmap(
@@ -74,7 +76,9 @@ def test_clusters_by_size_equal_a_case_worked_by_hand() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(counts_and_sizes, st.integers(0, 10**6), st.booleans())
-def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], seed: int, nothing_known: bool) -> None:
+def test_clusters_by_similarity_have_exact_masses(
+    case: tuple[list[int], int], seed: int, nothing_known: bool
+) -> None:
     sizes, count = case
     draws = np.random.default_rng(seed)
     points = np.zeros((len(sizes), 3)) if nothing_known else draws.normal(size=(len(sizes), 3))
@@ -84,13 +88,21 @@ def test_clusters_by_similarity_have_exact_masses(case: tuple[list[int], int], s
     capacity = sum(sizes)
     for group in groups:
         assert len(group) == 1 or sum(sizes[client] for client in group) * count <= capacity
-    assert_masses(clusters_of_groups(groups, draws.permutation(len(sizes)).tolist(), sizes, count), sizes, count)
+    assert_masses(
+        clusters_of_groups(groups, draws.permutation(len(sizes)).tolist(), sizes, count),
+        sizes,
+        count,
+    )
 
 
 @settings(deadline=None, max_examples=40)
 @given(counts_and_sizes.filter(lambda case: len(case[0]) > 1), st.integers(0, 10**6))
-def test_groups_equal_a_cut_of_the_tree_at_the_merged_weight(case: tuple[list[int], int], seed: int) -> None:
-    """Cut the tree as the reference does: use the weight of each merge as its height and let SciPy cut there."""
+def test_groups_equal_a_cut_of_the_tree_at_the_merged_weight(
+    case: tuple[list[int], int], seed: int
+) -> None:
+    """Cut the tree as the reference does: use the weight of each merge as its height and let SciPy
+    cut there.
+    """
     sizes, count = case
     points = np.random.default_rng(seed).normal(size=(len(sizes), 3))
     distance = np.linalg.norm(points[:, None] - points[None], axis=2)
@@ -161,7 +173,9 @@ def test_draws_are_unbiased(by: str) -> None:
             total[client] += int(weight)
     for client, size in enumerate(world.sizes):
         mean = 3 * size / sum(world.sizes)
-        assert total[client] / rounds == pytest.approx(mean, abs=5 * math.sqrt(max(mean, 0.1) / rounds))
+        assert total[client] / rounds == pytest.approx(
+            mean, abs=5 * math.sqrt(max(mean, 0.1) / rounds)
+        )
 
 
 def test_a_client_drawn_twice_trains_once_and_weighs_twice() -> None:
@@ -190,7 +204,9 @@ def test_weights_by_size_count_samples() -> None:
         draws, sized = by_mass.select(round), by_samples.select(round)
         assert draws.clients == sized.clients
         assert draws.weights is not None
-        expected = tuple(w * world.sizes[c] for c, w in zip(draws.clients, draws.weights, strict=True))
+        expected = tuple(
+            w * world.sizes[c] for c, w in zip(draws.clients, draws.weights, strict=True)
+        )
         assert sized.weights == expected
 
 
@@ -208,10 +224,14 @@ def test_rounds_of_clusamp_equal_plain_loops(distance: str, norm: bool) -> None:
 
 
 def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[State]]:
-    """Compute selection and averages from the uploads alone, with dense matrices and the draws of the method's stream."""
+    """Compute selection and averages from the uploads alone, with dense matrices and the draws of
+    the method's stream.
+    """
     count, draws = world.clients, 3
     total = sum(world.sizes)
-    updates = [torch.zeros(len(flat(world, world.initial())), dtype=torch.float64) for _ in range(count)]
+    updates = [
+        torch.zeros(len(flat(world, world.initial())), dtype=torch.float64) for _ in range(count)
+    ]
     state, selections, models = world.initial(), [], []
     for number in range(1, world.rounds + 1):
         matrix = np.zeros((count, count))
@@ -219,10 +239,14 @@ def naive_clusamp(world: World, distance: str) -> tuple[list[list[int]], list[St
             for j in range(count):
                 matrix[i, j] = distance_of(updates[i], updates[j], distance)
         groups = similar_groups(matrix, list(world.sizes), draws)
-        order = torch.randperm(count, generator=stream(world.seed, "clusters", round=number)).tolist()
+        order = torch.randperm(
+            count, generator=stream(world.seed, "clusters", round=number)
+        ).tolist()
         masses = np.zeros((draws, count), dtype=np.int64)
         remaining = np.array(world.sizes) * draws
-        heavy = sorted(groups, key=lambda group: (-sum(world.sizes[c] for c in group), group))[:draws]
+        heavy = sorted(groups, key=lambda group: (-sum(world.sizes[c] for c in group), group))[
+            :draws
+        ]
         for k, group in enumerate(heavy):
             for client in group:
                 masses[k, client] = min(remaining[client], total)
@@ -272,10 +296,14 @@ def test_displacements_are_remembered_until_a_client_uploads_again() -> None:
     expected: dict[int, torch.Tensor] = {}
     for number, clients in enumerate(run.selected, start=1):
         for client in clients:
-            expected[client] = flat(world, world.train(state, number, client)[0]) - flat(world, state)
+            expected[client] = flat(world, world.train(state, number, client)[0]) - flat(
+                world, state
+            )
         state = run.models[number - 1]
     displacements = {
-        int(name.removeprefix("displacement")): t for name, t in method.state.items() if name != "distance"
+        int(name.removeprefix("displacement")): t
+        for name, t in method.state.items()
+        if name != "distance"
     }
     assert displacements.keys() == expected.keys()
     for client, tensor in expected.items():
@@ -301,8 +329,12 @@ def test_a_pool_keeps_its_size_and_its_clients_come_from_their_clusters() -> Non
     assert run.federation.server_state()["inner0.pool"].shape[0] == 3
     clusters = clusters_by_size(list(world.sizes), 3)
     for clients in run.selected:  # some order of the slots gives each its own cluster
-        draws = [[a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3]
-        assert any(all(c in cluster for c, cluster in zip(draw, clusters, strict=True)) for draw in draws)
+        draws = [
+            [a, b, c] for a in clients for b in clients for c in clients if len({a, b, c}) == 3
+        ]
+        assert any(
+            all(c in cluster for c, cluster in zip(draw, clusters, strict=True)) for draw in draws
+        )
 
 
 def test_a_selection_is_a_function_of_round_and_state() -> None:
@@ -373,7 +405,11 @@ def test_impossible_values_are_refused(expression: str, message: str) -> None:
 
 
 def test_an_expression_round_trips() -> None:
-    for expression in ("clusamp", "clusamp(distance='l1')", "clustered(fedprox(mu=0.1), by='size')"):
+    for expression in (
+        "clusamp",
+        "clusamp(distance='l1')",
+        "clustered(fedprox(mu=0.1), by='size')",
+    ):
         assert str(build(expression)) == expression
         assert build(str(build(expression))) == build(expression)
 

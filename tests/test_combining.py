@@ -28,7 +28,9 @@ PARTS = (
 
 def shown(first: str, second: str) -> dict[str, str]:
     """Return the reason against each expression of two methods, or ""."""
-    return {combination.expression: combination.reason for combination in combinations(first, second)}
+    return {
+        combination.expression: combination.reason for combination in combinations(first, second)
+    }
 
 
 @pytest.mark.parametrize(
@@ -49,16 +51,30 @@ def shown(first: str, second: str) -> dict[str, str]:
         ("gossip", "ala", ["ala(gossip(fedavg))", "gossip(ala(fedavg))"]),
     ],
 )  # fmt: skip
-def test_each_order_of_two_methods_is_shown(first: str, second: str, expressions: list[str]) -> None:
+def test_each_order_of_two_methods_is_shown(
+    first: str, second: str, expressions: list[str]
+) -> None:
     assert list(shown(first, second)) == expressions
 
 
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
     [
-        ("fedmr", "robust", "robust: fedmr needs the single replies, not an estimate of their mean"),
-        ("scaffold", "private", "private: clients of scaffold upload 'variate' too, which would leak"),
-        ("fedproto", "sparse", "sparse: clients of fedproto do not return an update of one model that they are sent"),
+        (
+            "fedmr",
+            "robust",
+            "robust: fedmr needs the single replies, not an estimate of their mean",
+        ),
+        (
+            "scaffold",
+            "private",
+            "private: clients of scaffold upload 'variate' too, which would leak",
+        ),
+        (
+            "fedproto",
+            "sparse",
+            "sparse: clients of fedproto do not return an update of one model that they are sent",
+        ),
         ("sparse", "sparse", "sparse(sparse(fedavg)): sparse acts once, not twice"),
     ],
 )
@@ -94,7 +110,10 @@ def test_the_command_prints_orders_moments_and_reasons(capsys: pytest.CaptureFix
     [
         (["fedmrr", "--with", "umf"], "unknown algorithm 'fedmrr': did you mean 'fedmr'?"),
         (["fedmr", "--with", "umff"], "unknown algorithm 'umff': did you mean 'umf'?"),
-        (["fedmr", "--with", "umf(fedavgg)"], "unknown algorithm 'fedavgg': did you mean 'fedavg'?"),
+        (
+            ["fedmr", "--with", "umf(fedavgg)"],
+            "unknown algorithm 'fedavgg': did you mean 'fedavg'?",
+        ),
         (["fedmr", "--with", "sparse(share=7)"], "sparse: share must be in (0, 1], not 7"),
         (["fedmr", "--with", "sparse(share"], "cannot read 'sparse(share'"),
         (["--with", "umf"], "--with needs two methods: fedloom algorithms NAME --with Y"),

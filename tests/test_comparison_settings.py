@@ -57,9 +57,13 @@ def test_settings_are_the_product_of_all_values() -> None:
     )
     assert list(settings.variants) == [
         f"data.partition={partition}, training.epochs={epochs}, participation={share}"
-        for partition, epochs, share in itertools.product(("iid", "dirichlet(0.1)"), (1, 5, 7), (0.1, 0.3, 0.5))
+        for partition, epochs, share in itertools.product(
+            ("iid", "dirichlet(0.1)"), (1, 5, 7), (0.1, 0.3, 0.5)
+        )
     ]
-    variant = settings.variants["data.partition=dirichlet(0.1), training.epochs=7, participation=0.3"]
+    variant = settings.variants[
+        "data.partition=dirichlet(0.1), training.epochs=7, participation=0.3"
+    ]
     assert (variant.data.partition, variant.training.epochs, variant.schedule.participation) == (
         "dirichlet(0.1)",
         7,
@@ -77,7 +81,9 @@ def test_settings_are_the_product_of_all_values() -> None:
         (Range(0.001, 1, 4, logarithmic=True), [0.001, 0.01, 0.1, 1.0]),
     ],
 )
-def test_a_range_includes_both_ends_and_has_no_stray_digits(spacing: Range, values: list[float]) -> None:
+def test_a_range_includes_both_ends_and_has_no_stray_digits(
+    spacing: Range, values: list[float]
+) -> None:
     assert spacing.values() == values
     assert list(map(type, spacing.values())) == list(map(type, values))
 
@@ -89,16 +95,28 @@ def test_a_range_includes_both_ends_and_has_no_stray_digits(spacing: Range, valu
         ("settings.rouns=[1]", "unknown key 'settings.rouns': did you mean 'settings.rounds'?"),
         ("settings.epochs=[1]", "did you mean 'settings.training.epochs'?"),
         ("settings.seeds=[0, 1]", "unknown key 'settings.seeds'"),
-        ("settings.training.epochs=5", "settings.training.epochs must be a list such as [1, 5] or a range"),
+        (
+            "settings.training.epochs=5",
+            "settings.training.epochs must be a list such as [1, 5] or a range",
+        ),
         ("settings.training.epochs=[]", "settings.training.epochs lists no value"),
         ("settings.training.epochs=[2, 2]", "lists 2 twice"),
         ("settings.training.epochs=[1, x]", "training.epochs must be a whole number, not 'x'"),
-        ("settings.training.epochs={from=1, to=4, steps=3}", "training.epochs must be a whole number, not 1.0"),
+        (
+            "settings.training.epochs={from=1, to=4, steps=3}",
+            "training.epochs must be a whole number, not 1.0",
+        ),
         ("settings.training.epochs={from=1, to=4}", "settings.training.epochs lacks steps"),
-        ("settings.rounds={from=5, to=4, steps=2}", "from a smaller number to a larger one, not from 5 to 4"),
+        (
+            "settings.rounds={from=5, to=4, steps=2}",
+            "from a smaller number to a larger one, not from 5 to 4",
+        ),
         ("settings.rounds={from=1, to=4, steps=2, scale=lgo}", "did you mean 'log'?"),
         ("settings.rounds={from=1, to=4, stps=2}", "did you mean 'settings.rounds.steps'?"),
-        ("settings.participation={from=0, to=1, steps=2, scale=log}", "must be greater than 0, not 0"),
+        (
+            "settings.participation={from=0, to=1, steps=2, scale=log}",
+            "must be greater than 0, not 0",
+        ),
         ("settings.data.partition=[iid, dirichlt(1)]", "did you mean 'dirichlet'?"),
         ("settings.combine=zip", "unknown key 'settings.combine'"),
         ("against=frist", "did you mean 'first'?"),
@@ -131,20 +149,30 @@ def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) ->
     events: list[Event] = []
     assert Comparison.of(job).run(events.append) == {}
     assert sum(event.kind == "ended" for event in events) == 8
-    for setting, partition in (("data.partition=iid", "iid"), ("data.partition=dirichlet-0.5", "dirichlet(0.5)")):
+    for setting, partition in (
+        ("data.partition=iid", "iid"),
+        ("data.partition=dirichlet-0.5", "dirichlet(0.5)"),
+    ):
         for method, seed in itertools.product(("fedavg", "fedmr"), (0, 1)):
             directory = tmp_path / setting / method / f"seed-{seed}"
-            assert json.loads((directory / "configuration.json").read_text())["data"]["partition"] == partition
+            assert (
+                json.loads((directory / "configuration.json").read_text())["data"]["partition"]
+                == partition
+            )
             assert (directory / "result.json").exists()
         assert (tmp_path / setting / "report.html").exists()
     overview = (tmp_path / "report.html").read_text()
     links = [unquote(link) for link in re.findall(r'<a href="([^"]+/report.html)"', overview)]
     assert [tmp_path / link for link in links] == [
-        tmp_path / name / "report.html" for name in ("data.partition=iid", "data.partition=dirichlet-0.5")
+        tmp_path / name / "report.html"
+        for name in ("data.partition=iid", "data.partition=dirichlet-0.5")
     ]
     assert all((tmp_path / link).exists() for link in links)
     drawn = re.findall(r'<div id="([^"]+)" style="height', overview)
-    assert drawn[:2] == ["data.partition=iid-curve-accuracy", "data.partition=dirichlet-0.5-curve-accuracy"]
+    assert drawn[:2] == [
+        "data.partition=iid-curve-accuracy",
+        "data.partition=dirichlet-0.5-curve-accuracy",
+    ]
     assert "ablation-data.partition" in drawn
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text() == overview
@@ -153,7 +181,8 @@ def test_a_comparison_in_several_settings_makes_each_run_once(tmp_path: Path) ->
         finals = [
             run["accuracy"]
             for run in report["runs"]
-            if (run["algorithm"], run["setting"]) == (line["algorithm"], {"data.partition": line["data.partition"]})
+            if (run["algorithm"], run["setting"])
+            == (line["algorithm"], {"data.partition": line["data.partition"]})
         ]
         assert float(line["final"]) == pytest.approx(sum(finals) / 2)
     for name in ("comparison.md", "comparison.tex", "differences.csv"):
@@ -173,10 +202,14 @@ def test_a_rewritten_report_and_its_images_keep_the_measure_of_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"participation": [0.5, 1.0]}
-    Comparison.of(plan(tmp_path, algorithms=["fedavg"], measure="best", settings=settings)).run(lambda event: None)
+    Comparison.of(plan(tmp_path, algorithms=["fedavg"], measure="best", settings=settings)).run(
+        lambda event: None
+    )
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(images, "require_images", lambda formats: None)
-    monkeypatch.setattr(images, "save_figures", lambda folder, figures, formats: list(drawn.update(figures) or ()))
+    monkeypatch.setattr(
+        images, "save_figures", lambda folder, figures, formats: list(drawn.update(figures) or ())
+    )
     assert main(["report", str(tmp_path), "--images", "png"]) == 0
     (page,) = ablations_drawn((tmp_path / "report.html").read_text())
     title = "Best accuracy of any<br>evaluation"
@@ -193,11 +226,18 @@ def test_a_setting_reuses_the_runs_of_a_plain_comparison(tmp_path: Path) -> None
     Comparison.of(plan(tmp_path, settings={"data": {"partition": ["iid"]}})).run(events.append)
     assert [event.kind for event in events] == ["skipped", "skipped"]
     report = json.loads((tmp_path / "comparison.json").read_text())
-    assert [run["directory"] for run in report["runs"]] == [str(tmp_path / m / "seed-0") for m in ("fedavg", "fedmr")]
+    assert [run["directory"] for run in report["runs"]] == [
+        str(tmp_path / m / "seed-0") for m in ("fedavg", "fedmr")
+    ]
 
 
 def test_a_failed_run_in_one_setting_stops_no_other(tmp_path: Path) -> None:
-    job = plan(tmp_path, algorithms=["fedavg"], rounds=5, settings={"training": {"learning_rate": [0.1, 1e38]}})
+    job = plan(
+        tmp_path,
+        algorithms=["fedavg"],
+        rounds=5,
+        settings={"training": {"learning_rate": [0.1, 1e38]}},
+    )
     failed = Comparison.of(job).run(lambda event: None)
     assert [name.setting for name in failed] == ["training.learning_rate=1e+38"]
     report = json.loads((tmp_path / "comparison.json").read_text())
@@ -209,7 +249,9 @@ def test_a_failed_run_in_one_setting_stops_no_other(tmp_path: Path) -> None:
 def test_workers_make_the_runs_of_all_settings(tmp_path: Path) -> None:
     settings, threads = {"training": {"epochs": [1, 2]}}, set(threading.enumerate())
     one_worker = plan(tmp_path / "alone", algorithms=["fedavg"], threads=1, settings=settings)
-    two_workers = plan(tmp_path / "crew", algorithms=["fedavg"], threads=1, settings=settings, workers=2)
+    two_workers = plan(
+        tmp_path / "crew", algorithms=["fedavg"], threads=1, settings=settings, workers=2
+    )
     for job in (one_worker, two_workers):
         assert Comparison.of(job).run(lambda event: None) == {}
     for path in sorted((tmp_path / "alone").rglob("metrics.jsonl")):
@@ -220,11 +262,21 @@ def test_workers_make_the_runs_of_all_settings(tmp_path: Path) -> None:
 
 def test_a_key_that_is_not_set_and_one_set_to_none_are_one_configuration() -> None:
     plain = {"rounds": 3, "data": {"clients": 2}}
-    assert fingerprint(plain) == fingerprint({"data": {"clients": 2, "validation": None}, "rounds": 3})
+    assert fingerprint(plain) == fingerprint(
+        {"data": {"clients": 2, "validation": None}, "rounds": 3}
+    )
     assert fingerprint(plain) != fingerprint({"rounds": 3, "data": {"clients": 3}})
 
 
 def test_labels_have_the_syntax_of_the_command_line() -> None:
-    changes = {"data.partition": "dirichlet(0.1)", "training.clip": "none", "data.merge": True, "rounds": 3}
-    assert label(changes) == "data.partition=dirichlet(0.1), training.clip=none, data.merge=true, rounds=3"
+    changes = {
+        "data.partition": "dirichlet(0.1)",
+        "training.clip": "none",
+        "data.merge": True,
+        "rounds": 3,
+    }
+    assert (
+        label(changes)
+        == "data.partition=dirichlet(0.1), training.clip=none, data.merge=true, rounds=3"
+    )
     assert label({}) == ""

@@ -100,15 +100,31 @@ def test_a_round_replaces_tensors_and_edits_none_in_place(expression: str) -> No
         original = {name: tensor.clone() for name, tensor in state.items()}
         run.step()
         for name, tensor in original.items():
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+            torch.testing.assert_close(
+                state[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name
+            )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["fedavg", "fedprox", "moon", "clusamp", "fedexp", "fedasam", "fedmut", "indep", "fedmr", "scaffold", "fedgen"],
+    [
+        "fedavg",
+        "fedprox",
+        "moon",
+        "clusamp",
+        "fedexp",
+        "fedasam",
+        "fedmut",
+        "indep",
+        "fedmr",
+        "scaffold",
+        "fedgen",
+    ],
 )
 def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
-    """Appendix C.1: 2K models; SCAFFOLD 2K variates more, FedGen K generators (its class counts are not in the table)."""
+    """Appendix C.1: 2K models; SCAFFOLD 2K variates more, FedGen K generators (its class counts are
+    not in the table).
+    """
     world = World(norm=True, sizes=(9,) * 6)
     run = world.run(build(name))
     record = run.federation.history[-1]
@@ -118,6 +134,12 @@ def test_traffic_is_that_of_the_table_in_fedmr(name: str) -> None:
     if name == "scaffold":
         down, up = down + layout.trainable * 8, up + layout.trainable * 8
     if name == "fedgen":
-        down, up = down + state["generator"].numel() * state["generator"].element_size(), up + world.classes * 4
+        down, up = (
+            down + state["generator"].numel() * state["generator"].element_size(),
+            up + world.classes * 4,
+        )
     counters = run.federation.integers.numel() * 8  # batch norm's, which travel with every model
-    assert (record["bytes_down"], record["bytes_up"]) == (count * (down + counters), count * (up + counters))
+    assert (record["bytes_down"], record["bytes_up"]) == (
+        count * (down + counters),
+        count * (up + counters),
+    )

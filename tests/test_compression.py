@@ -1,4 +1,6 @@
-"""Compressed traffic: each code against plain Python, the bytes sent, and codes around methods and other codes."""
+"""Compressed traffic: each code against plain Python, the bytes sent, and codes around methods and
+other codes.
+"""
 
 from __future__ import annotations
 
@@ -54,20 +56,32 @@ NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40)
 
 @given(NUMBERS, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.data())
 @settings(max_examples=40, deadline=None)
-def test_quantisation_equals_plain_python(numbers: list[float], bits: int, bucket: int, data: st.DataObject) -> None:
-    drawn = data.draw(st.none() | st.lists(st.floats(0, 0.99), min_size=len(numbers), max_size=len(numbers)))
+def test_quantisation_equals_plain_python(
+    numbers: list[float], bits: int, bucket: int, data: st.DataObject
+) -> None:
+    drawn = data.draw(
+        st.none() | st.lists(st.floats(0, 0.99), min_size=len(numbers), max_size=len(numbers))
+    )
     rows = torch.tensor([numbers], dtype=torch.float64)
-    levels, scales = quantise(rows, bits, bucket, None if drawn is None else torch.tensor([drawn]).double())
+    levels, scales = quantise(
+        rows, bits, bucket, None if drawn is None else torch.tensor([drawn]).double()
+    )
     assert levels.dtype == torch.uint8
     assert levels.shape == (1, math.ceil(len(numbers) * bits / 8))
     expected, stream = [], ""
     for index, number in enumerate(numbers):
         bucket_numbers = numbers[index // bucket * bucket :][:bucket]
         low, step = min(bucket_numbers), (max(bucket_numbers) - min(bucket_numbers)) / (2**bits - 1)
-        level = math.floor((number - low) / step + (0.5 if drawn is None else drawn[index])) if step else 0
+        level = (
+            math.floor((number - low) / step + (0.5 if drawn is None else drawn[index]))
+            if step
+            else 0
+        )
         expected.append(low + min(level, 2**bits - 1) * step)
         stream = f"{min(level, 2**bits - 1):0{bits}b}" + stream
-    assert dequantise(levels, scales, len(numbers), bits, bucket)[0].tolist() == pytest.approx(expected, abs=1e-9)
+    assert dequantise(levels, scales, len(numbers), bits, bucket)[0].tolist() == pytest.approx(
+        expected, abs=1e-9
+    )
     # The bits themselves, the first number's lowest.
     assert int(stream, 2) == int.from_bytes(bytes(levels[0].tolist()), "little")
 
@@ -85,7 +99,9 @@ def test_random_rounding_is_right_on_average() -> None:
 
 @given(NUMBERS, st.floats(0.01, 1.0))
 @settings(max_examples=40, deadline=None)
-def test_the_largest_numbers_travel_in_ascending_order_of_index(numbers: list[float], share: float) -> None:
+def test_the_largest_numbers_travel_in_ascending_order_of_index(
+    numbers: list[float], share: float
+) -> None:
     code, row = Sparse(FedAvg(), share=share), torch.tensor([numbers])
     encoded = code.encode_rows(row, list, task().layout)
     count = max(1, math.floor(share * len(numbers) + 1e-9))
@@ -93,13 +109,21 @@ def test_the_largest_numbers_travel_in_ascending_order_of_index(numbers: list[fl
     assert len(indices) == count
     assert indices == sorted(set(indices))
     assert encoded["values"][0].tolist() == row[0, indices].tolist()
-    assert sorted(map(abs, encoded["values"][0].tolist())) == sorted(map(abs, row[0].tolist()))[-count:]
+    assert (
+        sorted(map(abs, encoded["values"][0].tolist()))
+        == sorted(map(abs, row[0].tolist()))[-count:]
+    )
     decoded = code.decode_rows(encoded, len(numbers), task().layout)[0]
-    assert decoded.tolist() == [number if k in indices else 0 for k, number in enumerate(row[0].tolist())]
+    assert decoded.tolist() == [
+        number if k in indices else 0 for k, number in enumerate(row[0].tolist())
+    ]
 
 
 def test_indices_out_of_range_count_as_nothing() -> None:
-    encoded = {"indices": torch.tensor([[-1, 2, 9]], dtype=torch.int32), "values": torch.tensor([[5.0, 1.0, 7.0]])}
+    encoded = {
+        "indices": torch.tensor([[-1, 2, 9]], dtype=torch.int32),
+        "values": torch.tensor([[5.0, 1.0, 7.0]]),
+    }
     assert Sparse(FedAvg()).decode_rows(encoded, 4, task().layout).tolist() == [[0, 0, 1, 0]]
 
 
@@ -131,7 +155,9 @@ class Watched(FedAvg):
 
 
 def watched(code: type[Codec], **options: Any) -> tuple[Federation, Watched, list[Tensor]]:
-    """Run three rounds with all clients; return the run, the method with its updates, and the models from the initial one on."""
+    """Run three rounds with all clients; return the run, the method with its updates, and the
+    models from the initial one on.
+    """
     inner = Watched(weighted=False)
     Watched.updates = {}
     schedule = Schedule(rounds=3, participation=1.0)
@@ -159,25 +185,37 @@ def test_sparse_updates_with_feedback_equal_plain_python() -> None:
             total += sent
         expected = models[number - 1][:size].numpy() + total / count
         np.testing.assert_allclose(models[number][:size].numpy(), expected, rtol=1e-5, atol=1e-6)
-        statistics = torch.stack([inner.updates[number, client][size:] for client in range(count)]).mean(0)
-        torch.testing.assert_close(models[number][size:], models[number - 1][size:] + statistics, rtol=1e-4, atol=1e-5)
+        statistics = torch.stack(
+            [inner.updates[number, client][size:] for client in range(count)]
+        ).mean(0)
+        torch.testing.assert_close(
+            models[number][size:], models[number - 1][size:] + statistics, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("code", "options"), [(Sparse, {"share": 0.05}), (LowRank, {"rank": 1})])
 def test_error_feedback_remembers_the_unsent_remainder(
     code: type[Codec], options: dict[str, Any]
 ) -> None:
-    """Nothing of a client's updates is lost: w_0 + mean of all updates = w_3 + mean of the remainders."""
+    """Nothing of a client's updates is lost: w_0 + mean of all updates = w_3 + mean of the
+    remainders.
+    """
     run, inner, models = watched(code, **options)
     size = task().layout.trainable
     name = f"{code.__name__.lower()}_error_model_{size}"
     remainders = torch.stack([run.engine.memory()[f"{client}/{name}"] for client in range(6)])
     total_updates = torch.stack(
-        [torch.stack([inner.updates[n, client][:size] for n in (1, 2, 3)]).sum(0) for client in range(6)]
+        [
+            torch.stack([inner.updates[n, client][:size] for n in (1, 2, 3)]).sum(0)
+            for client in range(6)
+        ]
     )
     assert float(remainders.norm()) > 0
     torch.testing.assert_close(
-        models[0][:size] + total_updates.mean(0), models[3][:size] + remainders.mean(0), rtol=1e-4, atol=1e-5
+        models[0][:size] + total_updates.mean(0),
+        models[3][:size] + remainders.mean(0),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -221,7 +259,9 @@ def numbers_sent(expression: str) -> tuple[float, float]:
     record = run_federation(expression).history[-1]
     layout = task().layout
     buffers = 8 * layout.integers + 4 * (layout.size - layout.trainable)
-    return tuple(record[name] / len(record["clients"]) - buffers for name in ("bytes_down", "bytes_up"))  # type: ignore[return-value]
+    return tuple(
+        record[name] / len(record["clients"]) - buffers for name in ("bytes_down", "bytes_up")
+    )  # type: ignore[return-value]
 
 
 def test_counted_bytes_equal_the_packed_arrays() -> None:
@@ -234,7 +274,10 @@ def test_counted_bytes_equal_the_packed_arrays() -> None:
     count = int(0.1 * size)
     assert numbers_sent("sparse(scaffold, share=0.1)") == (2 * model_bytes, 2 * 8 * count)
     # Of 5 x 6 and 6 x 4 weights, rank 1 sends 11 and 10 numbers, and all others as they are.
-    assert numbers_sent("lowrank(fedavg, rank=1)") == (model_bytes, model_bytes - 4 * (30 - 11 + 24 - 10))
+    assert numbers_sent("lowrank(fedavg, rank=1)") == (
+        model_bytes,
+        model_bytes - 4 * (30 - 11 + 24 - 10),
+    )
     nested = 4 * count + count + 8
     down = size + 8
     assert numbers_sent("quantised(sparse(fedavg, share=0.1), bits=8, down=8)") == (down, nested)

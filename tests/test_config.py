@@ -75,7 +75,9 @@ def test_a_file_is_read_with_its_tables(tmp_path: Path) -> None:
         ("directory=elsewhere/x", "directory", "elsewhere/x"),
     ],
 )  # fmt: skip
-def test_the_command_line_changes_any_key(tmp_path: Path, override: str, key: str, value: Any) -> None:
+def test_the_command_line_changes_any_key(
+    tmp_path: Path, override: str, key: str, value: Any
+) -> None:
     setting: Any = load(write(tmp_path, 'algorithm = "fedavg"'), [override])
     for name in key.split("."):
         setting = getattr(setting, name)
@@ -106,7 +108,10 @@ WRONG = [
     ("pool_budget=-1", "pool_budget must be at least 0, not -1"),
     (f"pool_budget='{400 * '9'}'", "pool_budget must be a number of bytes, such as 4GiB, not '99"),
     ("pool_budget=99999999999TB", "pool_budget must be between 0 and 9.22337e+18, not 9"),
-    ("algorithm=quantised(fedavg, bucket=10000000000000)", "bucket must be between 1 and 1e+06, not 10000000000000"),
+    (
+        "algorithm=quantised(fedavg, bucket=10000000000000)",
+        "bucket must be between 1 and 1e+06, not 10000000000000",
+    ),
     ("seed=-1", "seed must be at least 0, not -1"),
     ("seeds=[1, x]", "seeds[1] must be a whole number, not 'x'"),
     ("seeds=[1, 1]", "seeds must differ"),
@@ -126,10 +131,16 @@ WRONG = [
     ("data.partition=dirichlet(", "cannot read 'dirichlet('"),
     ("training.momentum=-1", "training.momentum must be in [0, 1), not -1"),
     ("training.momentum=1", "training.momentum must be in [0, 1), not 1"),
-    ("training.learning_rate=inf", "training.learning_rate must be greater than 0 and at most 3.4e+38, not inf"),
+    (
+        "training.learning_rate=inf",
+        "training.learning_rate must be greater than 0 and at most 3.4e+38, not inf",
+    ),
     ("training.learning_rate=nan", "training.learning_rate must be greater than 0"),
     ("training.learning_rate='0.1'", "training.learning_rate must be a number, not '0.1'"),
-    ("training.weight_decay=inf", "training.weight_decay must be at least 0 and at most 3.4e+38, not inf"),
+    (
+        "training.weight_decay=inf",
+        "training.weight_decay must be at least 0 and at most 3.4e+38, not inf",
+    ),
     ("dropout=1", "dropout must be in [0, 1), not 1"),
     ("new_clients=1", "new_clients must be in [0, 1), not 1"),
     ("directory='a\0b'", "directory must be text without NUL or halves of characters, not "),
@@ -152,7 +163,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
-def test_bad_configurations_are_refused_in_one_line(tmp_path: Path, override: str, message: str) -> None:
+def test_bad_configurations_are_refused_in_one_line(
+    tmp_path: Path, override: str, message: str
+) -> None:
     with pytest.raises(FedloomError) as caught:
         load(write(tmp_path, 'algorithm = "fedavg"\nmodel = "mlp"'), [override]).task(0)
     assert message in str(caught.value)
@@ -180,13 +193,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_every_field_of_schedule_and_training_is_a_key() -> None:
-    schedule = {field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)}
+    schedule = {
+        field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)
+    }
     training, clock = dataclasses.asdict(Training()), dataclasses.asdict(schedule.pop("clock"))
-    stop = {key: "none" if value is None else value for key, value in dataclasses.asdict(schedule.pop("stop")).items()}
+    stop = {
+        key: "none" if value is None else value
+        for key, value in dataclasses.asdict(schedule.pop("stop")).items()
+    }
     plain = {key: "none" if value is None else value for key, value in schedule.items()}
     spelled = {key: "none" if value is None else value for key, value in training.items()}
     timed = {key: "none" if value is None else value for key, value in clock.items()}
-    assert configuration({**plain, "training": spelled, "clock": timed, "stop": stop}) == Configuration()
+    assert (
+        configuration({**plain, "training": spelled, "clock": timed, "stop": stop})
+        == Configuration()
+    )
 
 
 def test_the_default_data_and_the_example_exist() -> None:

@@ -1,4 +1,6 @@
-"""Conversion of user data: any type of number, labels of text or from 1, and the messages of refusals."""
+"""Conversion of user data: any type of number, labels of text or from 1, and the messages of
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def test_labels_of_text_keep_their_names_and_mean_the_same_in_both_parts() -> No
     assert dataset.test.labels.tolist() == [3, 2, 1]
     assert dataset.train.groups is not None
     assert dataset.test.groups is not None
-    assert (dataset.train.groups[:3].tolist(), dataset.test.groups.tolist()) == ([0, 1, 2], [1, 3, 0])
+    assert (dataset.train.groups[:3].tolist(), dataset.test.groups.tolist()) == (
+        [0, 1, 2],
+        [1, 3, 0],
+    )
     both = dataset.train.concatenate(dataset.test)
     assert both.groups is not None
     assert both.groups[-3:].tolist() == [1, 3, 0]
@@ -65,7 +70,9 @@ def test_splits_with_different_class_names_are_joined_under_all_names() -> None:
         (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class that has no sample yet
     ],
 )
-def test_labels_that_do_not_begin_at_0_are_renumbered(labels: Any, numbered: Any, names: Any) -> None:
+def test_labels_that_do_not_begin_at_0_are_renumbered(
+    labels: Any, numbered: Any, names: Any
+) -> None:
     samples = fl.Samples(FEATURES[:3], labels)
     dataset = fl.Dataset("numbers", samples, samples)
     assert dataset.train.labels.tolist() == dataset.test.labels.tolist() == numbered
@@ -74,7 +81,9 @@ def test_labels_that_do_not_begin_at_0_are_renumbered(labels: Any, numbered: Any
 
 def test_a_task_of_lists_and_float64_trains() -> None:
     train = fl.Samples(torch.from_numpy(FEATURES), NAMES)
-    task = fl.make_task(fl.Dataset("pets", train, train), clients=2, partition="iid", model="logistic")
+    task = fl.make_task(
+        fl.Dataset("pets", train, train), clients=2, partition="iid", model="logistic"
+    )
     assert fl.run("fedavg", task, rounds=1).history
     double = fl.make_task(task.dataset, clients=2, partition="iid", model=nn.Linear(3, 3).double())
     assert double.train.inputs.dtype == torch.float64
@@ -89,29 +98,66 @@ def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **options: Any) -> fl.D
     ("make", "text"),
     [
         (lambda: fl.Samples([[1.0], [1.0, 2.0]], [0, 1]), "inputs are no array"),
-        (lambda: fl.Samples(np.full((2, 2), np.nan), [0, 1]), "inputs hold a NaN or infinity in row 0: fill it in"),
-        (lambda: fl.Samples([["a"], ["b"]], [0, 1]), "inputs are text, such as 'a': give numbers, or a table"),
-        (lambda: fl.Samples(np.zeros((2, 8, 9, 3), np.uint8), [0, 1]), "give inputs.transpose(0, 3, 1, 2)"),
-        (lambda: fl.Samples(FEATURES, NAMES[:5]), "12 inputs but 5 labels: give one for each sample"),
-        (lambda: fl.Samples(FEATURES, [*NAMES[:11], None]), "labels hold None in row 11: give numbers or text"),
-        (lambda: fl.Samples(FEATURES, np.array([1 + 2j] * 12)), "labels are complex128: give whole numbers"),
+        (
+            lambda: fl.Samples(np.full((2, 2), np.nan), [0, 1]),
+            "inputs hold a NaN or infinity in row 0: fill it in",
+        ),
+        (
+            lambda: fl.Samples([["a"], ["b"]], [0, 1]),
+            "inputs are text, such as 'a': give numbers, or a table",
+        ),
+        (
+            lambda: fl.Samples(np.zeros((2, 8, 9, 3), np.uint8), [0, 1]),
+            "give inputs.transpose(0, 3, 1, 2)",
+        ),
+        (
+            lambda: fl.Samples(FEATURES, NAMES[:5]),
+            "12 inputs but 5 labels: give one for each sample",
+        ),
+        (
+            lambda: fl.Samples(FEATURES, [*NAMES[:11], None]),
+            "labels hold None in row 11: give numbers or text",
+        ),
+        (
+            lambda: fl.Samples(FEATURES, np.array([1 + 2j] * 12)),
+            "labels are complex128: give whole numbers",
+        ),
         (lambda: fl.Samples(FEATURES, 3), "labels must be an array, a list or a tensor, not int"),
-        (lambda: fl.Samples(FEATURES, NAMES, [0.5] * 12), "groups are floats: give whole numbers or text"),
-        (lambda: fl.Samples(FEATURES, NAMES, [[0]] * 12), "groups are one client for each sample, [n], not of shape"),
+        (
+            lambda: fl.Samples(FEATURES, NAMES, [0.5] * 12),
+            "groups are floats: give whole numbers or text",
+        ),
+        (
+            lambda: fl.Samples(FEATURES, NAMES, [[0]] * 12),
+            "groups are one client for each sample, [n], not of shape",
+        ),
         (lambda: dataset(np.ones(12)), "give whole numbers or text, or objective='regression'"),
-        (lambda: dataset(np.ones((12, 3), int)), "give labels.argmax(1), or objective='multilabel'"),
-        (lambda: dataset(np.arange(12), classes=10), "labels must be 0 to 9, and 11 is among them: without classes"),
-        (lambda: dataset(class_names=("ant", "bee", "cot")), "'cat' is none of the 3 names: did you mean 'cot'?"),
+        (
+            lambda: dataset(np.ones((12, 3), int)),
+            "give labels.argmax(1), or objective='multilabel'",
+        ),
+        (
+            lambda: dataset(np.arange(12), classes=10),
+            "labels must be 0 to 9, and 11 is among them: without classes",
+        ),
+        (
+            lambda: dataset(class_names=("ant", "bee", "cot")),
+            "'cat' is none of the 3 names: did you mean 'cot'?",
+        ),
         (
             lambda: fl.Dataset("two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES, range(12))),
             "labels are text in one part of the data and numbers in another",
         ),
         (
-            lambda: fl.Dataset("two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES[:, :2], NAMES)),
+            lambda: fl.Dataset(
+                "two", fl.Samples(FEATURES, NAMES), fl.Samples(FEATURES[:, :2], NAMES)
+            ),
             "inputs for training are [3] torch.float32, those for testing [2] torch.float32: give both alike",
         ),
         (
-            lambda: fl.make_task(dataset(inputs=torch.full((12, 3), torch.inf)), clients=2, partition="iid"),
+            lambda: fl.make_task(
+                dataset(inputs=torch.full((12, 3), torch.inf)), clients=2, partition="iid"
+            ),
             "inputs hold a NaN or infinity in row 0",
         ),
     ],

@@ -48,7 +48,9 @@ def test_threads_do_not_depend_on_the_number_of_concurrent_runs(workers: object)
 
 
 @pytest.mark.usefixtures("eight_cores")
-@pytest.mark.parametrize("keys", [{"engine": "ray"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}])
+@pytest.mark.parametrize(
+    "keys", [{"engine": "ray"}, {"engine": "processes(workers=2)"}, {"pool": "ray://there:10001"}]
+)
 def test_runs_that_use_several_cores_are_sequential(keys: dict[str, str]) -> None:
     assert runs_side_by_side(table(**keys), 100) == 1
     assert threads_each(table(**keys), 100) == (8 if "engine" in keys else 1)
@@ -80,7 +82,12 @@ def test_the_previous_number_of_threads_is_restored() -> None:
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
     ("model", "batch_size", "threads"),
-    [("mlp(hidden=[128, 128])", 50, 1), ("digits_cnn", 50, 1), ("digits_cnn", 1000, 8), ("mlp(hidden=[2600])", 400, 8)],
+    [
+        ("mlp(hidden=[128, 128])", 50, 1),
+        ("digits_cnn", 50, 1),
+        ("digits_cnn", 1000, 8),
+        ("mlp(hidden=[2600])", 400, 8),
+    ],
 )
 def test_steps_that_are_small_take_one_thread(model: str, batch_size: int, threads: int) -> None:
     task = make_task("digits", clients=1, model=model, training={"batch_size": batch_size})
@@ -90,7 +97,9 @@ def test_steps_that_are_small_take_one_thread(model: str, batch_size: int, threa
 
 @pytest.mark.parametrize("threads", [None, 2])
 def test_a_run_records_its_number_of_threads(threads: int | None, tmp_path: Path) -> None:
-    job = configuration({"algorithm": "fedavg", "rounds": 1, "threads": threads, "data": {"clients": 2}})
+    job = configuration(
+        {"algorithm": "fedavg", "rounds": 1, "threads": threads, "data": {"clients": 2}}
+    )
     with using_threads(3):
         run_configured(job, RunName("fedavg", 0), lambda event: None, path=tmp_path)
         assert torch.get_num_threads() == 3
@@ -98,7 +107,9 @@ def test_a_run_records_its_number_of_threads(threads: int | None, tmp_path: Path
 
 
 def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path: Path) -> None:
-    """The matrices are so large that PyTorch splits their products: sums then depend on the threads in the last digits."""
+    """The matrices are so large that PyTorch splits their products: sums then depend on the threads
+    in the last digits.
+    """
 
     def compared(workers: int) -> Path:
         folder = tmp_path / str(workers)
@@ -117,5 +128,8 @@ def test_a_comparison_has_the_same_results_with_one_worker_and_with_two(tmp_path
         run_of_one, run_of_two = (folder / method / "seed-0" for folder in (sequential, concurrent))
         for name in ("metrics.jsonl", "model.safetensors"):
             assert (run_of_one / name).read_bytes() == (run_of_two / name).read_bytes()
-        threads = [json.loads((run / "environment.json").read_text())["threads"] for run in (run_of_one, run_of_two)]
+        threads = [
+            json.loads((run / "environment.json").read_text())["threads"]
+            for run in (run_of_one, run_of_two)
+        ]
         assert threads == [2, 2]

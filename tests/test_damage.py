@@ -70,7 +70,9 @@ def checkpoint(folder: Path) -> tuple[Path, Callable[[], Any]]:
 def model(folder: Path) -> tuple[Path, Callable[[], Any]]:
     path = folder / "model.safetensors"
     spec = DataSpec((1, 8, 8), 10)
-    save_model(path, build_model("mlp(hidden=[4])", spec, 0), "mlp(hidden=[4])", spec, {"method": "fedavg"})
+    save_model(
+        path, build_model("mlp(hidden=[4])", spec, 0), "mlp(hidden=[4])", spec, {"method": "fedavg"}
+    )
     return path, lambda: plain(dict(load_model(path).state_dict()))
 
 
@@ -131,14 +133,20 @@ def test_every_bit_of_a_file_of_tensors_counts(tmp_path: Path) -> None:
     unseen = 0
     for index in range(len(content)):
         for bit in range(8):
-            path.write_bytes(content[:index] + bytes([content[index] ^ 1 << bit]) + content[index + 1 :])
+            path.write_bytes(
+                content[:index] + bytes([content[index] ^ 1 << bit]) + content[index + 1 :]
+            )
             try:
                 tensors, metadata = read_tensors(path)
             except DamagedCheckpoint:
                 continue
             unseen += 1
-            assert ({name: tensor.tolist() for name, tensor in tensors.items()}, metadata) == expected
-    assert unseen <= 64  # in the spaces that fill up the header, such as one that becomes a line break
+            assert (
+                {name: tensor.tolist() for name, tensor in tensors.items()},
+                metadata,
+            ) == expected
+    # in the spaces that fill up the header, such as one that becomes a line break
+    assert unseen <= 64
 
 
 def test_a_damaged_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +159,11 @@ def test_a_damaged_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return samples, samples[:7]
 
     def tensors(split: Split) -> list[list[float]]:
-        return [tensor.flatten().tolist() for samples in split for tensor in (samples.inputs, samples.labels)]
+        return [
+            tensor.flatten().tolist()
+            for samples in split
+            for tensor in (samples.inputs, samples.labels)
+        ]
 
     expected = tensors((samples, samples[:7]))
     cached_split("digits", "key", make)
@@ -197,7 +209,14 @@ JOB = {
     "name": "job", "algorithm": "fedavg", "rounds": 2, "evaluate_every": 1, "participation": 1.0, "model": "logistic",
     "record": ["objective"],
 }  # fmt: skip
-TASK = {"data": {"clients": 3, "local_test": 0.25, "partition": "dirichlet(0.5)", "label_noise": "symmetric(0.3)"}}
+TASK = {
+    "data": {
+        "clients": 3,
+        "local_test": 0.25,
+        "partition": "dirichlet(0.5)",
+        "label_noise": "symmetric(0.3)",
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +233,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_reader_of_a_finished_run_shows_a_changed_figure(name: str, compared: Path) -> None:
     (folder,) = compared.glob("*/seed-*")
     path = (compared if name == "comparison.json" else folder) / name
-    content, expected = path.read_bytes(), (read_runs(compared), Watched(compared).state()["groups"][0]["runs"])
+    content, expected = (
+        path.read_bytes(),
+        (read_runs(compared), Watched(compared).state()["groups"][0]["runs"]),
+    )
     refused = 0
     try:
         for damage, damaged in damages(content, 60):
@@ -229,14 +251,20 @@ def test_no_reader_of_a_finished_run_shows_a_changed_figure(name: str, compared:
             assert len(message.splitlines()) == (runs is None)
             refused += runs is None
             (watched,) = Watched(compared).state()["groups"][0]["runs"]
-            assert watched["state"] == "damaged" or watched | {"quiet": 0} == expected[1][0] | {"quiet": 0}, damage
+            assert watched["state"] == "damaged" or watched | {"quiet": 0} == expected[1][0] | {
+                "quiet": 0
+            }, damage
     finally:
         path.write_bytes(content)
     assert refused > 40
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "split.npz", "test-split.npz", "labels.safetensors"])
-def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, compared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "split.npz", "test-split.npz", "labels.safetensors"]
+)
+def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(
+    name: str, compared: Path, tmp_path: Path
+) -> None:
     """Reports, users of its model and resumption refuse it, and the watch shows it as damaged."""
     folder = tmp_path / "copy"
     shutil.copytree(compared, folder)
@@ -245,7 +273,9 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, com
     users: list[Callable[[], object]] = [
         lambda: read_runs(folder),
         lambda: run_configured(configuration(table), RunName("fedavg", 0), lambda event: None),
-        lambda: run_configured(configuration({**table, "rounds": 4}), RunName("fedavg", 0), lambda event: None),
+        lambda: run_configured(
+            configuration({**table, "rounds": 4}), RunName("fedavg", 0), lambda event: None
+        ),
         lambda: Comparison.of(configuration(table)).run(lambda event: None),
         lambda: landscape_of(run, Landscape(grid=3)),
     ]
@@ -253,7 +283,9 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, com
     for damage, damaged in [*damages(content, 4), ("gone", None)]:
         path.unlink() if damaged is None else path.write_bytes(damaged)
         for use in users:
-            with pytest.raises(FedloomError, match=rf"{re.escape(name)} is not as it was written: [^\n]*$") as caught:
+            with pytest.raises(
+                FedloomError, match=rf"{re.escape(name)} is not as it was written: [^\n]*$"
+            ) as caught:
                 use()
             assert "\n" not in str(caught.value), damage
         (watched,) = Watched(folder).state()["groups"][0]["runs"]
@@ -265,7 +297,9 @@ def test_a_finished_run_with_a_damaged_model_or_split_is_not_used(name: str, com
 def test_an_engine_file_of_another_program_is_named(compared: Path) -> None:
     (run,) = compared.glob("*/seed-*")
     (run / "engine.json").write_text('{"version": "1.0", "cylinders": 8}')
-    with pytest.raises(CheckpointError, match=r"engine.json (holds what no run wrote|is missing or damaged)"):
+    with pytest.raises(
+        CheckpointError, match=r"engine.json (holds what no run wrote|is missing or damaged)"
+    ):
         read_runs(compared)
     (run / "engine.json").unlink()
 
@@ -304,7 +338,9 @@ def test_objects_without_a_digest_are_read_as_they_are(tmp_path: Path) -> None:
 
 # --- figures ---
 
-SCHEDULE = Schedule(rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2)
+SCHEDULE = Schedule(
+    rounds=5, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=2
+)
 
 
 def federation(directory: Path) -> Federation:
@@ -313,7 +349,9 @@ def federation(directory: Path) -> Federation:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl"])
-def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(name: str, tmp_path: Path) -> None:
+def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(
+    name: str, tmp_path: Path
+) -> None:
     run = federation(tmp_path)
     run.run()
     expected, model = (tmp_path / name).read_bytes(), run.model()
@@ -329,7 +367,9 @@ def test_a_changed_figure_before_the_checkpoint_is_noticed_and_computed_again(na
     assert noticed > 8
 
 
-def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
     federation(tmp_path).run()
     path = tmp_path / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -340,16 +380,24 @@ def test_a_changed_figure_of_the_newest_rounds_falls_back_to_the_checkpoint_befo
     assert "metrics.jsonl is not as it was written, up to round 5: going on after round 4" in notice
 
 
-@pytest.mark.parametrize("name", ["round", "ended", "seconds", "train_seconds", "server_seconds", "evaluate_seconds"])
-def test_a_damaged_name_among_the_times_does_not_lose_the_run(name: str, compared: Path, tmp_path: Path) -> None:
-    """A line of times without one of its names is dropped; the run goes on and its report can be written."""
+@pytest.mark.parametrize(
+    "name", ["round", "ended", "seconds", "train_seconds", "server_seconds", "evaluate_seconds"]
+)
+def test_a_damaged_name_among_the_times_does_not_lose_the_run(
+    name: str, compared: Path, tmp_path: Path
+) -> None:
+    """A line of times without one of its names is dropped; the run goes on and its report can be
+    written.
+    """
     (finished,) = compared.glob("*/seed-*")
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     path = tmp_path / "run" / "timings.jsonl"
     path.write_text(path.read_text().replace(f'"{name}"', f'"{name[:-1]}_"', 1))
     run = RunName("fedavg", 0)
-    figures = run_configured(configuration({**JOB, **TASK}), run, lambda event: None, path=tmp_path / "run")
+    figures = run_configured(
+        configuration({**JOB, **TASK}), run, lambda event: None, path=tmp_path / "run"
+    )
     assert len(figures.records) == 2
     lost = name in ("round", "ended", "seconds", "train_seconds")  # which tables and pages read
     assert [times["round"] for times in figures.timings] == ([2] if lost else [1, 2])

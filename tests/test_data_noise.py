@@ -34,7 +34,9 @@ def noise_of(kind: str, rate: float | list[float]) -> LabelNoise:
 
 
 def some_partition(sizes: list[int], spare: int = 5) -> tuple[Partition, int]:
-    """Return clients of these sizes with samples in random order, and the number of all samples (`spare` have no client)."""
+    """Return clients of these sizes with samples in random order, and the number of all samples
+    (`spare` have no client).
+    """
     count = sum(sizes) + spare
     order = np.random.default_rng(sum(sizes)).permutation(count)
     return Partition.from_sizes(order[: sum(sizes)], sizes), count
@@ -81,7 +83,9 @@ def test_a_higher_rate_replaces_the_same_labels_and_more(
 
 @pytest.mark.parametrize("kind", ["symmetric", "paired"])
 def test_the_mean_share_is_exact_however_small_the_clients_are(kind: str) -> None:
-    """Twenty thousand clients of one sample: a count rounded to the nearest would replace nothing, or everything."""
+    """Twenty thousand clients of one sample: a count rounded to the nearest would replace nothing,
+    or everything.
+    """
     partition = Partition.from_sizes(np.arange(20_000), [1] * 20_000)
     labels = some_labels(20_000, 10)
     wrong = (noise_of(kind, 0.3).apply(labels, partition, 10, 1) != labels).mean()
@@ -90,7 +94,9 @@ def test_the_mean_share_is_exact_however_small_the_clients_are(kind: str) -> Non
 
 def test_symmetric_replacements_are_uniform_over_classes_and_samples() -> None:
     labels, partition = np.zeros(500, np.int64), Partition.from_sizes(np.arange(500), [200, 300])
-    noisy = np.stack([noise_of("symmetric", 0.5).apply(labels, partition, 5, seed) for seed in range(200)])
+    noisy = np.stack(
+        [noise_of("symmetric", 0.5).apply(labels, partition, 5, seed) for seed in range(200)]
+    )
     counts = np.bincount(noisy.ravel(), minlength=5)
     replaced_by_zero = counts[0] - noisy.size // 2
     assert stats.chisquare([replaced_by_zero, *counts[1:]]).pvalue > 1e-4
@@ -111,12 +117,21 @@ def test_clients_rates_are_uniform_in_the_range() -> None:
 
 
 def noisy_task(label_noise: str, **options: Any) -> Task:
-    task_options = {"clients": 6, "partition": "dirichlet(1.0)", "model": "mlp(hidden=[8])", "seed": 4} | options
+    task_options = {
+        "clients": 6,
+        "partition": "dirichlet(1.0)",
+        "model": "mlp(hidden=[8])",
+        "seed": 4,
+    } | options
     return fl.make_task("digits", label_noise=label_noise, **task_options)  # type: ignore[arg-type]
 
 
 @settings(max_examples=12, deadline=None)
-@given(noise=st.sampled_from(("symmetric(0.9)", "paired([0.2, 1])")), merge=st.booleans(), local=st.booleans())
+@given(
+    noise=st.sampled_from(("symmetric(0.9)", "paired([0.2, 1])")),
+    merge=st.booleans(),
+    local=st.booleans(),
+)
 def test_test_labels_are_never_touched(noise: str, merge: bool, local: bool) -> None:
     options: dict[str, Any] = {"merge": merge, "local_test": 0.3 if local or merge else None}
     clean, noisy = noisy_task("none", **options), noisy_task(noise, **options)
@@ -152,7 +167,10 @@ RUN: dict[str, Any] = {"rounds": 3, "participation": 0.5, "seed": 4}
 
 @pytest.mark.parametrize("noise", ["symmetric(0)", "paired([0.0, 0.0])"])
 def test_a_rate_of_0_changes_no_bit(noise: str) -> None:
-    clean, noisy = fl.run("fedmr", noisy_task("none"), **RUN), fl.run("fedmr", noisy_task(noise), **RUN)
+    clean, noisy = (
+        fl.run("fedmr", noisy_task("none"), **RUN),
+        fl.run("fedmr", noisy_task(noise), **RUN),
+    )
     for parameter, expected in zip(clean.model.parameters(), noisy.model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
     assert noisy.history == clean.history
@@ -169,7 +187,9 @@ def test_every_engine_trains_on_the_noisy_labels(engine: str) -> None:
     )  # fmt: skip
     result, expected = (fl.run("ditto", task, engine=engine, **RUN) for task in (noisy, by_hand))
     clean = fl.run("ditto", noisy_task("none", local_test=0.25), **RUN)
-    for parameter, expected_parameter in zip(result.model.parameters(), expected.model.parameters(), strict=True):
+    for parameter, expected_parameter in zip(
+        result.model.parameters(), expected.model.parameters(), strict=True
+    ):
         assert torch.equal(parameter, expected_parameter)
     assert result.history == expected.history
     assert result.history != clean.history
@@ -182,15 +202,24 @@ def test_workers_are_sent_no_true_labels() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("symetric(0.4)", "unknown label noise 'symetric': did you mean 'symmetric'? (there are: paired, symmetric)"),
+        (
+            "symetric(0.4)",
+            "unknown label noise 'symetric': did you mean 'symmetric'? (there are: paired, symmetric)",
+        ),
         ("symmetric(1.2)", "rate must be between 0 and 1, or a range [lowest, highest], not 1.2"),
         ("paired(-0.1)", "rate must be between 0 and 1, or a range [lowest, highest], not -0.1"),
-        ("paired([0.6, 0.1])", "rate must be between 0 and 1, or a range [lowest, highest], not [0.6, 0.1]"),
+        (
+            "paired([0.6, 0.1])",
+            "rate must be between 0 and 1, or a range [lowest, highest], not [0.6, 0.1]",
+        ),
         ("paired([0.6])", "rate must be between 0 and 1, or a range [lowest, highest], not [0.6]"),
         ("symmetric", "symmetric needs rate"),
         ("symmetric(x)", "symmetric: rate must be a number or a list, not 'x'"),
         ("symmetric(0.4, 2)", "symmetric takes at most 1 arguments (rate), not 2"),
-        ("symmetric(rat=0.4)", "symmetric has no parameter 'rat': did you mean 'rate'? (it has: rate)"),
+        (
+            "symmetric(rat=0.4)",
+            "symmetric has no parameter 'rat': did you mean 'rate'? (it has: rate)",
+        ),
     ],
 )
 def test_bad_noise_is_refused_in_one_line(text: str, message: str) -> None:
@@ -206,18 +235,22 @@ def test_none_is_no_noise(text: str) -> None:
 
 
 def test_configurations_and_settings_take_noise(tmp_path: Path) -> None:
-    (tmp_path / "noisy.toml").write_text("[settings]\ndata.label_noise = ['none', 'symmetric(0.4)']\n")
+    (tmp_path / "noisy.toml").write_text(
+        "[settings]\ndata.label_noise = ['none', 'symmetric(0.4)']\n"
+    )
     loaded = load(tmp_path / "noisy.toml", ["data.clients=6", "model=mlp(hidden=[8])"])
     clean, noisy = (setting.task(1) for setting in loaded.settings.values())
     assert clean.true_labels is None
     assert noisy.true_labels is not None
     assert torch.equal(clean.train.labels, noisy.true_labels)
     assert torch.equal(
-        noisy.train.labels, noisy_task("symmetric(0.4)", partition="dirichlet(0.5)", seed=1).train.labels
+        noisy.train.labels,
+        noisy_task("symmetric(0.4)", partition="dirichlet(0.5)", seed=1).train.labels,
     )
     (tmp_path / "wrong.toml").write_text("[data]\nlabel_noise = 'symmetric(2)'\n")
     with pytest.raises(
-        FedloomError, match=r"\Adata.label_noise = 'symmetric\(2\)': rate must be between 0 and 1[^\n]*\Z"
+        FedloomError,
+        match=r"\Adata.label_noise = 'symmetric\(2\)': rate must be between 0 and 1[^\n]*\Z",
     ):
         load(tmp_path / "wrong.toml")
 

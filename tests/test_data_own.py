@@ -30,7 +30,14 @@ def test_arrays_of_an_npz_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.npz"
     inputs, labels = random_pixels(20, 3, 4, 5), np.arange(20) % 4
     names = np.array(["b", "a"] * 10)
-    np.savez(path, inputs=inputs, labels=labels, groups=names, test_inputs=inputs[:3], test_labels=labels[:3])
+    np.savez(
+        path,
+        inputs=inputs,
+        labels=labels,
+        groups=names,
+        test_inputs=inputs[:3],
+        test_labels=labels[:3],
+    )
     data = make("arrays", path=str(path))
     assert (data.spec.shape, data.classes, len(data.train), len(data.test)) == ((3, 4, 5), 4, 20, 3)
     assert np.array_equal(data.train.inputs.numpy(), inputs)
@@ -62,17 +69,28 @@ def test_arrays_of_a_folder_are_held_out_by_class(tmp_path: Path) -> None:
         (random_pixels(6, 3, 7, 8), "channels_first", (3, 7, 8)),
     ],
 )
-def test_pictures_get_a_channel_axis(inputs: np.ndarray, layout: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", inputs=inputs, labels=[0, 1, 2] * 2, test_inputs=inputs, test_labels=[0, 1, 2] * 2)
+def test_pictures_get_a_channel_axis(
+    inputs: np.ndarray, layout: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    np.savez(
+        tmp_path / "a.npz",
+        inputs=inputs,
+        labels=[0, 1, 2] * 2,
+        test_inputs=inputs,
+        test_labels=[0, 1, 2] * 2,
+    )
     data = make("arrays", path=str(tmp_path / "a.npz"), layout=layout)
     assert data.spec.shape == shape
     assert np.array_equal(
-        data.train.inputs[4].numpy().squeeze(), inputs[4].transpose(2, 0, 1) if inputs.shape[-1] == 3 else inputs[4]
+        data.train.inputs[4].numpy().squeeze(),
+        inputs[4].transpose(2, 0, 1) if inputs.shape[-1] == 3 else inputs[4],
     )
 
 
 def test_integers_are_tokens(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", inputs=np.array([[1, 2], [0, 7], [3, 3], [4, 0]]), labels=[0, 1, 0, 1])
+    np.savez(
+        tmp_path / "a.npz", inputs=np.array([[1, 2], [0, 7], [3, 3], [4, 0]]), labels=[0, 1, 0, 1]
+    )
     data = make("arrays", path=str(tmp_path / "a.npz"), test_fraction=0.5)
     assert (data.vocabulary, data.train.inputs.dtype) == (8, torch.int64)
 
@@ -86,17 +104,33 @@ _GOOD: dict[str, Any] = {"inputs": np.zeros((4, 2)), "labels": np.array([0, 1, 0
         ({"labels": None}, {}, "no array 'labels' (it has: inputs)"),
         ({"lables": np.zeros(4, int)}, {}, "unknown array 'lables': did you mean 'labels'?"),
         ({"test_inputs": np.zeros((1, 2))}, {}, "no array 'test_labels'"),
-        ({"test_inputs": np.zeros((1, 3)), "test_labels": np.zeros(1, int)}, {}, "inputs for training are [2]"),
+        (
+            {"test_inputs": np.zeros((1, 3)), "test_labels": np.zeros(1, int)},
+            {},
+            "inputs for training are [2]",
+        ),
         ({"labels": np.array([0, 1, 2])}, {}, "4 inputs but 3 labels"),
         ({"labels": np.array([0, -1, 0, 1])}, {}, "label -1 in row 1"),
         ({"labels": np.array([0.5] * 4)}, {}, "must be a list of integers"),
-        ({"labels": np.array([0, 1, 5, 1])}, {"classes": 3}, "labels must be 0 to 2, and 5 is among them"),
-        ({"inputs": np.array([[0, 1], [0, np.nan], [0, 1], [0, 1]])}, {}, "NaN or infinity in row 1"),
+        (
+            {"labels": np.array([0, 1, 5, 1])},
+            {"classes": 3},
+            "labels must be 0 to 2, and 5 is among them",
+        ),
+        (
+            {"inputs": np.array([[0, 1], [0, np.nan], [0, 1], [0, 1]])},
+            {},
+            "NaN or infinity in row 1",
+        ),
         ({"inputs": np.full((4, 2), -3)}, {}, "tokens"),
         ({"inputs": np.zeros((4, 2), complex)}, {}, "inputs are complex128: give whole numbers"),
         ({"inputs": random_pixels(4, 2)}, {}, "pictures of 3 or 4 dimensions"),
         ({"groups": np.zeros(3, int)}, {}, "3 client ids but 4 labels"),
-        ({"labels": np.array([[0], [1], [0], [{}]], dtype=object)}, {}, "damaged, or neither an npz"),
+        (
+            {"labels": np.array([[0], [1], [0], [{}]], dtype=object)},
+            {},
+            "damaged, or neither an npz",
+        ),
         ({}, {"layout": "channels_lst"}, "did you mean 'channels_last'?"),
     ],
 )
@@ -121,7 +155,9 @@ def test_files_that_are_no_arrays(tmp_path: Path) -> None:
         make("arrays", path=str(tmp_path / "torn.npz"))
     np.savez(tmp_path / "new.npz", inputs=np.zeros((2, 1)), labels=[0, 1])
     content = bytearray((tmp_path / "new.npz").read_bytes())
-    content[content.index(b"PK\x01\x02") + 6] = 255  # "version needed to extract" of the first member
+    content[content.index(b"PK\x01\x02") + 6] = (
+        255  # "version needed to extract" of the first member
+    )
     (tmp_path / "new.npz").write_bytes(content)
     with pytest.raises(DataError, match=r"new.npz: damaged, .*zip file version"):
         make("arrays", path=str(tmp_path / "new.npz"))
@@ -169,7 +205,9 @@ def _write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (
     for at, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for number in range(count):
-            Image.fromarray(random_pixels(*size, 3, seed=50 * at + number)).save(root / name / f"{number}.png")
+            Image.fromarray(random_pixels(*size, 3, seed=50 * at + number)).save(
+                root / name / f"{number}.png"
+            )
 
 
 def test_images_with_a_test_part_are_read(tmp_path: Path) -> None:
@@ -179,14 +217,19 @@ def test_images_with_a_test_part_are_read(tmp_path: Path) -> None:
     assert (data.class_names, data.spec.shape) == (("cat", "dog"), (3, 6, 5))
     assert data.train.labels.tolist() == [0, 0, 1, 1, 1]
     assert data.test.labels.tolist() == [1]
-    assert np.array_equal(data.train.inputs[2].numpy(), random_pixels(6, 5, 3, seed=0).transpose(2, 0, 1))
+    assert np.array_equal(
+        data.train.inputs[2].numpy(), random_pixels(6, 5, 3, seed=0).transpose(2, 0, 1)
+    )
     assert make("images", folder=str(tmp_path / "set"), channels=1, size=9).spec.shape == (1, 9, 9)
 
 
 def test_images_without_a_test_part_are_held_out(tmp_path: Path) -> None:
     _write_images(tmp_path / "set", {"a": 10, "b": 5})
     data = make("images", folder=str(tmp_path / "set"))
-    assert (data.train.labels.bincount().tolist(), data.test.labels.bincount().tolist()) == ([8, 4], [2, 1])
+    assert (data.train.labels.bincount().tolist(), data.test.labels.bincount().tolist()) == (
+        [8, 4],
+        [2, 1],
+    )
     repeated = make("images", folder=str(tmp_path / "set"))
     assert torch.equal(repeated.test.inputs, data.test.inputs)
 
@@ -210,7 +253,9 @@ def test_bad_image_folders_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a module into the current folder that loads data in every allowed and some other ways; return its name."""
+    """Write a module into the current folder that loads data in every allowed and some other ways;
+    return its name.
+    """
     name = "loads_data_for_the_test"
     (tmp_path / f"{name}.py").write_text(
         "import fedloom as fl, numpy as np, torch\n"
@@ -259,7 +304,9 @@ def test_a_python_function_gives_samples_clients_and_a_test_part(module: str) ->
         ("pairs", "did you mean 'pair'?"),
     ],
 )
-def test_bad_python_functions_are_refused_in_one_line(function: str, text: str, module: str) -> None:
+def test_bad_python_functions_are_refused_in_one_line(
+    function: str, text: str, module: str
+) -> None:
     with pytest.raises((DataError, InvalidValue)) as caught:
         make("python", source=f"{module}:{function}")
     assert text in str(caught.value)
@@ -267,7 +314,9 @@ def test_bad_python_functions_are_refused_in_one_line(function: str, text: str, 
 
 
 def test_a_function_may_import_from_the_current_folder_when_called(module: str) -> None:
-    """A worker process that unpickles its result may too: the folder stays importable, as for models."""
+    """A worker process that unpickles its result may too: the folder stays importable, as for
+    models.
+    """
     assert len(make("python", source=f"{module}:late").train) == 8
     assert sys.path.count(os.getcwd()) == 1
 
@@ -277,8 +326,11 @@ def test_a_source_needs_a_module_and_a_function() -> None:
         with pytest.raises(InvalidValue, match=rf"^source '{source}' must be 'module:function'$"):
             make("python", source=source)
     with pytest.raises(
-        InvalidValue, match=r"^source 'no_such_module_here:load': cannot import 'no_such_module_here': Module"
+        InvalidValue,
+        match=r"^source 'no_such_module_here:load': cannot import 'no_such_module_here': Module",
     ):
         make("python", source="no_such_module_here:load")
-    with pytest.raises(InvalidValue, match=r"is a file: give the name of the module, such as 'my\.data'$"):
+    with pytest.raises(
+        InvalidValue, match=r"is a file: give the name of the module, such as 'my\.data'$"
+    ):
         make("python", source="my/data.py:load")

@@ -27,7 +27,9 @@ from fedloom.errors import DataError, FedloomError, InvalidValue, MissingExtra
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 MNIST = pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="needs the real MNIST files")
-CIFAR = pytest.mark.skipif(not (SHARED / "cifar10-jpeg").is_dir(), reason="needs the CIFAR-10 parquet files")
+CIFAR = pytest.mark.skipif(
+    not (SHARED / "cifar10-jpeg").is_dir(), reason="needs the CIFAR-10 parquet files"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,19 +52,45 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 def test_the_real_mnist_is_read() -> None:
     data = make("mnist", folder=str(SHARED))
     assert (len(data.train), len(data.test), data.spec.shape) == (60_000, 10_000, (1, 28, 28))
-    assert data.train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert data.test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert data.train.labels.bincount().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
+    assert data.test.labels.bincount().tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]
     assert data.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     # md5 of the official uncompressed training images is that of this header and these bytes
     header = bytes([0, 0, 8, 3]) + b"".join(size.to_bytes(4, "big") for size in (60_000, 28, 28))
-    assert hashlib.md5(header + data.train.inputs.numpy().tobytes()).hexdigest().startswith("6bbc9ace")
+    assert (
+        hashlib.md5(header + data.train.inputs.numpy().tobytes()).hexdigest().startswith("6bbc9ace")
+    )
     prepared = data.prepare(data.train.inputs[:20_000])
     assert abs(float(prepared.mean())) < 0.01
     assert abs(float(prepared.std()) - 1) < 0.01
 
 
 @CIFAR
-def test_real_cifar10_from_parquet_is_decoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_real_cifar10_from_parquet_is_decoded_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # A sixth of the real pictures keeps the test short.
     source = pq.read_table(SHARED / "cifar10-jpeg" / "test.parquet")
     pq.write_table(source, tmp_path / "train.parquet")
@@ -71,7 +99,9 @@ def test_real_cifar10_from_parquet_is_decoded_once(monkeypatch: pytest.MonkeyPat
     assert (len(data.train), data.spec.shape, data.classes) == (10_000, (3, 32, 32), 10)
     assert data.train.labels.bincount().tolist() == [1000] * 10
     row = source.slice(123, 1).to_pylist()[0]
-    expected = np.asarray(Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB")).transpose(2, 0, 1)
+    expected = np.asarray(Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB")).transpose(
+        2, 0, 1
+    )
     assert np.array_equal(data.train.inputs[123].numpy(), expected)
     folder_of_picture = row["img"]["path"].split("/")[0]
     assert data.class_names is not None
@@ -94,7 +124,10 @@ def _write_mnist(folder: Path, suffix: str = "", classes: int = 10) -> np.ndarra
     images = random_pixels(30, 28, 28)
     for split, some in (("train", images[:20]), ("t10k", images[20:])):
         write_idx(folder / f"{split}-images-idx3-ubyte{suffix}", some)
-        write_idx(folder / f"{split}-labels-idx1-ubyte{suffix}", (np.arange(len(some)) % classes).astype(np.uint8))
+        write_idx(
+            folder / f"{split}-labels-idx1-ubyte{suffix}",
+            (np.arange(len(some)) % classes).astype(np.uint8),
+        )
     return images
 
 
@@ -124,8 +157,12 @@ def test_a_shared_data_folder_distinguishes_sets_of_equal_file_names(
     assert make("fashion_mnist", folder=str(tmp_path / "all")).class_names[-1] == "ankle boot"  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("choice", "scale"), [("standard", (0.1307, 0.3081)), ("half", (0.5, 0.5)), ("none", (0, 1))])
-def test_normalise_subtracts_and_divides(choice: str, scale: tuple[float, float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("choice", "scale"), [("standard", (0.1307, 0.3081)), ("half", (0.5, 0.5)), ("none", (0, 1))]
+)
+def test_normalise_subtracts_and_divides(
+    choice: str, scale: tuple[float, float], tmp_path: Path
+) -> None:
     _write_mnist(tmp_path)
     data = make("mnist", folder=str(tmp_path), normalise=choice)
     expected = (data.train.inputs.double() / 255 - scale[0]) / scale[1]
@@ -137,11 +174,15 @@ def test_bad_idx_sets_are_refused_in_one_line(tmp_path: Path) -> None:
         make("mnist", folder=str(tmp_path / "absent"), normalise="haf")
     with pytest.raises(DataError, match="absent: no such folder"):
         make("mnist", folder=str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"mnist: no folder given .* put train-images-idx3-ubyte\[.gz\]") as caught:
+    with pytest.raises(
+        DataError, match=r"mnist: no folder given .* put train-images-idx3-ubyte\[.gz\]"
+    ) as caught:
         make("mnist")
     assert "\n" not in str(caught.value)
     _write_mnist(tmp_path, classes=11)
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: label 10 in row 10 is outside 0\.\.9"):
+    with pytest.raises(
+        DataError, match=r"train-labels-idx1-ubyte: label 10 in row 10 is outside 0\.\.9"
+    ):
         make("mnist", folder=str(tmp_path))
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match="t10k-labels-idx1-ubyte: missing"):
@@ -192,11 +233,15 @@ def test_cifar10_is_read_from_python_batches(tmp_path: Path) -> None:
     folder.mkdir()
     for at, name in enumerate(names):
         data, labels = random_pixels(4, 3072, seed=at), np.arange(4) + at
-        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2))
+        (folder / name).write_bytes(
+            pickle.dumps({b"data": data, b"labels": labels.tolist()}, protocol=2)
+        )
     dataset = make("cifar10", folder=str(tmp_path))
     assert (len(dataset.train), len(dataset.test)) == (20, 4)
     assert dataset.train.labels[:8].tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
-    assert np.array_equal(dataset.test.inputs.numpy().reshape(4, 3072), random_pixels(4, 3072, seed=5))
+    assert np.array_equal(
+        dataset.test.inputs.numpy().reshape(4, 3072), random_pixels(4, 3072, seed=5)
+    )
     (folder / "data_batch_3").unlink()
     with pytest.raises(DataError, match="data_batch_3: missing"):
         make("cifar10", folder=str(tmp_path))
@@ -208,7 +253,10 @@ def test_cifar100_fine_and_coarse_agree_over_formats(tmp_path: Path) -> None:
     folders = {form: tmp_path / form for form in ("cifar-100-python", "parquet")}
     for folder in folders.values():
         folder.mkdir()
-    rows = [{"bytes": picture(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None} for image in images]
+    rows = [
+        {"bytes": picture(image.reshape(3, 32, 32).transpose(1, 2, 0)), "path": None}
+        for image in images
+    ]
     for split in ("train", "test"):
         batch = {"data": images, "fine_labels": fine.tolist(), "coarse_labels": coarse.tolist()}
         (folders["cifar-100-python"] / split).write_bytes(pickle.dumps(batch, protocol=2))
@@ -241,7 +289,9 @@ def _write_tiny(root: Path) -> dict[str, np.ndarray]:
     (root / "val" / "images").mkdir(parents=True)
     lines = []
     for number, wnid in enumerate(wnids):
-        (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(picture(random_pixels(64, 64, seed=number)))
+        (root / "val" / "images" / f"val_{number}.JPEG").write_bytes(
+            picture(random_pixels(64, 64, seed=number))
+        )
         lines.append(f"val_{number}.JPEG\t{wnid}\t0\t0\t62\t62")
     (root / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
     return first_images
@@ -250,11 +300,21 @@ def _write_tiny(root: Path) -> dict[str, np.ndarray]:
 def test_tiny_imagenet_is_read_from_its_folder(tmp_path: Path) -> None:
     first_images = _write_tiny(tmp_path / "tiny-imagenet-200")
     data = make("tiny_imagenet", folder=str(tmp_path))
-    assert (data.classes, data.spec.shape, len(data.train), len(data.test)) == (200, (3, 64, 64), 30, 3)
+    assert (data.classes, data.spec.shape, len(data.train), len(data.test)) == (
+        200,
+        (3, 64, 64),
+        30,
+        3,
+    )
     assert data.test.labels.tolist() == [2, 0, 1]  # n03, n01, n02
-    assert np.array_equal(data.train.inputs[data.train.labels == 1][0].numpy(), first_images["n02"].transpose(2, 0, 1))
+    assert np.array_equal(
+        data.train.inputs[data.train.labels == 1][0].numpy(), first_images["n02"].transpose(2, 0, 1)
+    )
     held_out = make("tiny_imagenet", folder=str(tmp_path), test="held_out", test_fraction=0.2)
-    assert (held_out.train.labels.bincount().tolist(), held_out.test.labels.bincount().tolist()) == ([8] * 3, [2] * 3)
+    assert (
+        held_out.train.labels.bincount().tolist(),
+        held_out.test.labels.bincount().tolist(),
+    ) == ([8] * 3, [2] * 3)
 
 
 def test_damaged_tiny_imagenet_is_named(tmp_path: Path) -> None:
@@ -284,7 +344,9 @@ def _leaf(writers: dict[str, int], start: int = 0) -> str:
         images = np.zeros((size, 784))
         images[:, 0], images[:, 1] = at, np.arange(size) % 256
         data[name] = {"x": (images / 255).tolist(), "y": (np.arange(size) % 62).tolist()}
-    return json.dumps({"users": list(writers), "num_samples": list(writers.values()), "user_data": data})
+    return json.dumps(
+        {"users": list(writers), "num_samples": list(writers.values()), "user_data": data}
+    )
 
 
 def _identity(data: Dataset) -> list[tuple[int, int]]:
@@ -299,7 +361,11 @@ def test_take_writers_follows_leaf() -> None:
     assert all(count == sizes[position] for position, count in taken[:-1])
     assert len({position for position, _ in taken}) == len(taken)
     assert sorted(take_writers(sizes, 1.0, seed=3, file=0)) == list(enumerate(sizes))
-    draws = {tuple(take_writers(sizes, 0.5, seed=seed, file=file)) for seed in range(5) for file in range(3)}
+    draws = {
+        tuple(take_writers(sizes, 0.5, seed=seed, file=file))
+        for seed in range(5)
+        for file in range(3)
+    }
     assert len(draws) > 5
 
 
@@ -307,9 +373,18 @@ def test_femnist_samples_and_splits_by_writer(tmp_path: Path) -> None:
     folder = tmp_path / "femnist" / "data" / "all_data"
     folder.mkdir(parents=True)
     sizes = {0: [20, 14, 9, 30], 1: [25, 12, 40]}
-    (folder / "all_data_0.json").write_text(_leaf({f"a{at}": size for at, size in enumerate(sizes[0])}))
-    (folder / "all_data_1.json").write_text(_leaf({f"b{at}": size for at, size in enumerate(sizes[1])}, start=4))
-    options: dict[str, Any] = {"folder": str(tmp_path), "fraction": 0.6, "least": 10, "sample_seed": 1}
+    (folder / "all_data_0.json").write_text(
+        _leaf({f"a{at}": size for at, size in enumerate(sizes[0])})
+    )
+    (folder / "all_data_1.json").write_text(
+        _leaf({f"b{at}": size for at, size in enumerate(sizes[1])}, start=4)
+    )
+    options: dict[str, Any] = {
+        "folder": str(tmp_path),
+        "fraction": 0.6,
+        "least": 10,
+        "sample_seed": 1,
+    }
     data = make("femnist", **options)
     expected: list[tuple[int, int]] = []
     for file, start in ((0, 0), (1, 4)):
@@ -324,7 +399,10 @@ def test_femnist_samples_and_splits_by_writer(tmp_path: Path) -> None:
         assert len({int(v) for v in data.train.inputs[members[0]][:, 0, 0, 0]}) == 1
         total = int(members[0].sum() + members[1].sum())
         assert int(members[0].sum()) == max(1, int(0.9 * total))
-    assert torch.equal(data.prepare(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)), torch.tensor([[[[1.0, -1.0]]]]))
+    assert torch.equal(
+        data.prepare(torch.tensor([[[[0, 255]]]], dtype=torch.uint8)),
+        torch.tensor([[[[1.0, -1.0]]]]),
+    )
     split_again = make("femnist", **options, split_seed=1)
     assert sorted(_identity(split_again)) == sorted(expected)
     assert not torch.equal(split_again.test.inputs, data.test.inputs)
@@ -352,7 +430,11 @@ def test_femnist_takes_a_preprocessed_folder_as_it_is(tmp_path: Path) -> None:
 
 def test_ag_news_numbers_its_tokens(tmp_path: Path) -> None:
     rows = {
-        "train": [("3", "Oil", "Oil, oil falls."), ("1", "Talks", "Peace talks fall"), ("2", "Cup", "Oil cup")],
+        "train": [
+            ("3", "Oil", "Oil, oil falls."),
+            ("1", "Talks", "Peace talks fall"),
+            ("2", "Cup", "Oil cup"),
+        ],
         "test": [("4", "Chips", "Oil chips")],
     }
     for split, lines in rows.items():
@@ -362,13 +444,19 @@ def test_ag_news_numbers_its_tokens(tmp_path: Path) -> None:
     # oil 4, cup 2, talks 2, then one each in alphabetical order: ",", ".", fall, falls, peace
     numbers = {"oil": 2, "cup": 3, "talks": 4, ",": 5, ".": 6, "fall": 7, "falls": 8, "peace": 9}
     assert data.vocabulary == len(numbers) + 2
-    assert data.train.inputs[0].tolist() == [numbers[t] for t in ("oil", "oil", ",", "oil", "falls", ".")]
-    assert data.train.inputs[1].tolist() == [numbers[t] for t in ("talks", "peace", "talks", "fall")] + [0, 0]
+    assert data.train.inputs[0].tolist() == [
+        numbers[t] for t in ("oil", "oil", ",", "oil", "falls", ".")
+    ]
+    assert data.train.inputs[1].tolist() == [
+        numbers[t] for t in ("talks", "peace", "talks", "fall")
+    ] + [0, 0]
     assert data.test.inputs.tolist() == [[1, 2, 1, 0, 0, 0]]
     assert data.train.labels.tolist() == [2, 0, 1]
     assert data.train.inputs.dtype == torch.int64
     assert make("ag_news", folder=str(tmp_path), max_vocabulary=4).vocabulary == 4
-    assert make("ag_news", folder=str(tmp_path), vocabulary_from="all").vocabulary == len(numbers) + 3
+    assert (
+        make("ag_news", folder=str(tmp_path), vocabulary_from="all").vocabulary == len(numbers) + 3
+    )
     with pytest.raises(InvalidValue, match="did you mean 'train'"):
         make("ag_news", folder=str(tmp_path), vocabulary_from="trian")
     (tmp_path / "test.csv").write_text('"5","a","b"\n')
@@ -382,8 +470,12 @@ def test_ag_news_numbers_its_tokens(tmp_path: Path) -> None:
 # --- the hub ---
 
 
-def _fake_hub(monkeypatch: pytest.MonkeyPatch, tables: dict[tuple[str, str], pa.Table]) -> list[tuple[str, str]]:
-    """Install a `datasets` module that serves `tables` by (repository, split); returns the list of its calls."""
+def _fake_hub(
+    monkeypatch: pytest.MonkeyPatch, tables: dict[tuple[str, str], pa.Table]
+) -> list[tuple[str, str]]:
+    """Install a `datasets` module that serves `tables` by (repository, split); returns the list of
+    its calls.
+    """
     calls: list[tuple[str, str]] = []
 
     def load_dataset(path: str, *, split: str) -> Any:
@@ -400,12 +492,17 @@ def _fake_hub(monkeypatch: pytest.MonkeyPatch, tables: dict[tuple[str, str], pa.
 
 
 def _pictures(count: int, *shape: int) -> list[dict[str, object]]:
-    return [{"bytes": picture(random_pixels(*shape, seed=at)), "path": f"{at}.png"} for at in range(count)]
+    return [
+        {"bytes": picture(random_pixels(*shape, seed=at)), "path": f"{at}.png"}
+        for at in range(count)
+    ]
 
 
 def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"image": _pictures(5, 28, 28), "label": [4, 3, 2, 1, 0]})
-    calls = _fake_hub(monkeypatch, {("ylecun/mnist", "train"): table, ("ylecun/mnist", "test"): table.slice(3)})
+    calls = _fake_hub(
+        monkeypatch, {("ylecun/mnist", "train"): table, ("ylecun/mnist", "test"): table.slice(3)}
+    )
     data = make("mnist", hub=True)
     assert calls == [("ylecun/mnist", "train"), ("ylecun/mnist", "test")]
     assert np.array_equal(data.train.inputs[2, 0].numpy(), random_pixels(28, 28, seed=2))
@@ -417,7 +514,14 @@ def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hub_serves_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     colour = _pictures(4, 32, 32, 3)
-    cifar = pa.table({"img": colour, "label": [0, 9, 1, 2], "fine_label": [99, 0, 1, 2], "coarse_label": [19, 0, 1, 2]})
+    cifar = pa.table(
+        {
+            "img": colour,
+            "label": [0, 9, 1, 2],
+            "fine_label": [99, 0, 1, 2],
+            "coarse_label": [19, 0, 1, 2],
+        }
+    )
     tiny = pa.table({"image": _pictures(2, 64, 64, 3), "label": [199, 0]})
     news = pa.table({"text": ["Oil falls", "Peace, talks"], "label": [2, 0]})
     tables = {
@@ -440,7 +544,9 @@ def test_the_hub_serves_the_other_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     writers = ["w1"] * 6 + ["w0"] * 4 + ["w1"] * 2
-    table = pa.table({"image": _pictures(12, 28, 28), "writer_id": writers, "character": list(range(50, 62))})
+    table = pa.table(
+        {"image": _pictures(12, 28, 28), "writer_id": writers, "character": list(range(50, 62))}
+    )
     _fake_hub(monkeypatch, {("flwrlabs/femnist", "train"): table})
     data = make("femnist", hub=True, fraction=1.0, least=2, test_fraction=0.25)
     both = data.train.concatenate(data.test)
@@ -451,7 +557,9 @@ def test_the_hub_serves_femnist_by_writer(monkeypatch: pytest.MonkeyPatch) -> No
         assert int((both.groups == group).sum()) == writers.count(writers[row])
 
 
-def test_the_hub_is_asked_only_without_local_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hub_is_asked_only_without_local_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(MissingExtra, match=r"pip install -e '.\[hub\]'"):
         make("mnist", hub=True)
     calls = _fake_hub(monkeypatch, {})
@@ -463,7 +571,9 @@ def test_the_hub_is_asked_only_without_local_files(monkeypatch: pytest.MonkeyPat
     _write_mnist(tmp_path)
     make("mnist", folder=str(tmp_path), hub=True)
     assert calls == []
-    with pytest.raises(DataError, match="hub data set 'ylecun/mnist', split 'train': cannot be loaded") as caught:
+    with pytest.raises(
+        DataError, match="hub data set 'ylecun/mnist', split 'train': cannot be loaded"
+    ) as caught:
         make("mnist", hub=True)
     assert "\n" not in str(caught.value)
 
@@ -473,10 +583,20 @@ def test_every_set_needs_no_arguments_or_names_the_missing_ones(name: str) -> No
     entry = datasets[name]
     assert len(entry.summary) > 20
     assert all(parameter.default is not parameter.empty for parameter in entry.parameters.values())
-    if name in ("digits", "wine", "breast_cancer", "diabetes", "synthetic", "synthetic_feddc", "part"):
+    if name in (
+        "digits",
+        "wine",
+        "breast_cancer",
+        "diabetes",
+        "synthetic",
+        "synthetic_feddc",
+        "part",
+    ):
         data = entry.make()
         assert data.name == ("digits" if name == "part" else name)  # by default a part of those
         assert int(data.train.labels.max()) < (data.classes or 10)
         return
-    with pytest.raises(FedloomError, match=r"\A[^\n]*(put .* in FOLDER|needs path|no such folder|must be)[^\n]*\Z"):
+    with pytest.raises(
+        FedloomError, match=r"\A[^\n]*(put .* in FOLDER|needs path|no such folder|must be)[^\n]*\Z"
+    ):
         entry.make()

@@ -24,9 +24,12 @@ def test_digits_keeps_every_pixel_and_every_image() -> None:
     assert data.spec.shape == (1, 8, 8)
     assert len(samples) == 1797
     counts = (samples.inputs.flatten(1).double() * 16).numpy()
-    rows = sorted((tuple(pixels), int(label)) for pixels, label in zip(counts, samples.labels, strict=True))
+    rows = sorted(
+        (tuple(pixels), int(label)) for pixels, label in zip(counts, samples.labels, strict=True)
+    )
     assert rows == sorted(
-        (tuple(image.ravel()), int(label)) for image, label in zip(source.images, source.target, strict=True)
+        (tuple(image.ravel()), int(label))
+        for image, label in zip(source.images, source.target, strict=True)
     )
 
 
@@ -141,7 +144,9 @@ def test_synthetic_iid_shares_one_model_and_centre() -> None:
 
 
 def test_a_user_does_not_change_with_the_number_of_users() -> None:
-    few, many = (make("synthetic_feddc", alpha=1.0, beta=1.0, users=n, test="train") for n in (3, 9))
+    few, many = (
+        make("synthetic_feddc", alpha=1.0, beta=1.0, users=n, test="train") for n in (3, 9)
+    )
     assert torch.equal(few.train.inputs, many.train[:600].inputs)
     assert torch.equal(few.train.labels, many.train[:600].labels)
     other_seed = make("synthetic_feddc", alpha=1.0, beta=1.0, users=3, test="train", seed=1)
@@ -169,27 +174,40 @@ def test_synthetic_refuses_bad_options(name: str, options: dict[str, object], te
 
 
 @pytest.mark.parametrize(
-    ("name", "load"), [("wine", load_wine), ("breast_cancer", load_breast_cancer), ("diabetes", load_diabetes)]
+    ("name", "load"),
+    [("wine", load_wine), ("breast_cancer", load_breast_cancer), ("diabetes", load_diabetes)],
 )
-def test_tables_keep_every_sample_standardised_by_the_training_part(name: str, load: Callable[[], Any]) -> None:
+def test_tables_keep_every_sample_standardised_by_the_training_part(
+    name: str, load: Callable[[], Any]
+) -> None:
     data, source = make(name), load()
     assert data.train.inputs.mean(0).abs().max() < 1e-5
     assert (data.train.inputs.std(0, correction=0) - 1).abs().max() < 1e-5
     assert len(data.train) + len(data.test) == len(source.data)
     inputs = torch.cat([data.train.inputs, data.test.inputs]).double().numpy()
     scaled = (source.data - source.data.mean(0)) / source.data.std(0)
-    assert np.allclose(np.corrcoef(np.sort(inputs, 0).T), np.corrcoef(np.sort(scaled, 0).T), atol=1e-4)
+    assert np.allclose(
+        np.corrcoef(np.sort(inputs, 0).T), np.corrcoef(np.sort(scaled, 0).T), atol=1e-4
+    )
     if data.objective.classes:
-        assert sorted([*data.train.labels.tolist(), *data.test.labels.tolist()]) == sorted(source.target.tolist())
+        assert sorted([*data.train.labels.tolist(), *data.test.labels.tolist()]) == sorted(
+            source.target.tolist()
+        )
         assert data.class_names == tuple(source.target_names)
 
 
 def test_federated_regression_comes_as_near_as_least_squares_on_all_data() -> None:
     data = make("diabetes")
     exact = LinearRegression().fit(data.train.inputs, data.train.labels)
-    error = float(np.sqrt(np.mean((exact.predict(data.test.inputs) - data.test.labels.numpy()) ** 2)))
+    error = float(
+        np.sqrt(np.mean((exact.predict(data.test.inputs) - data.test.labels.numpy()) ** 2))
+    )
     task = fl.make_task(
-        data, clients=10, partition="dirichlet(0.5)", model="logistic", training={"learning_rate": 0.05}
+        data,
+        clients=10,
+        partition="dirichlet(0.5)",
+        model="logistic",
+        training={"learning_rate": 0.05},
     )
     result = fl.run("scaffold", task, rounds=60, participation=1.0, engine="stacked")
     assert result.score == pytest.approx(error, rel=0.02)
@@ -199,5 +217,11 @@ def test_federated_regression_comes_as_near_as_least_squares_on_all_data() -> No
 
 @pytest.mark.parametrize(("name", "least"), [("wine", 0.94), ("breast_cancer", 0.95)])
 def test_tables_are_classified_by_averaged_models(name: str, least: float) -> None:
-    task = fl.make_task(name, clients=5, partition="dirichlet(0.5)", model="logistic", training={"learning_rate": 0.1})
+    task = fl.make_task(
+        name,
+        clients=5,
+        partition="dirichlet(0.5)",
+        model="logistic",
+        training={"learning_rate": 0.1},
+    )
     assert fl.run("fedavg", task, rounds=40, participation=1.0, engine="stacked").accuracy >= least

@@ -1,4 +1,6 @@
-"""The default engine: the rule's choice, its repeatability, and that a resumed run keeps its engine."""
+"""The default engine: the rule's choice, its repeatability, and that a resumed run keeps its
+engine.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ SHORT, LONG = Schedule(rounds=2, participation=0.5), Schedule(rounds=10_000, par
 
 
 def task(model: str = "mlp(hidden=[16])", clients: int = 6, **training: Any) -> Task:
-    return make_task("digits", clients=clients, partition="dirichlet(0.5)", model=model, training=training)
+    return make_task(
+        "digits", clients=clients, partition="dirichlet(0.5)", model=model, training=training
+    )
 
 
 @pytest.fixture
@@ -60,9 +64,21 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mlp(hidden=[16])", "fedavg", LONG, {"autocast": "bfloat16"}, "processes(workers=2)"),
         ("mlp(hidden=[16])", "dp_sgd(fedavg, clip=1, noise=1)", LONG, {}, "processes(workers=2)"),
         ("mlp(hidden=[16])", "dp_sgd(fedavg, clip=1, noise=1)", SHORT, {}, "rows"),
-        ("mlp(hidden=[400, 400])", "fedavg", LONG, {"epochs": 10}, "processes(workers=2, inside=stacked)"),
+        (
+            "mlp(hidden=[400, 400])",
+            "fedavg",
+            LONG,
+            {"epochs": 10},
+            "processes(workers=2, inside=stacked)",
+        ),
         ("mlp(hidden=[400, 400])", "fedavg", SHORT, {"epochs": 10}, "stacked"),
-        ("mlp(hidden=[400, 400])", "dp_sgd(fedavg, clip=1, noise=1)", LONG, {"epochs": 10}, "processes(workers=2)"),
+        (
+            "mlp(hidden=[400, 400])",
+            "dp_sgd(fedavg, clip=1, noise=1)",
+            LONG,
+            {"epochs": 10},
+            "processes(workers=2)",
+        ),
         ("digits_cnn", "fedavg", LONG, {}, "processes(workers=2)"),
         ("digits_cnn", "fedprox", LONG, {"optimizer": "adam"}, "processes(workers=2)"),
         ("digits_cnn", "fedavg", None, {}, "processes(workers=2)"),
@@ -96,7 +112,10 @@ def test_small_low_rank_adapters_of_frozen_layers_train_in_stacks() -> None:
         (2000, "fedavg", "rows"),
         (32, "dp_sgd(fedavg, clip=1, noise=1)", "rows"),
     ):
-        assert choice(replace(task(), model=LowRank(width)), LONG, False, build(method))[0].name == expected
+        assert (
+            choice(replace(task(), model=LowRank(width)), LONG, False, build(method))[0].name
+            == expected
+        )
 
 
 @pytest.mark.usefixtures("cores")
@@ -115,7 +134,9 @@ def test_no_processes_start_in_workers_or_on_one_thread(monkeypatch: pytest.Monk
         inside.setenv(VARIABLE, "1")
         assert name() == "rows"
     with monkeypatch.context() as inside:
-        inside.setattr("multiprocessing.parent_process", lambda: "a program that spreads its work by itself")
+        inside.setattr(
+            "multiprocessing.parent_process", lambda: "a program that spreads its work by itself"
+        )
         assert name() == "rows"
 
 
@@ -131,10 +152,13 @@ def test_models_that_cannot_be_stacked_train_row_by_row() -> None:
             return out
 
     assert choice(replace(task(), model=Shared()), LONG, False, None)[0].name == "rows"
-    smoothed = replace(task().dataset, objective=build_objective("classification(label_smoothing=0.1)"))
+    smoothed = replace(
+        task().dataset, objective=build_objective("classification(label_smoothing=0.1)")
+    )
     assert choice(replace(task(), dataset=smoothed), LONG, False, None)[0].name == "rows"
     single_client = replace(
-        task(), partition=Partition.from_sizes(task().partition.indices, [len(task().partition.indices)])
+        task(),
+        partition=Partition.from_sizes(task().partition.indices, [len(task().partition.indices)]),
     )
     assert choice(single_client, LONG, False, None)[0].name == "rows"
 
@@ -142,15 +166,26 @@ def test_models_that_cannot_be_stacked_train_row_by_row() -> None:
 @pytest.mark.usefixtures("cores")
 def test_work_is_counted_in_multiply_adds() -> None:
     sample = torch.zeros(1, 1, 8, 8)
-    assert multiply_adds(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), sample) == 2368
+    assert (
+        multiply_adds(
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), sample
+        )
+        == 2368
+    )
     assert multiply_adds(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), sample) == 36 * 4 * 9
     small = task("digits_cnn", batch_size=10, epochs=2)
     random_state = torch.random.get_rng_state()
     once = round_seconds(small, SHORT)
     assert torch.equal(random_state, torch.random.get_rng_state())
     sizes = small.partition.sizes
-    for changes, expected_steps in (({"steps": 5}, 5), ({"batch_size": None}, 2), ({}, (2 * -(-sizes // 10)).mean())):
-        assert mean_steps(replace(small, training=replace(small.training, **changes))) == pytest.approx(expected_steps)
+    for changes, expected_steps in (
+        ({"steps": 5}, 5),
+        ({"batch_size": None}, 2),
+        ({}, (2 * -(-sizes // 10)).mean()),
+    ):
+        assert mean_steps(
+            replace(small, training=replace(small.training, **changes))
+        ) == pytest.approx(expected_steps)
     step = 1e-3 + 3 * 10 * multiply_adds(small.model, sample) / 2e10
     steps = sum(2 * -(-int(size) // 10) for size in small.partition.sizes) / 6
     assert once == pytest.approx(3 * steps * step)
@@ -159,11 +194,14 @@ def test_work_is_counted_in_multiply_adds() -> None:
         assert choice(small, replace(SHORT, rounds=rounds + extra), False, None)[0].name == expected
 
 
-@pytest.mark.parametrize(("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")])
+@pytest.mark.parametrize(
+    ("method", "engine"), [("fedprox", "stacked"), ("dp_sgd(fedavg, clip=1, noise=1)", "rows")]
+)
 def test_a_default_run_has_the_numbers_of_the_chosen_engine(method: str, engine: str) -> None:
     small = task()
     by_default, named = (
-        fl.run(method, small, rounds=3, participation=0.5, engine=name) for name in ("default", engine)
+        fl.run(method, small, rounds=3, participation=0.5, engine=name)
+        for name in ("default", engine)
     )
     assert fl.run(method, small, rounds=3, participation=0.5).history == by_default.history
     assert by_default.history == named.history
@@ -184,7 +222,10 @@ def test_processes_give_a_run_the_numbers_of_rows(caplog: pytest.LogCaptureFixtu
     assert engine.workers == 1  # of two clients one trains in a round
     assert engine.store.budget == 1000
     schedule = Schedule(2, 1.0)
-    runs = [Federation(build("fedavg"), small, local_engine, schedule) for local_engine in (engine, RowsEngine(small))]
+    runs = [
+        Federation(build("fedavg"), small, local_engine, schedule)
+        for local_engine in (engine, RowsEngine(small))
+    ]
     for run in runs:
         run.run()
     engine.close()
@@ -198,7 +239,9 @@ def test_a_resumed_run_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.Monk
     saved = json.loads((tmp_path / "engine.json").read_text())
     assert saved["name"] == "stacked"
     assert saved["reason"]
-    monkeypatch.setattr("fedloom.engines.choose.choice", lambda *_: (Choice("rows", reason="another rule"), None))
+    monkeypatch.setattr(
+        "fedloom.engines.choose.choice", lambda *_: (Choice("rows", reason="another rule"), None)
+    )
     result = fl.run("fedmr", small, rounds=4, participation=0.5, directory=tmp_path)
     assert isinstance(result.federation.engine, StackedEngine)
     assert torch.equal(result.federation.model(), uninterrupted.federation.model())
@@ -238,7 +281,9 @@ def test_a_run_in_worker_processes_resumes_without_them_if_none_may_start(
     assert any("starts no processes here" in notice for notice in engine.notices)
 
 
-def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_read_without_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = task()
     result = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
 
@@ -254,7 +299,9 @@ def test_a_finished_run_is_read_without_its_engine(tmp_path: Path, monkeypatch: 
 
 def plan(folder: Path, **keys: Any) -> Configuration:
     table = {"directory": str(folder), "rounds": 1, "participation": 0.5, "data": {"clients": 6}}
-    return configuration({**table, "model": "mlp(hidden=[16])", "algorithms": ["fedavg", "fedmr"], **keys})
+    return configuration(
+        {**table, "model": "mlp(hidden=[16])", "algorithms": ["fedavg", "fedmr"], **keys}
+    )
 
 
 def test_the_choice_is_printed_first_and_stands_in_the_report(tmp_path: Path) -> None:
@@ -268,7 +315,9 @@ def test_the_choice_is_printed_first_and_stands_in_the_report(tmp_path: Path) ->
     assert reason in (tmp_path / "report.html").read_text()
     name = RunName("fedmr", 0)
     assert job.resolved(*name[:2])["engine"] == "default"
-    assert run_directory(job, *name).engine == Choice("stacked", reason="linear layers train fastest in stacks")
+    assert run_directory(job, *name).engine == Choice(
+        "stacked", reason="linear layers train fastest in stacks"
+    )
     events: list[Event] = []
     run_configured(job, name, events.append, fresh=True)
     assert [event.text for event in events if event.kind == "started"] == [reason]

@@ -1,4 +1,6 @@
-"""The files of docs/deployment.md: whole, and of the syntax that Docker, Kubernetes and systemd read."""
+"""The files of docs/deployment.md: whole, and of the syntax that Docker, Kubernetes and systemd
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "VOLUME"}
 
 def installed(program: str) -> str | None:
     """Return the path of a program, beside this Python or elsewhere."""
-    return shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    return shutil.which(
+        program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
 
 
 def options_of(command: str) -> set[str]:
@@ -44,9 +48,14 @@ def commands() -> list[str]:
         assert line is not None
         command_lines.append(line[1].replace("\\\n", " ").replace("${SITE}", "2"))
     stateful = next(
-        manifest for manifest in yaml.safe_load_all(FILES["server.yaml"]) if manifest["kind"] == "StatefulSet"
+        manifest
+        for manifest in yaml.safe_load_all(FILES["server.yaml"])
+        if manifest["kind"] == "StatefulSet"
     )
-    return [*command_lines, shlex.join(stateful["spec"]["template"]["spec"]["containers"][0]["command"])]
+    return [
+        *command_lines,
+        shlex.join(stateful["spec"]["template"]["spec"]["containers"][0]["command"]),
+    ]
 
 
 def test_the_page_holds_every_file() -> None:
@@ -65,14 +74,20 @@ def test_the_dockerfile_is_a_sequence_of_known_instructions() -> None:
     assert lines[0].startswith("FROM python:3.")
     for line in lines:
         if line.startswith("RUN"):
-            done = subprocess.run(["sh", "-n", "-c", line.removeprefix("RUN ")], capture_output=True, check=False)
+            done = subprocess.run(
+                ["sh", "-n", "-c", line.removeprefix("RUN ")], capture_output=True, check=False
+            )
             assert done.returncode == 0, line
 
 
 def test_compose_has_a_server_and_three_sites_of_their_own() -> None:
     compose = yaml.safe_load(FILES["compose.yaml"])
     assert list(compose["services"]) == ["server", "site-0", "site-1", "site-2"]
-    named = {volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]}
+    named = {
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service["volumes"]
+    }
     assert {name for name in named if not name.startswith(".")} == compose["volumes"].keys()
     for number in range(3):
         service = compose["services"][f"site-{number}"]
@@ -90,7 +105,11 @@ def test_docker_compose_takes_the_file(tmp_path: Path) -> None:
         pytest.skip("docker compose is missing")
     (tmp_path / "compose.yaml").write_text(FILES["compose.yaml"])
     done = subprocess.run(
-        ["docker", "compose", "config", "-q"], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["docker", "compose", "config", "-q"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -110,18 +129,26 @@ def test_sites_are_configured_as_nodes_are() -> None:
     for command in commands():
         words = shlex.split(command)
         if "--node-config" in words:
-            pairs = dict(pair.split("=", 1) for pair in shlex.split(words[words.index("--node-config") + 1]))
-            settings = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+            pairs = dict(
+                pair.split("=", 1) for pair in shlex.split(words[words.index("--node-config") + 1])
+            )
+            settings = {
+                name: int(value) if value.isdigit() else value for name, value in pairs.items()
+            }
             numbers.append(NodeConfig.read(settings).number)
     assert numbers == [0, 1, 2, 2]
 
 
 def test_kubernetes_mounts_what_the_server_reads() -> None:
-    manifests = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(FILES["server.yaml"])}
+    manifests = {
+        manifest["kind"]: manifest for manifest in yaml.safe_load_all(FILES["server.yaml"])
+    }
     assert manifests.keys() == {"PersistentVolumeClaim", "StatefulSet", "Service"}
     spec = manifests["StatefulSet"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in spec["volumes"]
+    }
     assert (
         manifests["Service"]["spec"]["selector"].items()
         <= manifests["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()
@@ -137,7 +164,10 @@ def test_systemd_takes_the_units(name: str, tmp_path: Path) -> None:
     text = re.sub(r"/opt/fedloom/bin/flower-\w+", str(binary), FILES[name])
     (tmp_path / name).write_text(text)
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)], capture_output=True, text=True, check=False
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     complaints = [line for line in (done.stdout + done.stderr).splitlines() if name in line]
     assert complaints == []

@@ -57,7 +57,9 @@ def test_devices_are_found_by_name(two_gpus: None) -> None:
     devices = {name: find_device(name) for name in ("cpu", "cuda", "cuda:1", "auto")}
     cpu, gpu_0, gpu_1 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
     assert devices == {"cpu": cpu, "cuda": gpu_0, "cuda:1": gpu_1, "auto": gpu_0}
-    with pytest.raises(InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"):
+    with pytest.raises(
+        InvalidValue, match=r"^there is no device 'cuda:2' here \(there are: cpu, cuda:0, cuda:1\)$"
+    ):
         find_device("cuda:2")
 
 
@@ -81,7 +83,10 @@ def test_a_configuration_names_its_device(no_gpu: None) -> None:
     for table, words in (
         ({"device": "gpu"}, r"device 'gpu' is not allowed:.*\(allowed: cpu, cuda, cuda:1, auto\)"),
         ({"device": "cuda:x"}, r"device 'cuda:x' is not allowed: did you mean 'cuda'"),
-        ({"device": "cuda", "engine": "processes"}, r"'processes' takes data on the CPU, not device = 'cuda'"),
+        (
+            {"device": "cuda", "engine": "processes"},
+            r"'processes' takes data on the CPU, not device = 'cuda'",
+        ),
         ({"device": "cuda:1", "engine": "ray(workers=2)"}, r"'ray' takes data on the CPU.*gpus=1"),
     ):
         with pytest.raises(InvalidValue, match=words) as caught:
@@ -92,10 +97,14 @@ def test_a_configuration_names_its_device(no_gpu: None) -> None:
 
 
 def test_autocast_is_a_setting_of_training() -> None:
-    settings = configuration({"training": {"autocast": "bfloat16"}}).resolved("fedavg", 0)["training"]
+    settings = configuration({"training": {"autocast": "bfloat16"}}).resolved("fedavg", 0)[
+        "training"
+    ]
     assert settings["autocast"] == "bfloat16"
     assert configuration({}).resolved("fedavg", 0)["training"]["autocast"] == "none"
-    with pytest.raises(InvalidValue, match=r"training.autocast must be .*, not 'bfloat': did you mean 'bfloat16'"):
+    with pytest.raises(
+        InvalidValue, match=r"training.autocast must be .*, not 'bfloat': did you mean 'bfloat16'"
+    ):
         configuration({"training": {"autocast": "bfloat"}})
 
 
@@ -128,7 +137,9 @@ def test_checkpoints_come_back_to_where_their_tensors_were() -> None:
     """`meta` stands for another device."""
     like = {"model": torch.empty(3, device="meta"), "counter": torch.zeros(1)}
     back = moved_back(
-        {"model": torch.ones(3), "counter": torch.ones(1), "later": torch.ones(2)}, like, torch.device("meta")
+        {"model": torch.ones(3), "counter": torch.ones(1), "later": torch.ones(2)},
+        like,
+        torch.device("meta"),
     )
     assert {name: tensor.device.type for name, tensor in back.items()} == {
         "model": "meta", "counter": "cpu", "later": "meta",
@@ -159,7 +170,9 @@ WAITING = {
     torch.ops.aten.repeat_interleave.Tensor,
     torch.ops.aten.bincount.default,
 }
-"""Operations that on a GPU hold up the process until all work before them is done, to learn a figure or a shape."""
+"""Operations that on a GPU hold up the process until all work before them is done, to learn a
+figure or a shape.
+"""
 
 
 class Nowait(TorchDispatchMode):
@@ -191,7 +204,9 @@ def test_an_operation_that_waits_is_noticed() -> None:
 
 @contextmanager
 def without_waiting() -> Iterator[list[int]]:
-    """Every step of local training, and the gathering of its batch, raises where it would wait; how many there were."""
+    """Every step of local training, and the gathering of its batch, raises where it would wait; how
+    many there were.
+    """
     steps: list[int] = []
     each_batch, gradient = Cohort.each_batch, Cohort.gradient
 
@@ -222,7 +237,9 @@ def without_waiting() -> Iterator[list[int]]:
         patch.setattr(FlatModule, "watch", staticmethod(lambda step, rows, group: watched(step)))
         patch.setattr(Cohort, "each_batch", each_watched)
         patch.setattr(
-            Cohort, "gradient", lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args)
+            Cohort,
+            "gradient",
+            lambda self, *args, **kwargs: watched(partial(gradient, self, **kwargs))(*args),
         )
         patch.setattr("fedloom.local.batches._batches", gathered(batches._batches))
         yield steps
@@ -234,7 +251,9 @@ BRIEF = {"fedala": "fedala(max_epochs=2)", "ala(fedmr)": "ala(fedmr, max_epochs=
 
 @pytest.mark.parametrize("make", ENGINES)
 @pytest.mark.parametrize("method", EVERY_METHOD)
-def test_no_step_of_a_local_epoch_waits_for_a_figure(method: str, make: Callable[[Task], RowsEngine]) -> None:
+def test_no_step_of_a_local_epoch_waits_for_a_figure(
+    method: str, make: Callable[[Task], RowsEngine]
+) -> None:
     engine = make(replace(small_task(), training=Training(learning_rate=0.05, batch_size=4)))
     federation = Federation(
         build(BRIEF.get(method, method)), engine.task, engine, Schedule(rounds=2, participation=1.0)
@@ -257,8 +276,12 @@ READS = {
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in READS])
-def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, stacked: bool) -> None:
-    """On `meta` tensors have a device and no values: whatever mixes it with the CPU, or asks for a value, raises."""
+def test_a_client_trains_on_another_device_and_reads_nothing_back(
+    method: str, stacked: bool
+) -> None:
+    """On `meta` tensors have a device and no values: whatever mixes it with the CPU, or asks for a
+    value, raises.
+    """
     settings = Training(learning_rate=0.05, momentum=0.5, batch_size=4)
     task = replace(small_task(), training=settings).to(torch.device("meta"))
     count, clients = task.clients, [0, 1, 2] if stacked else [1]
@@ -275,11 +298,15 @@ def test_a_client_trains_on_another_device_and_reads_nothing_back(method: str, s
         name: rows[clients] if len(rows) > 1 else rows.expand(len(clients), *rows.shape[1:])
         for name, rows in message.items()
     }
-    flat_module = StackedModule(task.model, task.layout) if stacked else FlatModule(task.model, task.layout)
+    flat_module = (
+        StackedModule(task.model, task.layout) if stacked else FlatModule(task.model, task.layout)
+    )
     if isinstance(flat_module, StackedModule):
         flat_module.begin(len(clients), [round.stream("layers", client) for client in clients])
     samples = [task.samples(client) for client in clients]
-    cohort = Cohort(clients, samples, task.dataset, flat_module, settings, round, Memory(ClientStore(), clients))
+    cohort = Cohort(
+        clients, samples, task.dataset, flat_module, settings, round, Memory(ClientStore(), clients)
+    )
     replies = pipeline.work(cohort, inbox)
     assert replies.keys() == pipeline.expected(round).keys() - {INTEGERS}
     assert all(tensor.is_meta and len(tensor) == len(clients) for tensor in replies.values())
@@ -300,7 +327,9 @@ SERVER_READS = {
 SERVER_VARIANTS = ["fedmr(blend=0.5)"]
 
 
-@pytest.mark.parametrize("method", [name for name in EVERY_METHOD if name not in SERVER_READS] + SERVER_VARIANTS)
+@pytest.mark.parametrize(
+    "method", [name for name in EVERY_METHOD if name not in SERVER_READS] + SERVER_VARIANTS
+)
 def test_a_server_works_on_another_device_and_reads_nothing_back(method: str) -> None:
     task = small_task().to(torch.device("meta"))
     clients = task.clients
@@ -378,7 +407,9 @@ def test_half_precision_learns_nearly_what_single_precision_does(engine: str, mo
 
 
 @pytest.mark.parametrize("make", ENGINES)
-def test_layers_compute_in_half_precision_and_only_while_clients_train(make: Callable[[Task], RowsEngine]) -> None:
+def test_layers_compute_in_half_precision_and_only_while_clients_train(
+    make: Callable[[Task], RowsEngine],
+) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Listening()
@@ -386,8 +417,13 @@ def test_layers_compute_in_half_precision_and_only_while_clients_train(make: Cal
         task = digits(kind, model)
         engine = make(task)
         assert engine.flat_module.module.heard is not None
-        heard = [engine.flat_module.module, *([engine.stack.module] if isinstance(engine, StackedEngine) else [])]
-        federation = Federation(build("fedavg"), task, engine, Schedule(rounds=1, participation=1.0))
+        heard = [
+            engine.flat_module.module,
+            *([engine.stack.module] if isinstance(engine, StackedEngine) else []),
+        ]
+        federation = Federation(
+            build("fedavg"), task, engine, Schedule(rounds=1, participation=1.0)
+        )
         for module in heard:
             module.heard.clear()  # type: ignore[union-attr, operator]
         federation.run()
@@ -403,7 +439,9 @@ def test_statistics_move_alike_in_half_precision() -> None:
         torch.manual_seed(0)
         model = Listening()
     names = [("bfloat16", "rows"), ("bfloat16", "stacked"), ("none", "rows")]
-    rows, stacked, single = (trained(digits(kind, model), engine, rounds=1) for kind, engine in names)
+    rows, stacked, single = (
+        trained(digits(kind, model), engine, rounds=1) for kind, engine in names
+    )
     behind = rows.task.layout.trainable
     moved_by = [
         outcome.federation.model()[behind:] - outcome.task.initial[behind:]
@@ -415,11 +453,15 @@ def test_statistics_move_alike_in_half_precision() -> None:
     assert rows.federation.integers.tolist() == stacked.federation.integers.tolist() != [0]
 
 
-@pytest.mark.parametrize("method", ["fedmr", "fedprox(mu=0.01)", "scaffold", "moon", "feddc", "fedala"])
+@pytest.mark.parametrize(
+    "method", ["fedmr", "fedprox(mu=0.01)", "scaffold", "moon", "feddc", "fedala"]
+)
 def test_stacks_in_half_precision_are_near_rows(method: str) -> None:
     task = digits("bfloat16")
     task = replace(task, training=replace(task.training, momentum=0.0))
-    rows, stacked = (run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked"))
+    rows, stacked = (
+        run(method, task, rounds=2, participation=0.5, engine=name) for name in ("rows", "stacked")
+    )
     assert isinstance(stacked.federation.engine, StackedEngine)
     assert stacked.federation.notices == []
     ours, reference = stacked.federation.model(), rows.federation.model()
@@ -446,8 +488,12 @@ def test_precision_is_that_of_the_task_that_begins() -> None:
 # --- recorders ---
 
 
-def test_the_rule_is_told_that_recorders_hook_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Recorders that hook client training need it in this process; which recorder and method it is decides."""
+def test_the_rule_is_told_that_recorders_hook_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Recorders that hook client training need it in this process; which recorder and method it is
+    decides.
+    """
     requests: list[bool] = []
 
     def by_rule(task: Task, schedule: Schedule, in_process: bool, *_: Any) -> RowsEngine:
@@ -478,7 +524,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
     training = Training(learning_rate=0.05, momentum=0.5, batch_size=7, epochs=2)
-    task = make_task("digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])", training=training)
+    task = make_task(
+        "digits", clients=6, partition="dirichlet(0.5)", model="mlp(hidden=[16])", training=training
+    )
     on_cpu = run(method, task, rounds=2, participation=1.0).federation
     on_gpu = run(method, task.to("cuda"), rounds=2, participation=1.0, engine=engine).federation
     model = on_gpu.model()
@@ -491,7 +539,9 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, engine: str) -> None:
 @pytest.mark.parametrize("make", ENGINES)
 def test_steps_on_a_gpu_do_not_wait(make: Callable[[Task], RowsEngine]) -> None:
     task = make_task("digits", clients=6, partition="iid", model="digits_cnn").to("cuda")
-    federation = Federation(build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0))
+    federation = Federation(
+        build("fedavg"), task, make(task), Schedule(rounds=2, participation=1.0)
+    )
     federation.step()
 
     def watched(step: Callable[[Batch], Tensor], *_: Any) -> Callable[[Batch], Tensor]:
@@ -515,7 +565,13 @@ def test_a_run_on_a_gpu_goes_on_there(tmp_path: Path) -> None:
     task = make_task("digits", clients=4, partition="iid", model="logistic").to("cuda")
 
     def federation() -> Federation:
-        return Federation(build("scaffold"), task, RowsEngine(task), Schedule(rounds=4, participation=0.5), tmp_path)
+        return Federation(
+            build("scaffold"),
+            task,
+            RowsEngine(task),
+            Schedule(rounds=4, participation=0.5),
+            tmp_path,
+        )
 
     interrupted = federation()
     interrupted.step()

@@ -1,4 +1,6 @@
-"""The builds of `make dist`: a wheel with every file of the package, and a source archive from which the tests can run."""
+"""The builds of `make dist`: a wheel with every file of the package, and a source archive from
+which the tests can run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files(*folders: str) -> set[str]:
     """Return every file below these folders, as a path from the root."""
-    paths = (path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*")] if path.is_file())
+    paths = (
+        path
+        for folder in folders
+        for path in [ROOT / folder, *(ROOT / folder).rglob("*")]
+        if path.is_file()
+    )
     return {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
@@ -42,7 +49,16 @@ def test_the_source_archive_holds_what_building_and_testing_need(built: Path) ->
     (archive,) = built.glob(f"fedloom-{fedloom.__version__}.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    needed = files("src", "tests", "docs", "examples", "benchmarks", "Makefile", "pyproject.toml", "constraints.txt")
+    needed = files(
+        "src",
+        "tests",
+        "docs",
+        "examples",
+        "benchmarks",
+        "Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+    )
     assert names >= needed | files("README.md", "LICENSE", "CHANGELOG.md", "mkdocs.yml", ".ci")
 
 

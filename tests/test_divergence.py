@@ -74,7 +74,9 @@ def assert_state_of_round(run: Federation, number: int, inner: str) -> None:
     assert run.history == reference.history
 
 
-@pytest.mark.parametrize("inner", ["fedavg", "fedmr", "scaffold", "umf(feddc)", "stages(moon:2, fedmr)"])
+@pytest.mark.parametrize(
+    "inner", ["fedavg", "fedmr", "scaffold", "umf(feddc)", "stages(moon:2, fedmr)"]
+)
 @pytest.mark.parametrize("failure", ["nan", "inf", "huge"])
 def test_a_diverged_global_model_ends_the_run_in_the_state_of_the_round_before(
     inner: str, failure: str, tmp_path: Path
@@ -82,7 +84,9 @@ def test_a_diverged_global_model_ends_the_run_in_the_state_of_the_round_before(
     method = Spoilt(build(inner))
     method.failure = failure
     run = federation(method, tmp_path)
-    with pytest.raises(Diverged, match=r"round 3: training diverged .*; the model of round 2 is kept") as caught:
+    with pytest.raises(
+        Diverged, match=r"round 3: training diverged .*; the model of round 2 is kept"
+    ) as caught:
         run.run()
     assert "\n" not in str(caught.value)
     assert_state_of_round(run, LAST, inner)
@@ -107,15 +111,24 @@ def test_an_interruption_on_the_server_undoes_the_round(inner: str, tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmr", "umf(feddc)"])
 @pytest.mark.parametrize("rate", [10.0, 1e6])
-def test_a_learning_rate_that_is_far_too_large_is_named(method: str, rate: float, tmp_path: Path) -> None:
-    task = make_task("digits", clients=10, model="mlp", training={"learning_rate": rate, "momentum": 0.9})
+def test_a_learning_rate_that_is_far_too_large_is_named(
+    method: str, rate: float, tmp_path: Path
+) -> None:
+    task = make_task(
+        "digits", clients=10, model="mlp", training={"learning_rate": rate, "momentum": 0.9}
+    )
     schedule = Schedule(rounds=30, participation=0.5, seed=3, evaluate_every=1)
     run = Federation(build(method), task, RowsEngine(task), schedule, tmp_path)
-    with pytest.raises(Diverged, match=rf"training diverged \(learning rate {rate:g}".replace("+", r"\+")):
+    with pytest.raises(
+        Diverged, match=rf"training diverged \(learning rate {rate:g}".replace("+", r"\+")
+    ):
         run.run()
     for record in run.history:
         assert record["loss"] < 1000 * 2.4
-    assert Federation(build(method), task, RowsEngine(task), schedule, tmp_path).finished == run.finished
+    assert (
+        Federation(build(method), task, RowsEngine(task), schedule, tmp_path).finished
+        == run.finished
+    )
     for tensor in run.server_state().values():
         assert bool(torch.isfinite(tensor).all())
 

@@ -1,4 +1,6 @@
-"""The documentation: it builds without a warning and without a network, says what the code says, and its examples run."""
+"""The documentation: it builds without a warning and without a network, says what the code says,
+and its examples run.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,18 @@ def output(scripts: Scripts, code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("page", ["own-method.md", "objectives.md"])
-def test_the_code_on_a_page_prints_what_the_page_says(page: str, scripts: Scripts, tmp_path: Path) -> None:
+def test_the_code_on_a_page_prints_what_the_page_says(
+    page: str, scripts: Scripts, tmp_path: Path
+) -> None:
     text = output(scripts, "\n".join(blocks(page, "python")), tmp_path)
     promised = "".join(blocks(page, "text"))
     assert NUMBER.sub("#", text) == NUMBER.sub("#", promised)
-    printed, promised_numbers = ([float(number) for number in NUMBER.findall(words)] for words in (text, promised))
+    printed, promised_numbers = (
+        [float(number) for number in NUMBER.findall(words)] for words in (text, promised)
+    )
     assert len(promised_numbers) >= 3
-    # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of them.
+    # Other versions of PyTorch round otherwise: an accuracy on 364 digits may move by a few of
+    # them.
     assert printed == pytest.approx(promised_numbers, abs=0.04)
 
 
@@ -84,14 +91,18 @@ for around in ("{}", "umf({})", "ala({}, max_epochs=3)"):
 def test_the_proximal_term_on_a_page_is_that_of_fedprox_inside_parts_too(
     page: str, scripts: Scripts, tmp_path: Path
 ) -> None:
-    """A full step of the server makes the page's method FedProx, whose term is centred on the server's model."""
+    """A full step of the server makes the page's method FedProx, whose term is centred on the
+    server's model.
+    """
     code = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
     (block,) = (block for block in code if '("half_step")' in block)
     text = output(scripts, block.split("\n\n\ntask = ")[0] + COMPARED, tmp_path)
     assert text.endswith("{} as FedProx\numf({}) as FedProx\nala({}, max_epochs=3) as FedProx\n")
 
 
-@pytest.mark.parametrize("page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"])
+@pytest.mark.parametrize(
+    "page", ["index.md", "secure.md", "methods/composing.md", "coming-from.md"]
+)
 def test_the_code_on_a_page_runs(page: str, scripts: Scripts, tmp_path: Path) -> None:
     code = "\n".join(blocks(page, "python"))
     text = output(scripts, code, tmp_path)
@@ -100,7 +111,9 @@ def test_the_code_on_a_page_runs(page: str, scripts: Scripts, tmp_path: Path) ->
 
 def test_every_test_that_the_page_about_secure_recombination_names_exists() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    named = set(re.findall(r"`(test_[a-z_]+[a-z])[_.]*(?:\[[a-z ]+\])?`", (DOCS / "secure.md").read_text()))
+    named = set(
+        re.findall(r"`(test_[a-z_]+[a-z])[_.]*(?:\[[a-z ]+\])?`", (DOCS / "secure.md").read_text())
+    )
     assert len(named) > 20
     assert not [name for name in named if f"def {name}" not in tests]
 
@@ -128,14 +141,19 @@ def test_every_key_of_a_configuration_is_explained() -> None:
     missing = [
         key
         for key in _KEYS
-        if key not in ("data", "training", "clock", "stop") and f"`{key.rpartition('.')[2]}`" not in text
+        if key not in ("data", "training", "clock", "stop")
+        and f"`{key.rpartition('.')[2]}`" not in text
     ]
     assert missing == []
 
 
 def test_every_command_is_listed() -> None:
     text = (DOCS / "configuration.md").read_text()
-    missing = [name for name in typer.main.get_command(app).commands if not re.search(rf"fedloom.*\b{name}\b", text)]  # type: ignore[attr-defined]
+    missing = [
+        name
+        for name in typer.main.get_command(app).commands
+        if not re.search(rf"fedloom.*\b{name}\b", text)
+    ]  # type: ignore[attr-defined]
     assert missing == []
 
 
@@ -171,7 +189,9 @@ def test_every_method_is_on_one_page_with_all_its_parameters() -> None:
 
 def readable(markup: str) -> str:
     """Formulas in [[double brackets]] with `_{}` and `^{}` for indices and exponents."""
-    text = re.sub(r"<msubsup>(<m.>.*?</m.>)(<m.>.*?</m.>)(<m.>.*?</m.>)</msubsup>", r"\1_{\2}^{\3}", markup)
+    text = re.sub(
+        r"<msubsup>(<m.>.*?</m.>)(<m.>.*?</m.>)(<m.>.*?</m.>)</msubsup>", r"\1_{\2}^{\3}", markup
+    )
     for tag, sign in (("msub", "_"), ("msup", "^")):
         for _ in range(3):  # from the inside out
             script = rf"((?:(?!<{tag}>).)*)(<(m\w+)>(?:(?!<{tag}>).)*?</\3>)"
@@ -242,7 +262,10 @@ def test_the_args_of_a_docstring_describe_the_parameters() -> None:
 
     entry: Entry[Any] = Entry("train", train)
     assert entry.text == "Train a model.\n\nUse it often."
-    assert entry.arguments == {"epochs": "Passes over the data, at least one.", "rate": "Step size."}
+    assert entry.arguments == {
+        "epochs": "Passes over the data, at least one.",
+        "rate": "Step size.",
+    }
     assert "| `rate` | `0.1` | a number | Step size. |" in pages.described(entry)
 
 
@@ -292,7 +315,9 @@ def test_lines_of_code_are_those_of_a_class_and_of_what_it_uses_in_its_file() ->
 
 
 def test_every_method_has_a_row_with_its_lines_of_code() -> None:
-    rows = re.findall(r"^\| \[`(\w+)`\].* \| (\d+) \| (.+) \|$", pages.on_page_markdown("[[lengths]]"), re.M)
+    rows = re.findall(
+        r"^\| \[`(\w+)`\].* \| (\d+) \| (.+) \|$", pages.on_page_markdown("[[lengths]]"), re.M
+    )
     assert {entry.name for entry in shipped()} <= {name for name, _, _ in rows}
     for name, count, source in rows:
         file = Path(inspect.getfile(algorithms[name].make))
@@ -301,8 +326,12 @@ def test_every_method_has_a_row_with_its_lines_of_code() -> None:
 
 
 def test_the_table_of_moments_has_every_part_in_every_hook_in_which_it_can_act() -> None:
-    rows = re.findall(r"^\| .+? \| (.+) \| .+ \| (.+) \|$", pages.on_page_markdown("[[moments]]"), re.M)
-    names = [(re.findall(r"`(\w+)`", hooks), re.findall(r"`(\w+)`", parts)) for hooks, parts in rows]
+    rows = re.findall(
+        r"^\| .+? \| (.+) \| .+ \| (.+) \|$", pages.on_page_markdown("[[moments]]"), re.M
+    )
+    names = [
+        (re.findall(r"`(\w+)`", hooks), re.findall(r"`(\w+)`", parts)) for hooks, parts in rows
+    ]
     assert sorted(hook for hooks, _ in names for hook in hooks) == sorted(HOOKS)
     shown = {(hook, part) for hooks, parts in names for hook in hooks for part in parts}
     part = build("umf(quantised(sparse(fedavg), down=8))")
@@ -322,7 +351,10 @@ def test_the_page_about_methods_lists_the_interface() -> None:
     assert len(members) == 20
     facts = text.partition("{#facts}")[2].partition("\n## ")[0]
     of_parts = {"independent", "foreseeable", "needs_every_reply", "updates_without_replies"}
-    assert set(re.findall(r"^\| `(\w+)`", facts, re.M)) == {fact.name for fact in fields(Facts)} - of_parts
+    assert (
+        set(re.findall(r"^\| `(\w+)`", facts, re.M))
+        == {fact.name for fact in fields(Facts)} - of_parts
+    )
 
 
 def test_what_the_page_about_combining_says_is_refused_is_refused() -> None:
@@ -336,7 +368,9 @@ def test_what_the_page_about_combining_says_is_refused_is_refused() -> None:
                 assert first.reason, (part, method)
 
 
-def test_the_page_about_combining_prints_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_about_combining_prints_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     commands, printed = blocks("methods/composing.md", "sh"), blocks("methods/composing.md", "text")
     assert len(commands) == len(printed) == 2
     for command, text in zip(commands, printed, strict=True):
@@ -353,7 +387,16 @@ def test_an_unknown_marker_is_an_error() -> None:
 
 def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     built = sorted((tmp_path / "site").rglob("*.html"))
@@ -361,7 +404,9 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
     for page in built:
         text = page.read_text()
         assert "[[" not in re.sub(r"<code.*?</code>", "", text, flags=re.S), page
-        fetched = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"', text)
+        fetched = re.findall(
+            r'<(?:script|img|iframe)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"', text
+        )
         for address in (source or link for source, link in fetched):
             assert not re.match(r"(https?:)?//", address), (page, address)
     personal = (tmp_path / "site/methods/personal.html").read_text()
@@ -371,14 +416,18 @@ def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Pa
 
 def test_the_files_for_clusters_can_be_read_as_what_they_are() -> None:
     (script,) = (block for block in blocks("ray.md", "bash") if "#SBATCH" in block)
-    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     (manifest,) = map(yaml.safe_load, blocks("ray.md", "yaml"))
     cluster = manifest["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]
     for pod in pods:
-        mounted = {mount["name"] for box in pod["containers"] for mount in box.get("volumeMounts", [])}
+        mounted = {
+            mount["name"] for box in pod["containers"] for mount in box.get("volumeMounts", [])
+        }
         assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
     cores = workers["replicas"] * int(pods[1]["containers"][0]["resources"]["requests"]["cpu"])
     command = shlex.split(manifest["spec"]["entrypoint"])

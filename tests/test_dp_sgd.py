@@ -1,4 +1,6 @@
-"""DP-SGD: against a loop over samples, the influence of one sample, its cost in epsilon, and refused methods."""
+"""DP-SGD: against a loop over samples, the influence of one sample, its cost in epsilon, and
+refused methods.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,27 @@ def task(kind: str = "linear", clients: int = 6, **training: Any) -> Task:
     }
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model, inputs, labels = models[kind]().double(), torch.randn(220, 1, 8, 8).double(), torch.randint(10, (220,))
-    dataset = Dataset("noise", Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), 10)
+        model, inputs, labels = (
+            models[kind]().double(),
+            torch.randn(220, 1, 8, 8).double(),
+            torch.randint(10, (220,)),
+        )
+    dataset = Dataset(
+        "noise", Samples(inputs[:200], labels[:200]), Samples(inputs[200:], labels[200:]), 10
+    )
     options = {"learning_rate": 0.1, "batch_size": 8, "steps": 3} | training
-    return make_task(dataset, clients=clients, partition="dirichlet(5.0)", model=model, training=Training(**options))
+    return make_task(
+        dataset,
+        clients=clients,
+        partition="dirichlet(5.0)",
+        model=model,
+        training=Training(**options),
+    )
 
 
-def run_federation(expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **schedule: Any) -> Federation:
+def run_federation(
+    expression: str, on: Task, rounds: int = 2, engine: Any = RowsEngine, **schedule: Any
+) -> Federation:
     options = {"participation": 0.5, "evaluate_every": 9, "seed": 3} | schedule
     trained = Federation(build(expression), on, engine(on), Schedule(rounds=rounds, **options))
     trained.run()
@@ -84,8 +100,12 @@ def client_costs(method: AccountedByClient, releases: torch.Tensor) -> list[floa
 
 
 @pytest.mark.parametrize("method", ["dp_sgd", "local_private"])
-def test_spent_epsilon_is_computed_once_per_kind_of_client(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand clients with four numbers of samples, of which some have trained more often than others."""
+def test_spent_epsilon_is_computed_once_per_kind_of_client(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand clients with four numbers of samples, of which some have trained more often than
+    others.
+    """
     accounted = build(f"{method}(fedavg, noise=1.5)")
     assert isinstance(accounted, AccountedByClient)
     small = run_federation("fedavg", task(), rounds=1).algorithm.plan
@@ -116,12 +136,18 @@ def test_a_clients_training_equals_a_loop_over_samples(kind: str) -> None:
     samples, module = on.samples(client), on.module(on.initial)
     velocity = None
     for _ in range(3):
-        drawn = torch.rand(len(samples), generator=batches, dtype=torch.float64) < size / len(samples)
+        drawn = torch.rand(len(samples), generator=batches, dtype=torch.float64) < size / len(
+            samples
+        )
         total = torch.zeros_like(on.initial)
         for index in drawn.nonzero()[:, 0].tolist():
             module.zero_grad()
-            F.cross_entropy(module(samples.inputs[index : index + 1]), samples.labels[index : index + 1]).backward()
-            gradient = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+            F.cross_entropy(
+                module(samples.inputs[index : index + 1]), samples.labels[index : index + 1]
+            ).backward()
+            gradient = torch.cat(
+                [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+            )
             total += gradient * min(1.0, clip / float(gradient.norm()))
         total += noise * clip * torch.randn(1, len(total), generator=noises, dtype=torch.float64)[0]
         row = on.layout.flatten(module)
@@ -134,18 +160,25 @@ def test_a_clients_training_equals_a_loop_over_samples(kind: str) -> None:
 @pytest.mark.parametrize("inner", ["fedprox(mu=0.1)", "moon", "fedmr"])
 def test_without_noise_and_clipping_it_is_plain_training(inner: str) -> None:
     on = task(batch_size=None, steps=None, epochs=3, momentum=0.9, clip=1.0)
-    private, plain = run_federation(f"dp_sgd({inner}, clip=1e12, noise=0)", on), run_federation(inner, on)
+    private, plain = (
+        run_federation(f"dp_sgd({inner}, clip=1e12, noise=0)", on),
+        run_federation(inner, on),
+    )
     assert torch.allclose(private.model(), plain.model(), rtol=0, atol=1e-12)
 
 
 @given(st.floats(1e-2, 10), st.floats(-1e4, 1e4), st.integers(0, 9))
 @settings(max_examples=12, deadline=None)
-def test_no_sample_moves_a_step_by_more_than_the_clip(clip: float, value: float, label: int) -> None:
+def test_no_sample_moves_a_step_by_more_than_the_clip(
+    clip: float, value: float, label: int
+) -> None:
     on = task(clients=1, batch_size=None, steps=1)
 
     def moved(data: Task) -> Tensor:
         return (
-            run_federation(f"dp_sgd(fedavg, clip={clip}, noise=0)", data, 1, participation=1.0).model()
+            run_federation(
+                f"dp_sgd(fedavg, clip={clip}, noise=0)", data, 1, participation=1.0
+            ).model()
             - on.initial
         )
 
@@ -167,18 +200,24 @@ def test_epsilon_is_the_accountants_for_the_client_that_spent_most() -> None:
         size = len(on.samples(client))
         # All idle clients that the next round selects train too: what they learn is uploaded then.
         taking = [client in record["clients"] for record in trained.history]
-        rounds = sum(this or following for this, following in zip(taking, [*taking[1:], False], strict=True))
+        rounds = sum(
+            this or following for this, following in zip(taking, [*taking[1:], False], strict=True)
+        )
         accountant = rdp.RdpAccountant(ORDERS)
         event = library.PoissonSampledDpEvent(min(1, 8 / size), library.GaussianDpEvent(1.5))
         accountant.compose(event, 2 * -(-size // 8) * rounds)
         spent.append(accountant.get_epsilon(1e-4))
     assert trained.history[-1]["epsilon"] == pytest.approx(max(spent), rel=1e-12)
     assert isinstance(trained.algorithm, DPSGD)
-    assert client_costs(trained.algorithm, trained.algorithm.state["releases"]) == pytest.approx(spent, rel=1e-12)
+    assert client_costs(trained.algorithm, trained.algorithm.state["releases"]) == pytest.approx(
+        spent, rel=1e-12
+    )
     assert "training_loss" not in trained.history[-1]
     solved = run_federation("dp_sgd(fedavg, target_epsilon=3.0)", on, rounds=3, participation=1.0)
     assert 2.99 < solved.history[-1]["epsilon"] <= 3.0
-    limited = run_federation("dp_sgd(fedavg, noise=1.5, target_epsilon=8.0)", on, rounds=9, participation=1.0)
+    limited = run_federation(
+        "dp_sgd(fedavg, noise=1.5, target_epsilon=8.0)", on, rounds=9, participation=1.0
+    )
     assert limited.algorithm.spent
     assert limited.history[-1]["epsilon"] <= 8.0
     assert 0 < len(limited.history) < 9
@@ -199,15 +238,24 @@ def test_a_simulation_repeats_its_batches_and_noise_in_every_engine_and_real_sit
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("dp_sgd(ditto, noise=1)", "clients of ditto do more with their samples than one local training"),
+        (
+            "dp_sgd(ditto, noise=1)",
+            "clients of ditto do more with their samples than one local training",
+        ),
         ("dp_sgd(ala(fedavg), noise=1)", "clients of ala do more with their samples"),
         ("dp_sgd(fedasam, noise=1)", "clients of fedasam do more"),
         ("dp_sgd(per_fedavg, noise=1)", "clients of per_fedavg do more"),
         ("dp_sgd(scaffold, noise=1)", "upload 'variate' too"),
         ("ala(dp_sgd(fedavg, noise=1))", "clients of ala do more with their samples"),
         ("stages(dp_sgd(fedavg, noise=1):3, fedavg)", "put dp_sgd around stages"),
-        ("private(dp_sgd(fedavg, noise=1), noise=1)", "dp_sgd counts an epsilon of its own: take one of them"),
-        ("dp_sgd(local_private(fedavg, noise=1), noise=1)", "local_private counts an epsilon of its own"),
+        (
+            "private(dp_sgd(fedavg, noise=1), noise=1)",
+            "dp_sgd counts an epsilon of its own: take one of them",
+        ),
+        (
+            "dp_sgd(local_private(fedavg, noise=1), noise=1)",
+            "local_private counts an epsilon of its own",
+        ),
         ("dp_sgd(fedavg)", "give noise, such as 0.8"),
     ],
 )
@@ -224,10 +272,19 @@ def test_the_order_of_dp_sgd_and_a_code_makes_no_difference() -> None:
 
 
 def test_models_and_losses_that_mix_the_samples_of_a_batch_are_refused() -> None:
-    normalised = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, track_running_stats=False))
-    with pytest.raises(InvalidValue, match="batch norm mixes the samples of a batch: use group norm"):
+    normalised = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, track_running_stats=False)
+    )
+    with pytest.raises(
+        InvalidValue, match="batch norm mixes the samples of a batch: use group norm"
+    ):
         run_federation("dp_sgd(fedavg, noise=1)", make_task("digits", clients=4, model=normalised))
-    weighted = make_task("digits", clients=4, model="logistic", objective=f"classification(class_weights={[1.0] * 10})")
+    weighted = make_task(
+        "digits",
+        clients=4,
+        model="logistic",
+        objective=f"classification(class_weights={[1.0] * 10})",
+    )
     with pytest.raises(InvalidValue, match="class_weights are divided by those of the whole batch"):
         run_federation("dp_sgd(fedavg, noise=1)", weighted)
     with pytest.raises(InvalidValue, match="over real sites give noise"):

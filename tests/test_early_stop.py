@@ -1,4 +1,6 @@
-"""Early stopping: a run ends in the round of a naive count over a longer run, also when resumed or lengthened."""
+"""Early stopping: a run ends in the round of a naive count over a longer run, also when resumed or
+lengthened.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,20 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from small_task import small_task
 
-OPTIONS: dict[str, Any] = {"participation": 0.5, "evaluate_every": 2, "personal_every": 3, "seed": 3}
+OPTIONS: dict[str, Any] = {
+    "participation": 0.5,
+    "evaluate_every": 2,
+    "personal_every": 3,
+    "seed": 3,
+}
 
 
-def naive_end(history: list[dict[str, Any]], figure: str, rises: bool, by: float, evaluations: int, every: int) -> int:
-    """Return the round after which `evaluations` values in a row have not beaten the last improvement, or the last round."""
+def naive_end(
+    history: list[dict[str, Any]], figure: str, rises: bool, by: float, evaluations: int, every: int
+) -> int:
+    """Return the round after which `evaluations` values in a row have not beaten the last
+    improvement, or the last round.
+    """
     best, since = None, 0
     for record in history:
         if record["round"] % every or figure not in record:
@@ -46,14 +57,20 @@ def naive_end(history: list[dict[str, Any]], figure: str, rises: bool, by: float
         ({"evaluations": 1, "metric": "client_loss"}, "client_loss", False, 2),
     ],
 )
-def test_it_ends_in_the_round_of_a_naive_count(stop: dict[str, Any], figure: str, rises: bool, every: int) -> None:
+def test_it_ends_in_the_round_of_a_naive_count(
+    stop: dict[str, Any], figure: str, rises: bool, every: int
+) -> None:
     unstopped = fl.run("scaffold", small_task(), rounds=30, **OPTIONS)
-    end = naive_end(unstopped.history, figure, rises, stop.get("by", 0.0), stop["evaluations"], every)
+    end = naive_end(
+        unstopped.history, figure, rises, stop.get("by", 0.0), stop["evaluations"], every
+    )
     stopped = fl.run("scaffold", small_task(), rounds=30, stop=fl.Stop(**stop), **OPTIONS)
     assert 2 < end < 30
     assert len(stopped.history) == end
     assert stopped.history[:-1] == unstopped.history[: end - 1]
-    assert {"accuracy", "loss", "client_accuracy", "personal_accuracy"} <= stopped.history[-1].keys()
+    assert {"accuracy", "loss", "client_accuracy", "personal_accuracy"} <= stopped.history[
+        -1
+    ].keys()
     short = fl.run("scaffold", small_task(), rounds=end, **OPTIONS)
     assert stopped.history == short.history
     assert stopped.federation.client_history == short.federation.client_history
@@ -88,9 +105,13 @@ def test_stopped_runs_resume_from_any_round(tmp_path: Path) -> None:
                 on_round=interrupting(stopped_after),
                 **OPTIONS,
             )
-        resumed = fl.run("scaffold", small_task(), rounds=30, stop=stop, directory=folder, **OPTIONS)
+        resumed = fl.run(
+            "scaffold", small_task(), rounds=30, stop=stop, directory=folder, **OPTIONS
+        )
         assert resumed.history == uninterrupted.history
-        assert json.loads((folder / "result.json").read_text())["rounds"] == len(uninterrupted.history)
+        assert json.loads((folder / "result.json").read_text())["rounds"] == len(
+            uninterrupted.history
+        )
     assert (
         fl.run("scaffold", small_task(), rounds=30, stop=stop, directory=folder, **OPTIONS).history
         == uninterrupted.history
@@ -100,25 +121,45 @@ def test_stopped_runs_resume_from_any_round(tmp_path: Path) -> None:
 def test_runs_continue_with_more_rounds_or_patience(tmp_path: Path) -> None:
     def run(rounds: int, evaluations: int | None, **options: Any) -> list[dict[str, Any]]:
         stop = fl.Stop(evaluations=evaluations, **options)
-        return fl.run("scaffold", small_task(), rounds=rounds, stop=stop, directory=tmp_path, **OPTIONS).history
+        return fl.run(
+            "scaffold", small_task(), rounds=rounds, stop=stop, directory=tmp_path, **OPTIONS
+        ).history
 
     def fresh(rounds: int, evaluations: int | None) -> list[dict[str, Any]]:
-        return fl.run("scaffold", small_task(), rounds=rounds, stop=fl.Stop(evaluations=evaluations), **OPTIONS).history
+        return fl.run(
+            "scaffold",
+            small_task(),
+            rounds=rounds,
+            stop=fl.Stop(evaluations=evaluations),
+            **OPTIONS,
+        ).history
 
     stopped = run(20, 2)
     assert len(stopped) < 20
-    assert [r["round"] for r in run(25, 2)] == [r["round"] for r in stopped]  # more rounds change nothing
+    # more rounds change nothing
+    assert [r["round"] for r in run(25, 2)] == [r["round"] for r in stopped]
     patient = run(25, 5)
     assert len(stopped) < len(patient)
-    assert [r.get("training_loss") for r in patient] == [r.get("training_loss") for r in fresh(25, 5)]
-    for changed in ({"evaluations": 4}, {"evaluations": 6, "by": 0.1}, {"evaluations": 6, "metric": "loss"}):
+    assert [r.get("training_loss") for r in patient] == [
+        r.get("training_loss") for r in fresh(25, 5)
+    ]
+    for changed in (
+        {"evaluations": 4},
+        {"evaluations": 6, "by": 0.1},
+        {"evaluations": 6, "metric": "loss"},
+    ):
         with pytest.raises(CheckpointError, match=r"a run with stop\."):
             run(25, **changed)  # type: ignore[arg-type]
     assert len(run(25, None)) == 25
 
 
 def test_the_extra_evaluation_of_the_last_round_does_not_count(tmp_path: Path) -> None:
-    options = {**OPTIONS, "evaluate_every": 4, "directory": tmp_path, "stop": fl.Stop(evaluations=2)}
+    options = {
+        **OPTIONS,
+        "evaluate_every": 4,
+        "directory": tmp_path,
+        "stop": fl.Stop(evaluations=2),
+    }
     for rounds in (5, 6, 7, 30):
         lengthened = fl.run("scaffold", small_task(), rounds=rounds, **options)
     uninterrupted = fl.run("scaffold", small_task(), rounds=30, **{**options, "directory": None})
@@ -129,9 +170,15 @@ def test_the_extra_evaluation_of_the_last_round_does_not_count(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("stop", "text"),
     [
-        ({"evaluations": 2, "metric": "acuracy"}, r"stop.metric 'acuracy' is not allowed: did you mean 'accuracy'"),
+        (
+            {"evaluations": 2, "metric": "acuracy"},
+            r"stop.metric 'acuracy' is not allowed: did you mean 'accuracy'",
+        ),
         ({"evaluations": 2, "metric": "new_client_f"}, "is not allowed"),
-        ({"evaluations": 2, "metric": "constant"}, "stop.goal: say whether constant should rise or fall"),
+        (
+            {"evaluations": 2, "metric": "constant"},
+            "stop.goal: say whether constant should rise or fall",
+        ),
         ({"evaluations": 0}, "evaluations must be at least 1, not 0"),
     ],
 )
@@ -152,7 +199,12 @@ def test_stopping_needs_test_samples() -> None:
 
 def test_the_command_and_comparisons_stop_early(tmp_path: Path) -> None:
     keys = {"rounds": 40, "participation": 0.5, "evaluate_every": 1, "stop": {"evaluations": 2}}
-    table = {**keys, "model": "mlp(hidden=[4])", "data": {"clients": 5}, "directory": str(tmp_path / "command")}
+    table = {
+        **keys,
+        "model": "mlp(hidden=[4])",
+        "data": {"clients": 5},
+        "directory": str(tmp_path / "command"),
+    }
     checked = configuration({**table, "algorithm": "fedavg"})
     events: list[Event] = []
     summary = run_configured(checked, RunName("fedavg", 0), events.append)
@@ -162,10 +214,18 @@ def test_the_command_and_comparisons_stop_early(tmp_path: Path) -> None:
     assert events[-1].kind == "skipped"
     task = fl.make_task("digits", clients=5, model="mlp(hidden=[4])")
     result = fl.compare(
-        ["fedavg", "fedmr"], task, seeds=[0, 1], directory=tmp_path / "python", workers=1, quiet=True, **keys
+        ["fedavg", "fedmr"],
+        task,
+        seeds=[0, 1],
+        directory=tmp_path / "python",
+        workers=1,
+        quiet=True,
+        **keys,
     )
     rounds = result.frame()["rounds"].tolist()
     assert rounds[0] == len(summary.records)
     assert all(number < 40 for number in rounds)
-    varied = configuration({**table, "algorithm": "fedavg", "settings": {"stop": {"evaluations": [1, 2]}}})
+    varied = configuration(
+        {**table, "algorithm": "fedavg", "settings": {"stop": {"evaluations": [1, 2]}}}
+    )
     assert list(varied.settings) == ["stop.evaluations=1", "stop.evaluations=2"]

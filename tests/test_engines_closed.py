@@ -1,4 +1,6 @@
-"""A run closes its engine when it ends, however it ends, so that no worker process or cluster outlives it."""
+"""A run closes its engine when it ends, however it ends, so that no worker process or cluster
+outlives it.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,26 @@ def interrupted(*_: object) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_run_in_python_closes_its_engine(closed: list[RowsEngine], tmp_path: Path, saved: bool) -> None:
+def test_a_run_in_python_closes_its_engine(
+    closed: list[RowsEngine], tmp_path: Path, saved: bool
+) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
     result = fl.run("fedavg", task, rounds=1, directory=tmp_path if saved else None)
     assert closed == [result.federation.engine]
     with pytest.raises(KeyboardInterrupt):
-        fl.run("fedmr", task, rounds=2, directory=tmp_path / "other" if saved else None, on_round=interrupted)
+        fl.run(
+            "fedmr",
+            task,
+            rounds=2,
+            directory=tmp_path / "other" if saved else None,
+            on_round=interrupted,
+        )
     assert len(set(closed)) == len(closed) == 2
 
 
-def test_a_configured_run_closes_its_engine_also_when_it_fails(closed: list[RowsEngine], tmp_path: Path) -> None:
+def test_a_configured_run_closes_its_engine_also_when_it_fails(
+    closed: list[RowsEngine], tmp_path: Path
+) -> None:
     configured = configuration({**SMALL, "algorithm": "fedavg", "directory": str(tmp_path)})
 
     def at_a_round(event: Event) -> None:
@@ -54,10 +66,13 @@ def test_a_configured_run_closes_its_engine_also_when_it_fails(closed: list[Rows
     assert len(closed) == 2
 
 
-def test_an_engine_is_closed_if_its_run_never_begins(closed: list[RowsEngine], tmp_path: Path) -> None:
+def test_an_engine_is_closed_if_its_run_never_begins(
+    closed: list[RowsEngine], tmp_path: Path
+) -> None:
     task = fl.make_task("digits", clients=4, model="logistic")
     fl.run("fedavg", task, rounds=1, directory=tmp_path)
-    (tmp_path / "result.json").unlink()  # the files of a finished run are checked before there is an engine
+    # the files of a finished run are checked before there is an engine
+    (tmp_path / "result.json").unlink()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises((CheckpointError, OSError)):

@@ -48,7 +48,13 @@ def federation(
     algorithm: Algorithm, task: Task | None = None, directory: Path | None = None, **options: object
 ) -> Federation:
     chosen = small_task() if task is None else task
-    settings = {"rounds": 4, "participation": 1.0, "seed": 1, "evaluate_every": 1, "personal_every": 1} | options
+    settings = {
+        "rounds": 4,
+        "participation": 1.0,
+        "seed": 1,
+        "evaluate_every": 1,
+        "personal_every": 1,
+    } | options
     return Federation(algorithm, chosen, RowsEngine(chosen), Schedule(**settings), directory)  # type: ignore[arg-type]
 
 
@@ -110,12 +116,16 @@ def test_shared_batches_give_the_same_figures_as_client_by_client(batch_size: in
     task = small_task()
     local_test = task.local_test
     assert local_test is not None
-    task = replace(task, dataset=replace(task.dataset, metrics=build_metrics([own_recall], task.objective)))
+    task = replace(
+        task, dataset=replace(task.dataset, metrics=build_metrics([own_recall], task.objective))
+    )
     evaluator = Evaluator(task.model, task.layout, task.dataset)
     evaluator.batch_size = batch_size
     clients, row = [0, 1, 2, 4, 5], random_row(task, 1)
     batched = evaluator.tally(row, task.train, local_test, clients)
-    separate = Tally.joined([evaluator.tally(row, task.train, local_test, [client]) for client in reversed(clients)])
+    separate = Tally.joined(
+        [evaluator.tally(row, task.train, local_test, [client]) for client in reversed(clients)]
+    )
     assert batched.clients.tolist() == separate.clients.tolist() == clients
     assert batched.samples.tolist() == separate.samples.tolist()
     assert batched.totals.keys() == separate.totals.keys()
@@ -133,7 +143,9 @@ def own_recall(outputs: Tensor, targets: Tensor) -> float:
 @settings(deadline=None, max_examples=50)
 @given(
     counts=st.lists(
-        st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), min_size=1, max_size=25
+        st.integers(1, 30).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))),
+        min_size=1,
+        max_size=25,
     )
 )
 def test_figures_over_clients_equal_plain_loops(counts: list[tuple[int, int]]) -> None:
@@ -148,7 +160,11 @@ def test_figures_over_clients_equal_plain_loops(counts: list[tuple[int, int]]) -
 
 def test_tallies_join_in_the_order_of_clients() -> None:
     tallies = [
-        Tally(torch.tensor([c]), torch.tensor([9]), {"correct": torch.tensor([c + 1]), "loss": torch.tensor([c / 2])})
+        Tally(
+            torch.tensor([c]),
+            torch.tensor([9]),
+            {"correct": torch.tensor([c + 1]), "loss": torch.tensor([c / 2])},
+        )
         for c in (5, 0, 3)
     ]
     joined = Tally.joined(tallies)
@@ -169,15 +185,20 @@ class Recorded(KeepsClientMemory):
 
 
 def test_personal_models_equal_the_uploads_of_the_next_round() -> None:
-    """`Recorded.personalise` is its training, so after round t it gives the very models that round t + 1 uploads, dropout and
-    batch order included; and the clients' own test data score them as plain loops do."""
+    """`Recorded.personalise` is its training, so after round t it gives the very models that round
+    t + 1 uploads, dropout and batch order included; and the clients' own test data score them as
+    plain loops do.
+    """
     task = small_task()
     run = federation(Recorded(), task)
     run.run()
     assert isinstance(run.algorithm, Recorded)
     tested = [client for client, size in enumerate(TEST_SIZES) if size]
     for number in (1, 2, 3):
-        hits = [naive(task.module(run.algorithm.uploads[number + 1][c]), own_test(task, c))[0] for c in tested]
+        hits = [
+            naive(task.module(run.algorithm.uploads[number + 1][c]), own_test(task, c))[0]
+            for c in tested
+        ]
         record, table = run.history[number - 1], run.client_history[number - 1]
         for name, expected in summary(hits, [n for n in TEST_SIZES if n]).items():
             assert record[f"personal_{name}"] == pytest.approx(expected)
@@ -205,7 +226,10 @@ def test_evaluation_changes_no_state() -> None:
     memory, other_memory = (run.engine.store for run in (blind, looking))  # type: ignore[attr-defined]
     assert list(memory) == list(other_memory)
     for client in memory:
-        assert all(torch.equal(tensor, other_memory.read(client)[name]) for name, tensor in memory.read(client).items())
+        assert all(
+            torch.equal(tensor, other_memory.read(client)[name])
+            for name, tensor in memory.read(client).items()
+        )
     assert blind.history == [
         {name: v for name, v in record.items() if not name.startswith(("client_", "personal_"))}
         for record in looking.history
@@ -247,7 +271,9 @@ def test_one_pass_over_all_clients_equals_client_by_client() -> None:
     batched, one_by_one = federation(FedAvg()), federation(Plain())
     batched.run()
     one_by_one.run()
-    assert [t["personal"] for t in batched.client_history] == [t["personal"] for t in one_by_one.client_history]
+    assert [t["personal"] for t in batched.client_history] == [
+        t["personal"] for t in one_by_one.client_history
+    ]
 
 
 GLOBAL = {
@@ -283,7 +309,12 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str) 
 
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
     algorithm, engine = build(method), RecordingEngine(task)
-    run = Federation(algorithm, task, engine, Schedule(rounds=2, participation=1.0, evaluate_every=1, personal_every=1))
+    run = Federation(
+        algorithm,
+        task,
+        engine,
+        Schedule(rounds=2, participation=1.0, evaluate_every=1, personal_every=1),
+    )
     run.run()
     assert not any(record["faults"] for record in run.history)
     pipeline = run.pipeline
@@ -299,7 +330,9 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str) 
 
 
 class OneHot(FedAvg):
-    """Each client is sent a model of its own that always answers with one class, the client's number modulo 4."""
+    """Each client is sent a model of its own that always answers with one class, the client's
+    number modulo 4.
+    """
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         rows = torch.zeros(len(clients), self.plan.layout.size)
@@ -315,7 +348,9 @@ def test_every_client_gets_its_own_row() -> None:
     run.run()
     table = run.client_history[0]["personal"]
     for client, accuracy in zip(table["clients"], table["accuracy"], strict=True):
-        assert accuracy == pytest.approx(float((own_test(task, client).labels == client % CLASSES).double().mean()))
+        assert accuracy == pytest.approx(
+            float((own_test(task, client).labels == client % CLASSES).double().mean())
+        )
 
 
 def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: Path) -> None:
@@ -332,7 +367,9 @@ def test_new_clients_never_train_and_are_scored_with_the_global_model(tmp_path: 
     assert lines == run.client_history
     assert lines[-1]["new_client"]["clients"] == tested
     assert lines[-1]["new_client"]["samples"] == [TEST_SIZES[client] for client in tested]
-    assert set(lines[-1]["personal"]["clients"]) == {c for c in range(6) if c not in newcomers and TEST_SIZES[c]}
+    assert set(lines[-1]["personal"]["clients"]) == {
+        c for c in range(6) if c not in newcomers and TEST_SIZES[c]
+    }
     assert set(run.engine.store) <= {0, 1, 2}  # type: ignore[attr-defined]
 
 
@@ -342,7 +379,9 @@ def test_new_clients_use_what_personalise_makes_of_the_global_model() -> None:
     run.run()
     newcomers = [client for client in run.numbers[3:] if TEST_SIZES[client]]
     hits = [naive(task.module(run.model()), own_test(task, client))[0] for client in newcomers]
-    assert run.history[-1]["new_client_accuracy"] == pytest.approx(sum(hits) / sum(TEST_SIZES[c] for c in newcomers))
+    assert run.history[-1]["new_client_accuracy"] == pytest.approx(
+        sum(hits) / sum(TEST_SIZES[c] for c in newcomers)
+    )
 
 
 def test_moving_new_clients_last_keeps_everybodys_data() -> None:
@@ -375,7 +414,9 @@ def test_the_evaluated_subset_is_fixed_and_drawn_by_the_seed() -> None:
 def test_personal_figures_need_test_data_of_the_clients() -> None:
     run = federation(KeepsClientMemory(), small_task(own_test=False), personal_every=None)
     run.run()
-    assert not any(name.startswith(("client_", "personal_")) for record in run.history for name in record)
+    assert not any(
+        name.startswith(("client_", "personal_")) for record in run.history for name in record
+    )
     for options in ({"personal_every": 3}, {"personal_every": None, "new_clients": 0.5}):
         with pytest.raises(InvalidValue) as error:
             federation(KeepsClientMemory(), small_task(own_test=False), **options)
@@ -392,7 +433,9 @@ def test_evaluations_run_in_the_rounds_due() -> None:
     assert [line["round"] for line in run.client_history] == [2, 4, 6, 7]
     never = federation(FedAvg(), rounds=2, personal_every=0)
     never.run()
-    assert not any(name.startswith(("client_", "personal_")) for record in never.history for name in record)
+    assert not any(
+        name.startswith(("client_", "personal_")) for record in never.history for name in record
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -411,7 +454,9 @@ def test_the_chosen_cadence_costs_at_most_its_share_of_the_time(
     participation: float, training: Training, evaluate_every: int | None, personal_every: int | None
 ) -> None:
     task = replace(small_task(), training=training)
-    schedule = Schedule(participation=participation, evaluate_every=evaluate_every, personal_every=personal_every)
+    schedule = Schedule(
+        participation=participation, evaluate_every=evaluate_every, personal_every=personal_every
+    )
     every, personal = cadence(task, schedule, trainers=6, evaluated=5)
     if evaluate_every is not None:
         assert every == evaluate_every
@@ -420,7 +465,9 @@ def test_the_chosen_cadence_costs_at_most_its_share_of_the_time(
     sizes = task.partition.sizes
     batches = training.steps if training.steps is not None else 0
     batch = min(training.batch_size or math.inf, float(sizes.mean()))
-    local = TRAINING_PASSES * (batches * batch if training.steps is not None else training.epochs * float(sizes.mean()))
+    local = TRAINING_PASSES * (
+        batches * batch if training.steps is not None else training.epochs * float(sizes.mean())
+    )
     round_cost = max(1, int(participation * 6 + 1e-9)) * local
     local_samples = 5 * float(np.mean(TEST_SIZES)) if personal else 0.0
     overall = (len(task.test) + local_samples) / (every * round_cost)
@@ -442,7 +489,9 @@ def test_without_global_test_samples_a_run_ends_without_test_figures(
 ) -> None:
     task = small_task(own_test)
     task = replace(task, test=task.test[:0])
-    run = fl.run("fedmr", task, rounds=3, participation=0.5, evaluate_every=every, directory=tmp_path)
+    run = fl.run(
+        "fedmr", task, rounds=3, participation=0.5, evaluate_every=every, directory=tmp_path
+    )
     for record in run.history:
         assert not {"accuracy", "loss"} & record.keys()
         assert every is None or ("client_accuracy" in record) == own_test
@@ -451,7 +500,9 @@ def test_without_global_test_samples_a_run_ends_without_test_figures(
     assert (result["rounds"], result["accuracy"], result["best_accuracy"]) == (3, None, None)
     assert render("no test samples", [run.summary], (0.5,), "fedloom run")
     for figure in ("accuracy", "best_accuracy"):
-        with pytest.raises(InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"):
+        with pytest.raises(
+            InvalidValue, match=r"^the test set of 'small' is empty, so there is no test accuracy$"
+        ):
             getattr(run, figure)
     assert run.rounds_to(0.5) is None
     for recorder in ("aggregate", "landscape(data=test)"):

@@ -15,7 +15,11 @@ from forking_scripts import Scripts
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 SHOWN = dict(
-    re.findall(r"`examples/(\w+)\.py`.*?^```text\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.M | re.S)
+    re.findall(
+        r"`examples/(\w+)\.py`.*?^```text\n(.*?)^```$",
+        (ROOT / "docs/gallery.md").read_text(),
+        re.M | re.S,
+    )
 )
 NUMBER = re.compile(r"\d+\.?\d*")
 
@@ -42,16 +46,23 @@ def numbers(text: str, method: str) -> list[float]:
 
 def test_every_script_is_shown() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHOWN)
-    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60 for name in SHOWN if name != "own_data")
+    assert all(
+        len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60
+        for name in SHOWN
+        if name != "own_data"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table", "next_character"]
+    "name",
+    ["own_metric", "own_optimizer", "own_server", "image_folder", "pandas_table", "next_character"],
 )
 def test_a_script_prints_what_the_gallery_shows(name: str, output: Callable[[str], str]) -> None:
     printed, shown = output(name), SHOWN[name]
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
-    numbers_printed, numbers_shown = ([float(number) for number in NUMBER.findall(text)] for text in (printed, shown))
+    numbers_printed, numbers_shown = (
+        [float(number) for number in NUMBER.findall(text)] for text in (printed, shown)
+    )
     assert numbers_printed == pytest.approx(
         numbers_shown, abs=6
     )  # per cent of some 100 samples, rounded as processors do
@@ -59,7 +70,9 @@ def test_a_script_prints_what_the_gallery_shows(name: str, output: Callable[[str
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.toml")))
 def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> None:
-    configuration = load(EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"])
+    configuration = load(
+        EXAMPLES / f"{name}.toml", ["rounds=2", "seeds=[0]", "workers=1", f"directory={tmp_path}"]
+    )
     comparison = Comparison.of(configuration)
     assert comparison.run(lambda event: None) == {}
     assert all(sheet.rows[0].final is not None for sheet in comparison.result({}).sheets)
@@ -71,10 +84,13 @@ def test_a_method_of_ones_own_is_compared_with_two_others(output: Callable[[str]
         accuracy_0, accuracy_1, *rounds, size = numbers(text, method)
         assert min(accuracy_0, accuracy_1) > 70
         assert max(rounds) <= 30
-        assert size == pytest.approx(10 * 4 * (64 * 64 + 64 + 64 * 10 + 10) / 1000, abs=1)  # ten models of float32
+        # ten models of float32
+        assert size == pytest.approx(10 * 4 * (64 * 64 + 64 + 64 * 10 + 10) / 1000, abs=1)
 
 
-def test_personal_models_are_better_and_fairer_where_clients_differ(output: Callable[[str], str]) -> None:
+def test_personal_models_are_better_and_fairer_where_clients_differ(
+    output: Callable[[str], str],
+) -> None:
     text = output("personalise")
     plain, personal = numbers(text, "fedprox(mu=0.1)"), numbers(text, "ala(fedprox(mu=0.1))")
     assert plain[0] == plain[1]  # without personalisation a client's own model is the global one

@@ -39,7 +39,12 @@ from small_task import small_task
 
 def task(seed: int = 0) -> fl.Task:
     return fl.make_task(
-        "digits", clients=5, partition="iid", model="logistic", training={"learning_rate": 0.1}, seed=seed
+        "digits",
+        clients=5,
+        partition="iid",
+        model="logistic",
+        training={"learning_rate": 0.1},
+        seed=seed,
     )
 
 
@@ -69,15 +74,24 @@ def test_a_run_returns_its_model_and_its_history() -> None:
     of = task()
     rounds: list[int] = []
     result = fl.run(
-        fl.FedAvg(), of, rounds=6, participation=0.6, evaluate_every=2, on_round=lambda r, t: rounds.append(r["round"])
+        fl.FedAvg(),
+        of,
+        rounds=6,
+        participation=0.6,
+        evaluate_every=2,
+        on_round=lambda r, t: rounds.append(r["round"]),
     )
     assert rounds == [1, 2, 3, 4, 5, 6] == [record["round"] for record in result.history]
-    measured = {record["round"]: record["accuracy"] for record in result.history if "accuracy" in record}
+    measured = {
+        record["round"]: record["accuracy"] for record in result.history if "accuracy" in record
+    }
     assert list(measured) == [2, 4, 6]
     assert share_right(result.model, of) == pytest.approx(measured[6]) == result.accuracy
     assert result.best_accuracy == max(measured.values())
     target = statistics.median(measured.values())
-    assert result.rounds_to(target) == next(number for number, accuracy in measured.items() if accuracy >= target)
+    assert result.rounds_to(target) == next(
+        number for number, accuracy in measured.items() if accuracy >= target
+    )
     assert result.rounds_to(1.0) is None
     assert not result.model.training
 
@@ -95,7 +109,9 @@ def test_an_expression_is_a_method_too() -> None:
     of = task()
     expression = fl.run("fedmr(unit=tensor)", of, rounds=3, participation=0.6).model
     built = fl.run(fl.FedMR(unit="tensor"), of, rounds=3, participation=0.6).model
-    assert all(torch.equal(a, b) for a, b in zip(expression.parameters(), built.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(expression.parameters(), built.parameters(), strict=True)
+    )
 
 
 def test_a_model_with_integer_buffers_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -106,11 +122,16 @@ def test_a_model_with_integer_buffers_is_saved_and_loaded(tmp_path: Path) -> Non
     tensors, _ = read_tensors(tmp_path / "model.safetensors")
     assert tensors.keys() == state.keys()
     assert all(
-        torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype for name, tensor in state.items()
+        torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
+        for name, tensor in state.items()
     )
     loaded = load_model(tmp_path, module=of.model)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), state.values(), strict=True))
-    assert not torch.equal(loaded.state_dict()["hidden.weight"], of.model.state_dict()["hidden.weight"])
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), state.values(), strict=True)
+    )
+    assert not torch.equal(
+        loaded.state_dict()["hidden.weight"], of.model.state_dict()["hidden.weight"]
+    )
 
 
 def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
@@ -129,7 +150,8 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         assert (resumed / name).read_bytes() == (uninterrupted / name).read_bytes()
     with pytest.raises(CheckpointError, match=r"participation = 0\.6, not 0\.8"):
         fl.run("fedmr", of, rounds=7, participation=0.8, directory=resumed)
-    with pytest.raises(CheckpointError, match="a run with another split"):  # the same words, other data and weights
+    # the same words, other data and weights
+    with pytest.raises(CheckpointError, match="a run with another split"):
         fl.run("fedmr", task(seed=1), rounds=6, participation=0.6, directory=resumed)
 
 
@@ -160,7 +182,9 @@ def test_a_run_directory_holds_settings_split_and_results(tmp_path: Path) -> Non
     assert json.loads((directory / "result.json").read_text())["accuracy"] == lines[-1]["accuracy"]
     assert json.loads((directory / "environment.json").read_text())["torch"] == torch.__version__
     labels = task.train.labels.numpy()
-    assert summary.label_counts == [[int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)]
+    assert summary.label_counts == [
+        [int((labels[split[k]] == c).sum()) for c in range(10)] for k in range(4)
+    ]
     assert share_right(load_model(directory), task) == pytest.approx(lines[-1]["accuracy"])
 
 
@@ -168,7 +192,13 @@ def test_equal_seeds_write_equal_bytes(tmp_path: Path) -> None:
     job, repeated = plan(tmp_path / "a"), plan(tmp_path / "b")
     for configured, seed in ((job, 0), (repeated, 0), (job, 1)):
         run_configured(configured, RunName("fedmr", seed), lambda event: None)
-    for name in ("metrics.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json"):
+    for name in (
+        "metrics.jsonl",
+        "model.safetensors",
+        "split.npz",
+        "configuration.json",
+        "task.json",
+    ):
         reference = (tmp_path / "a/fedmr/seed-0" / name).read_bytes()
         assert reference == (tmp_path / "b/fedmr/seed-0" / name).read_bytes()
         assert name == "task.json" or reference != (tmp_path / "a/fedmr/seed-1" / name).read_bytes()
@@ -182,7 +212,9 @@ def test_a_finished_run_is_only_read(tmp_path: Path) -> None:
     repeated = run_configured(job, name, events.append)
     assert [event.kind for event in events] == ["skipped"]
     assert repeated == summary
-    assert all(path.stat().st_mtime_ns == time for path, time in written.items() if path.name != ".lock")
+    assert all(
+        path.stat().st_mtime_ns == time for path, time in written.items() if path.name != ".lock"
+    )
     events.clear()
     run_configured(job, name, events.append, fresh=True)
     assert [event.kind for event in events] == ["started", *["round"] * 4, "ended"]
@@ -209,13 +241,20 @@ def test_a_comparison_gives_every_method_the_same_start(tmp_path: Path) -> None:
     for seed in (0, 1):
         folders = [tmp_path / method / f"seed-{seed}" for method in ("fedavg", "indep", "fedmr")]
         assert len({(folder / "split.npz").read_bytes() for folder in folders}) == 1
-        firsts = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) for folder in folders]
+        firsts = [
+            json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]) for folder in folders
+        ]
         # One round of training from one model: recombination leaves the mean of the pool as it was.
         assert firsts[1]["accuracy"] == firsts[2]["accuracy"]
         assert firsts[0]["clients"] == firsts[1]["clients"] == firsts[2]["clients"]
-        assert firsts[0]["training_loss"] == firsts[1]["training_loss"] == firsts[2]["training_loss"]
+        assert (
+            firsts[0]["training_loss"] == firsts[1]["training_loss"] == firsts[2]["training_loss"]
+        )
     rows = comparison.result({}).sheets[0].rows
-    finals = [json.loads((tmp_path / f"fedmr/seed-{seed}/result.json").read_text())["accuracy"] for seed in (0, 1)]
+    finals = [
+        json.loads((tmp_path / f"fedmr/seed-{seed}/result.json").read_text())["accuracy"]
+        for seed in (0, 1)
+    ]
     assert rows[2].final is not None
     assert rows[2].final.mean == pytest.approx(statistics.fmean(finals))
     assert rows[2].final.std == pytest.approx(statistics.stdev(finals))
@@ -245,7 +284,9 @@ def test_an_interrupted_comparison_resumes_run_by_run(tmp_path: Path) -> None:
         Comparison.of(job).run(watch, stopped=stopped)
     events: list[Event] = []
     Comparison.of(job).run(events.append)
-    assert [(event.kind, event.finished) for event in events if event.kind in ("skipped", "started")] == [
+    assert [
+        (event.kind, event.finished) for event in events if event.kind in ("skipped", "started")
+    ] == [
         ("skipped", 4),
         ("started", 2),
         ("started", 0),
@@ -267,9 +308,13 @@ def test_a_failed_run_stops_no_other(tmp_path: Path) -> None:
     assert len(report["failed"]) == 1
 
 
-def test_two_comparisons_in_one_folder_do_not_mix_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_comparisons_in_one_folder_do_not_mix_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one comparison writes its files, the other waits, so the files belong together."""
-    comparison, later = (Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr"))
+    comparison, later = (
+        Comparison.of(plan(tmp_path, algorithms=[name])) for name in ("fedavg", "fedmr")
+    )
     comparison.run(lambda event: None)
     later.run(lambda event: None)
     thread = threading.Thread(target=later.result({}).write, args=(later.configuration,))
@@ -288,7 +333,9 @@ def test_two_comparisons_in_one_folder_do_not_mix_their_files(tmp_path: Path, mo
     thread.join()
     assert [mine for mine, _ in written] == [True] * 4 + [False] * 4
     assert "fedmr" in (tmp_path / "comparison.csv").read_text()
-    assert [run["algorithm"] for run in json.loads((tmp_path / "comparison.json").read_text())["runs"]] == ["fedmr"]
+    assert [
+        run["algorithm"] for run in json.loads((tmp_path / "comparison.json").read_text())["runs"]
+    ] == ["fedmr"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +348,9 @@ def test_two_comparisons_in_one_folder_do_not_mix_their_files(tmp_path: Path, mo
         ({"algorithms": ["fedavg"], "new_clients": 0.5}, "local_test"),
     ],
 )  # fmt: skip
-def test_a_bad_run_is_refused_before_the_first_begins(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+def test_a_bad_run_is_refused_before_the_first_begins(
+    tmp_path: Path, keys: dict[str, object], message: str
+) -> None:
     with pytest.raises(InvalidValue, match=message):
         Comparison.of(plan(tmp_path, **keys)).run(lambda event: None)
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -354,7 +403,13 @@ class TestArtifact:
             load_model(tmp_path)
 
     def test_other_tensors_are_refused(self, tmp_path: Path) -> None:
-        save_model(tmp_path / "model.safetensors", nn.Linear(2, 2), "logistic", small_task().dataset.spec, {})
+        save_model(
+            tmp_path / "model.safetensors",
+            nn.Linear(2, 2),
+            "logistic",
+            small_task().dataset.spec,
+            {},
+        )
         with pytest.raises(CheckpointError, match="cannot be built again"):
             load_model(tmp_path)
 
@@ -369,7 +424,10 @@ class TestArtifact:
 def test_changed_versions_are_named_when_a_run_resumes() -> None:
     environment = {"torch": "2.12.0", "threads": 2, "platform": "a"}
     assert version_changes(environment, {**environment, "platform": "b"}) == ""
-    assert version_changes(environment, {**environment, "torch": "2.13.0"}) == "torch 2.12.0 (now 2.13.0)"
+    assert (
+        version_changes(environment, {**environment, "torch": "2.13.0"})
+        == "torch 2.12.0 (now 2.13.0)"
+    )
 
 
 def test_a_configuration_is_parsed_and_built_once_a_run(tmp_path: Path) -> None:

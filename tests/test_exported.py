@@ -19,7 +19,11 @@ from fedloom.parts.hooks import Part
 
 ROOT = Path(__file__).resolve().parents[1]
 
-METHODS = {entry.make.__name__: entry.make for entry in algorithms if entry.make.__module__.startswith("fedloom.")}
+METHODS = {
+    entry.make.__name__: entry.make
+    for entry in algorithms
+    if entry.make.__module__.startswith("fedloom.")
+}
 
 BASES = (Method, Algorithm, Part)
 
@@ -88,10 +92,16 @@ def test_a_type_checker_knows_every_name_and_finds_a_users_mistakes(tmp_path: Pa
         f"[mypy-{','.join(f'{name}.*' for name in LARGE)}]\nfollow_imports = skip\n"
     )
     cache = ROOT / ".mypy_cache" / "user"
-    output, trouble, _ = api.run(["--config-file", str(settings), "--cache-dir", str(cache), str(user)])
+    output, trouble, _ = api.run(
+        ["--config-file", str(settings), "--cache-dir", str(cache), str(user)]
+    )
     assert trouble == ""
-    expected = [(str(n), line.split("# ")[1]) for n, line in enumerate(USER.splitlines(), 1) if "# " in line]
-    assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", output, re.M) == expected, output
+    expected = [
+        (str(n), line.split("# ")[1]) for n, line in enumerate(USER.splitlines(), 1) if "# " in line
+    ]
+    assert re.findall(r"^.*user\.py:(\d+): error: .*\[([\w-]+)\]$", output, re.M) == expected, (
+        output
+    )
     decorator, *types = re.findall(r'note: Revealed type is "(.*)"$', output, re.M)
     # Pyright, unlike mypy, takes a class for what its decorator returns.
     assert re.fullmatch(r"def \[(\w+).*\] \(\1.*\) -> \1.*", decorator), decorator
@@ -120,12 +130,16 @@ for arguments in {LIGHT}:
     loaded = {{"torch", "numpy", "pydantic"}} & sys.modules.keys()
     assert not loaded, (arguments, loaded)
 """
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert completed.returncode == 0, completed.stderr
 
 
 def test_the_lists_say_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("listings", ROOT / "docs" / "generate" / "listings.py")
+    spec = importlib.util.spec_from_file_location(
+        "listings", ROOT / "docs" / "generate" / "listings.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     listings = importlib.util.module_from_spec(spec)
@@ -137,8 +151,12 @@ def test_the_lists_say_what_the_code_says() -> None:
 def test_a_run_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:
     job = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "digits"\nclients = 4\n'
     (tmp_path / "job.toml").write_text(job)
-    code = "import sys, fedloom.cli; print(fedloom.cli.main(['run', 'job.toml'])); print(*sys.modules)"
-    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, fedloom.cli; print(fedloom.cli.main(['run', 'job.toml'])); print(*sys.modules)"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     *_, exit_code, loaded = completed.stdout.splitlines()
     assert exit_code == "0"
     unused = {
@@ -157,7 +175,9 @@ def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
     code = "import torch\ntorch.set_num_threads(1)\n" + fewer
     file = tmp_path / "readme.py"
     file.write_text(code + "print(type(staged.federation.algorithm).__name__)\n")
-    completed = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    completed = subprocess.run(
+        [sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     accuracy, best = map(float, re.findall(r"([\d.]+) %", completed.stdout.splitlines()[1]))
     assert 50 < accuracy <= best <= 100
     assert completed.stdout.split()[-1] == "Stages"

@@ -86,7 +86,8 @@ def test_lists_in_lists_hold_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a(" * 60, "[" * 5000, "9" * 5000, r"'\x'", "'open", "f(a=1, a=2)", "f(a=1, 2)", "f:", ""]
+    "text",
+    ["a(" * 60, "[" * 5000, "9" * 5000, r"'\x'", "'open", "f(a=1, a=2)", "f(a=1, 2)", "f:", ""],
 )
 def test_bad_expressions_are_refused(text: str) -> None:
     with pytest.raises(InvalidValue) as caught:

@@ -1,5 +1,6 @@
-"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module and one torch optimizer
-a client."""
+"""FedAvg rounds against a naive second computation: plain loops over state dictionaries, one module
+and one torch optimizer a client.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
     scheduled = settings.schedule == "step(2, factor=0.5)"
     optimizer = torch.optim.SGD(
         module.parameters(),
-        lr=settings.learning_rate * settings.decay ** (round - 1) * (0.5 if scheduled and round > 2 else 1),
+        lr=settings.learning_rate
+        * settings.decay ** (round - 1)
+        * (0.5 if scheduled and round > 2 else 1),
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
         nesterov=settings.optimizer_options.get("nesterov", False),
@@ -87,7 +90,9 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
             falling.step()
 
 
-def naive_fedavg(task: Task, rounds: int, seed: int, select: list[list[int]], weighted: bool) -> nn.Module:
+def naive_fedavg(
+    task: Task, rounds: int, seed: int, select: list[list[int]], weighted: bool
+) -> nn.Module:
     server = copy.deepcopy(task.model)
     for round in range(1, rounds + 1):
         uploads, sizes = [], []
@@ -99,7 +104,9 @@ def naive_fedavg(task: Task, rounds: int, seed: int, select: list[list[int]], we
         averaged = {}
         for name, value in server.state_dict().items():
             if value.is_floating_point():
-                averaged[name] = sum(n * u[name] for n, u in zip(sizes, uploads, strict=True)) / sum(sizes)
+                averaged[name] = sum(
+                    n * u[name] for n, u in zip(sizes, uploads, strict=True)
+                ) / sum(sizes)
             else:
                 averaged[name] = torch.stack([u[name] for u in uploads]).amax(0)
         server.load_state_dict(averaged)
@@ -135,7 +142,9 @@ def test_rounds_equal_a_naive_implementation(settings: dict[str, object], weight
         if expected[name].is_floating_point():
             torch.testing.assert_close(state_dict[name], expected[name], rtol=1e-5, atol=1e-5)
     counters = task.layout.integer_slices
-    assert [int(run.integers[entry.start]) for entry in counters] == [int(expected[entry.name]) for entry in counters]
+    assert [int(run.integers[entry.start]) for entry in counters] == [
+        int(expected[entry.name]) for entry in counters
+    ]
 
 
 def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
@@ -144,7 +153,11 @@ def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
 
     class Corrected(type(build("fedavg"))):  # type: ignore[misc]
         def train(self, cohort, inbox):  # type: ignore[no-untyped-def]
-            return {"model": cohort.fit(inbox["model"], correction=lambda weights, gradient, context: gradient).model}
+            return {
+                "model": cohort.fit(
+                    inbox["model"], correction=lambda weights, gradient, context: gradient
+                ).model
+            }
 
     plain, flat = federation(build("fedavg"), task, 2), federation(Corrected(), task, 2)
     plain.run()
@@ -154,7 +167,9 @@ def test_updates_tensor_by_tensor_have_the_bits_of_flat_ones() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "rmsprop", "adagrad"])
 def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: str) -> None:
-    task = small_task(optimizer=optimizer, learning_rate=0.01, weight_decay=0.01, optimizer_options={"eps": 1e-6})
+    task = small_task(
+        optimizer=optimizer, learning_rate=0.01, weight_decay=0.01, optimizer_options={"eps": 1e-6}
+    )
     run = federation(build("fedavg"), task, 1, participation=0.01)
     run.run()
     (client,) = run.history[0]["clients"]
@@ -166,14 +181,17 @@ def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: 
     generator = stream(4, "batches", round=1, client=client)
     for index in batch_order(len(samples), generator, batch_size=8, epochs=2, smallest=2):
         separate.zero_grad()
-        images = channels_last(samples.inputs[index])  # as the engine lays them: small gradients tell the two apart
+        # as the engine lays them: small gradients tell the two apart
+        images = channels_last(samples.inputs[index])
         F.cross_entropy(module(images), samples.labels[index]).backward()
         separate.step()
     torch.testing.assert_close(run.model(), task.layout.flatten(module), rtol=1e-4, atol=1e-6)
 
 
 def test_unequal_clients_weigh_by_their_samples() -> None:
-    """One local step from a common start: weighted FedAvg over all clients is one step on the weighted mean gradient."""
+    """One local step from a common start: weighted FedAvg over all clients is one step on the
+    weighted mean gradient.
+    """
     task = small_task(batch_size=None, epochs=1)
     plain = copy.deepcopy(task.model)
     run = federation(build("fedavg"), task, 1, participation=1.0)
@@ -183,7 +201,9 @@ def test_unequal_clients_weigh_by_their_samples() -> None:
         module = copy.deepcopy(plain)
         samples = task.samples(client)
         F.cross_entropy(module(samples.inputs), samples.labels).backward()
-        client_gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+        client_gradient = torch.cat(
+            [p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]
+        )
         gradient += len(samples) / 120 * client_gradient
     expected = task.initial[: task.layout.trainable] - 0.1 * gradient
     torch.testing.assert_close(run.model()[: task.layout.trainable], expected, rtol=1e-5, atol=1e-5)

@@ -50,7 +50,10 @@ def columns_of(frame: pd.DataFrame) -> dict[str, Any]:
 def asking(frames: list[pd.DataFrame]) -> Callable[[dict[str, Any]], Mapping[int, dict[str, Any]]]:
     def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
         plain = json.loads(json.dumps(request))  # over a wire all is JSON
-        answers = {client: answer(columns_of(frame), plain, 1, 0, client) for client, frame in enumerate(frames)}
+        answers = {
+            client: answer(columns_of(frame), plain, 1, 0, client)
+            for client, frame in enumerate(frames)
+        }
         return {client: json.loads(json.dumps(reply)) for client, reply in answers.items()}
 
     return ask
@@ -85,7 +88,9 @@ def test_counts_below_the_smallest_leave_no_client() -> None:
         if frame["sex"].count() >= 8:
             for text in rare:
                 rare[text] += int(counts.get(text, 0)) if counts.get(text, 0) >= 8 else 0
-    assert result.columns["sex"].categories == {text: count for text, count in rare.items() if count}
+    assert result.columns["sex"].categories == {
+        text: count for text, count in rare.items() if count
+    }
     pooled = pd.concat([frame for frame in rows if frame["dose"].count() >= 8])
     assert result.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=1e-12)
     assert sum(result.columns["dose"].bins) == pytest.approx(len(pooled))
@@ -93,7 +98,9 @@ def test_counts_below_the_smallest_leave_no_client() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12))
-def test_bins_keep_all_rows_and_equal_bins_hold_at_least_the_smallest(counts: list[int], smallest: int) -> None:
+def test_bins_keep_all_rows_and_equal_bins_hold_at_least_the_smallest(
+    counts: list[int], smallest: int
+) -> None:
     shared = shared_rows(np.array(counts, float), smallest)
     if sum(counts) < smallest:
         assert not shared.any()
@@ -110,7 +117,9 @@ def test_bins_keep_all_rows_and_equal_bins_hold_at_least_the_smallest(counts: li
 
 def test_a_site_may_ask_for_more_rows_than_the_server() -> None:
     columns = columns_of(frames()[2])
-    assert answer(columns, {"step": "sums", "smallest": 1, "noise": 0.0, "columns": {"dose": {}}}, 8) == {"columns": {}}
+    assert answer(
+        columns, {"step": "sums", "smallest": 1, "noise": 0.0, "columns": {"dose": {}}}, 8
+    ) == {"columns": {}}
 
 
 def test_noise_has_the_scale_that_epsilon_needs_and_its_cost_is_reported() -> None:
@@ -121,11 +130,17 @@ def test_noise_has_the_scale_that_epsilon_needs_and_its_cost_is_reported() -> No
     repeated = collect(asking(frames()), Survey(epsilon=2.0, bounds=bounds))
     assert repeated == result
     exact, columns = frames()[1]["dose"], columns_of(frames()[1])
-    request = {"smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0], "mean": 1.0}}}
+    request = {
+        "smallest": 5,
+        "noise": 3.0,
+        "columns": {"dose": {"bounds": [0.0, 20.0], "mean": 1.0}},
+    }
     sums, squares = [], []
     for seed in range(400):
         sums.append(answer(columns, {**request, "step": "sums"}, 1, seed)["columns"]["dose"][0])
-        squares.append(answer(columns, {**request, "step": "squares"}, 1, seed)["columns"]["dose"][0][0])
+        squares.append(
+            answer(columns, {**request, "step": "squares"}, 1, seed)["columns"]["dose"][0][0]
+        )
     count, _, total = np.array(sums).T
     assert count.std() == pytest.approx(3.0, rel=0.15)
     # Beside the middle of the bounds a row adds half their width at most.
@@ -136,7 +151,12 @@ def test_noise_has_the_scale_that_epsilon_needs_and_its_cost_is_reported() -> No
 
 
 def test_noise_of_a_site_does_not_repeat() -> None:
-    request = {"step": "sums", "smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0]}}}
+    request = {
+        "step": "sums",
+        "smallest": 5,
+        "noise": 3.0,
+        "columns": {"dose": {"bounds": [0.0, 20.0]}},
+    }
     assert answer(columns_of(frames()[1]), request) != answer(columns_of(frames()[1]), request)
 
 
@@ -145,7 +165,10 @@ def test_noise_of_a_site_does_not_repeat() -> None:
     [
         ({"epsilon": 1.0}, "epsilon needs bounds for column 'age'"),
         ({"bounds": {"aeg": (0, 1)}}, "bounds: 'aeg' is no column of numbers: did you mean 'age'?"),
-        ({"bounds": {"age": (1, 0)}}, "bounds of 'age' must be a lower and a higher number, not 1 and 0"),
+        (
+            {"bounds": {"age": (1, 0)}},
+            "bounds of 'age' must be a lower and a higher number, not 1 and 0",
+        ),
         ({"bins": 0}, "bins must be at least 1, not 0"),
         ({"smallest": 0}, "smallest must be at least 1, not 0"),
     ],
@@ -176,7 +199,13 @@ def test_clients_whose_columns_differ_are_named_by_column() -> None:
 def test_malformed_answers_are_refused(answer: Any) -> None:
     honest = asking(frames())
     with pytest.raises(RefusedReply, match="client 0 does not answer with numbers of the columns"):
-        collect(lambda request: {**honest(request), **({} if request["step"] == "kinds" else {0: answer})}, Survey())
+        collect(
+            lambda request: {
+                **honest(request),
+                **({} if request["step"] == "kinds" else {0: answer}),
+            },
+            Survey(),
+        )
 
 
 def test_statistics_of_a_task_are_those_of_its_training_rows() -> None:
@@ -191,10 +220,26 @@ def test_statistics_of_a_task_are_those_of_its_training_rows() -> None:
     assert list(result.columns["target"].categories.values()) == counts.tolist()
 
 
-def test_the_command_shows_a_table_and_writes_all_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n[data]\nname = "wine"\nclients = 3\n')
+def test_the_command_shows_a_table_and_writes_all_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        'algorithm = "fedavg"\nrounds = 1\n[data]\nname = "wine"\nclients = 3\n'
+    )
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
-    assert main(["statistics", str(tmp_path / "job.toml"), "--output", str(page), "--output", str(numbers)]) == 0
+    assert (
+        main(
+            [
+                "statistics",
+                str(tmp_path / "job.toml"),
+                "--output",
+                str(page),
+                "--output",
+                str(numbers),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "Deviation" in printed
     assert "3 clients" in printed
@@ -210,4 +255,7 @@ def test_the_command_shows_a_table_and_writes_all_numbers(tmp_path: Path, capsys
 def test_figures_without_rows_are_empty() -> None:
     result = collect(asking([frames()[2]]), Survey(smallest=8))
     assert isinstance(result, Statistics)
-    assert all(math.isnan(column.mean) and math.isnan(column.quantile(0.5)) for column in result.columns.values())
+    assert all(
+        math.isnan(column.mean) and math.isnan(column.quantile(0.5))
+        for column in result.columns.values()
+    )

@@ -1,4 +1,6 @@
-"""The round: who takes part, what is counted, refused and recorded, and that nothing depends on order or grouping."""
+"""The round: who takes part, what is counted, refused and recorded, and that nothing depends on
+order or grouping.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Shuffled(RowsEngine):
     ) -> Iterator[Answer | Fault]:
         replica = RowsEngine(self.task)
         replica.store = self.store
-        order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(round.number)).tolist()
+        order = torch.randperm(
+            len(jobs), generator=torch.Generator().manual_seed(round.number)
+        ).tolist()
         for k in order:
             engine = super() if k % 2 else replica
             yield from engine.train(pipeline, round, [jobs[k]])
@@ -50,7 +54,9 @@ class Shuffled(RowsEngine):
 def test_results_do_not_depend_on_the_order_or_grouping_of_clients(method: str) -> None:
     task = small_task(momentum=0.9)
     expected = federation(build(method), task, 4)
-    shuffled = Federation(build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4))
+    shuffled = Federation(
+        build(method), task, Shuffled(task), Schedule(rounds=4, participation=0.5, seed=4)
+    )
     expected.run()
     shuffled.run()
     assert torch.equal(expected.model(), shuffled.model())
@@ -68,7 +74,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def test_torchs_own_random_state_is_left_alone_and_changes_nothing() -> None:
-    task = replace_model(nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    task = replace_model(
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    )
     torch.manual_seed(0)
     run = federation(build("fedavg"), task, 2)
     run.run()
@@ -226,10 +234,14 @@ def test_a_mistake_in_a_method_is_not_taken_for_a_lost_client() -> None:
 
 def test_divergence_is_said_and_keeps_the_last_good_model(tmp_path: Path) -> None:
     task = small_task(learning_rate=1e20, decay=1.0)
-    run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
+    run = Federation(
+        build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path
+    )
     with pytest.raises(Diverged, match=r"learning rate 1e\+20"):
         run.run()
-    repeated = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path)
+    repeated = Federation(
+        build("fedavg"), task, RowsEngine(task), Schedule(rounds=9, participation=0.5), tmp_path
+    )
     assert repeated.finished == run.finished
     assert bool(torch.isfinite(repeated.model()).all())
 
@@ -250,9 +262,15 @@ def test_figures_and_times_are_written_a_line_a_round(tmp_path: Path) -> None:
 
 def test_learning_reaches_a_useful_model() -> None:
     task = make_task(
-        "digits", clients=10, partition="iid", model="logistic", training={"learning_rate": 0.5, "batch_size": 10}
+        "digits",
+        clients=10,
+        partition="iid",
+        model="logistic",
+        training={"learning_rate": 0.5, "batch_size": 10},
     )
-    run = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=15, participation=0.5))
+    run = Federation(
+        build("fedavg"), task, RowsEngine(task), Schedule(rounds=15, participation=0.5)
+    )
     run.run()
     assert run.history[-1]["accuracy"] > 0.9
 
@@ -264,11 +282,21 @@ def test_the_figures_of_rounds_do_not_stay_in_memory(tmp_path: Path) -> None:
         names = {"bytes_down", "train_seconds", "values"}
         if record["round"] in (2, 6):
             counts.append(
-                sum(not names.isdisjoint(candidate) for candidate in gc.get_objects() if type(candidate) is dict)
+                sum(
+                    not names.isdisjoint(candidate)
+                    for candidate in gc.get_objects()
+                    if type(candidate) is dict
+                )
             )
 
     result = fl.run(
-        "fedavg", task, rounds=6, participation=1.0, directory=tmp_path, record=["similarity"], on_round=count
+        "fedavg",
+        task,
+        rounds=6,
+        participation=1.0,
+        directory=tmp_path,
+        record=["similarity"],
+        on_round=count,
     )
     assert counts[1] <= counts[0] + 2  # those of the round in progress
     federation = result.federation
@@ -327,7 +355,9 @@ class NamesWithAt(FedAvg):
 
 
 def test_names_of_the_library_are_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"NamesWithAt names a tensor '@integers': names that begin with @"):
+    with pytest.raises(
+        InvalidValue, match=r"NamesWithAt names a tensor '@integers': names that begin with @"
+    ):
         federation(NamesWithAt(), small_task(), 1).run()
 
 
@@ -343,11 +373,16 @@ def test_a_reply_of_another_type_is_refused_by_client(dtype: torch.dtype) -> Non
     run.run()
     (fault,) = run.history[0]["faults"]
     assert fault["client"] == 1
-    assert f"Converted.train returned 'model' as {str(dtype).removeprefix('torch.')}, not float32" in fault["reason"]
+    assert (
+        f"Converted.train returned 'model' as {str(dtype).removeprefix('torch.')}, not float32"
+        in fault["reason"]
+    )
 
 
 def test_rounds_that_take_the_first_replies_are_refused_where_epsilon_counts_on_all() -> None:
     task = small_task()
     schedule = Schedule(rounds=1, participation=0.5, clock=Clock(speed=100.0, over_selection=1.0))
-    with pytest.raises(InvalidValue, match=r"clock.over_selection takes the first replies of a round"):
+    with pytest.raises(
+        InvalidValue, match=r"clock.over_selection takes the first replies of a round"
+    ):
         Federation(build("private(fedavg, noise=1.0)"), task, RowsEngine(task), schedule)

@@ -20,9 +20,7 @@ from fedloom.randomness import stream
 from naive import State, World, assert_same, average, shares
 
 BATCH, STEPS, NOISE, HIDDEN = 6, 5, 3, 8
-SMALL = (
-    f"generator_batch={BATCH}, generator_steps={STEPS}, noise={NOISE}, hidden={HIDDEN}, generator_learning_rate=0.01"
-)
+SMALL = f"generator_batch={BATCH}, generator_steps={STEPS}, noise={NOISE}, hidden={HIDDEN}, generator_learning_rate=0.01"
 
 
 class Imaginer(nn.Module):
@@ -37,7 +35,9 @@ class Imaginer(nn.Module):
 
     def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
         codes = F.one_hot(labels, self.classes).double()
-        features: Tensor = self.last(torch.relu(self.norm(self.first(torch.cat([noise, codes], 1)))))
+        features: Tensor = self.last(
+            torch.relu(self.norm(self.first(torch.cat([noise, codes], 1))))
+        )
         return features
 
 
@@ -98,7 +98,9 @@ def teach(
     teacher: float,
     diversity: float,
 ) -> None:
-    counts = {i: [int((world.data(i)[1] == c).sum()) for c in range(world.classes)] for i in clients}
+    counts = {
+        i: [int((world.data(i)[1] == c).sum()) for c in range(world.classes)] for i in clients
+    }
     qualified = [c for c in range(world.classes) if any(counts[i][c] > 1 for i in clients)]
     imaginer.train()
     optimizer = torch.optim.Adam(imaginer.parameters(), lr=0.01, weight_decay=1e-2)
@@ -127,10 +129,15 @@ def teach(
     ("options", "naive"),
     [
         ("", {}),
-        (", alpha=10, beta=1, teacher=0.5, diversity=2", {"alpha": 10, "beta": 1, "teacher": 0.5, "diversity": 2}),
+        (
+            ", alpha=10, beta=1, teacher=0.5, diversity=2",
+            {"alpha": 10, "beta": 1, "teacher": 0.5, "diversity": 2},
+        ),
     ],
 )
-def test_agrees_with_the_second_computation(options: str, naive: dict[str, float], norm: bool) -> None:
+def test_agrees_with_the_second_computation(
+    options: str, naive: dict[str, float], norm: bool
+) -> None:
     world = World(norm=norm)
     run = world.run(build(f"fedgen({SMALL}{options})"))
     assert_same(run.models, list(fedgen(world, run.selected, **naive)))
@@ -138,7 +145,10 @@ def test_agrees_with_the_second_computation(options: str, naive: dict[str, float
 
 def test_without_losses_of_its_own_it_is_fedavg() -> None:
     world = World(norm=True)
-    assert_same(world.run(build(f"fedgen({SMALL}, alpha=0, beta=0)")).models, world.run(build("fedavg")).models)
+    assert_same(
+        world.run(build(f"fedgen({SMALL}, alpha=0, beta=0)")).models,
+        world.run(build("fedavg")).models,
+    )
 
 
 def test_without_two_samples_of_a_label_the_generator_is_neither_trained_nor_sent() -> None:
@@ -161,12 +171,20 @@ def test_sameness_is_one_for_equal_features_and_falls_as_they_spread() -> None:
 def test_a_classifier_that_is_no_linear_layer_onto_the_classes_is_refused() -> None:
     convolution = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 4, 1))
     with pytest.raises(InvalidValue, match="needs a linear classifier, but 1 is a Conv1d"):
-        LinearHead.of(SimpleNamespace(module=convolution, layout=Layout(convolution), classes=4), "fedgen", bias=False)
+        LinearHead.of(
+            SimpleNamespace(module=convolution, layout=Layout(convolution), classes=4),
+            "fedgen",
+            bias=False,
+        )
     narrow = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(InvalidValue, match="onto 4 classes, but 0 has 2"):
-        LinearHead.of(SimpleNamespace(module=narrow, layout=Layout(narrow), classes=4), "fedgen", bias=False)
+        LinearHead.of(
+            SimpleNamespace(module=narrow, layout=Layout(narrow), classes=4), "fedgen", bias=False
+        )
     free = nn.Sequential(nn.Linear(3, 4, bias=False))
-    head = LinearHead.of(SimpleNamespace(module=free, layout=Layout(free), classes=4), "fedgen", bias=False)
+    head = LinearHead.of(
+        SimpleNamespace(module=free, layout=Layout(free), classes=4), "fedgen", bias=False
+    )
     assert (tuple(head.weight.shape), head.bias) == ((4, 3), None)
 
 

@@ -1,4 +1,6 @@
-"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and invariants of recombination."""
+"""FedMR and Indep against plain loops over state dictionaries, their limiting cases, and invariants
+of recombination.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ from naive import State, World, assert_same, average, shares, uniform
 def layers_of(state: State, order: list[str]) -> list[list[str]]:
     """Names of the floating-point tensors of each layer, layers in the order of the module."""
     names = [name for name in state if state[name].is_floating_point()]
-    return [layer_names for layer in order if (layer_names := [n for n in names if n.rpartition(".")[0] == layer])]
+    return [
+        layer_names
+        for layer in order
+        if (layer_names := [n for n in names if n.rpartition(".")[0] == layer])
+    ]
 
 
 def naive_units(world: World, unit: str, fraction: float) -> list[list[str]]:
@@ -51,7 +57,9 @@ def naive_units(world: World, unit: str, fraction: float) -> list[list[str]]:
     return [segments[s] for s in sorted(segments)]
 
 
-def naive_recombine(models: list[State], units: list[list[str]], generator: torch.Generator) -> list[State]:
+def naive_recombine(
+    models: list[State], units: list[list[str]], generator: torch.Generator
+) -> list[State]:
     result = [{name: tensor.clone() for name, tensor in model.items()} for model in models]
     for names in units:
         source = torch.randperm(len(models), generator=generator).tolist()
@@ -74,13 +82,17 @@ def naive_fedmr(
     blend: Callable[[int], float] = lambda number: 0.0,
     tolerance: float | None = None,
 ) -> list[State]:
-    """Return the global model after each round; `tolerance` chooses the share of averaging as `blend="auto"` does."""
+    """Return the global model after each round; `tolerance` chooses the share of averaging as
+    `blend="auto"` does.
+    """
 
     parameters = [name for name, _ in world.at(world.initial()).named_parameters()]
 
     def variance(models: list[State]) -> float:
         center = average(models, uniform(range(len(models))))
-        distances = [float(((model[n] - center[n]) ** 2).sum()) for model in models for n in parameters]
+        distances = [
+            float(((model[n] - center[n]) ** 2).sum()) for model in models for n in parameters
+        ]
         return sum(distances) / len(models)
 
     pool = [world.initial() for _ in selected[0]]
@@ -90,13 +102,18 @@ def naive_fedmr(
         sent, uploads = list(pool), []
         for k, client in enumerate(clients):
             if client not in missing:
-                run = train(pool[k], number, client) if train else world.train(pool[k], number, client)[0]
+                run = (
+                    train(pool[k], number, client)
+                    if train
+                    else world.train(pool[k], number, client)[0]
+                )
                 pool[k] = run
                 uploads.append(run)
         trained = pool
         pool = naive_recombine(pool, units, stream(world.seed, "recombine", round=number))
         for name, tensor in world.initial().items():
-            if not tensor.is_floating_point():  # counters of batches: their maximum goes to everybody
+            # counters of batches: their maximum goes to everybody
+            if not tensor.is_floating_point():
                 for model in pool:
                     model[name] = torch.stack([upload[name] for upload in uploads]).amax(0)
         mean = average(pool, uniform(clients))
@@ -105,7 +122,10 @@ def naive_fedmr(
             present = [client for client in clients if client not in missing]
             mean = average(uploads, shares(world, present))
             start = world.initial()
-            gained = [{n: end[n] - begin[n] for n in parameters} for end, begin in zip(trained, sent, strict=True)]
+            gained = [
+                {n: end[n] - begin[n] for n in parameters}
+                for end, begin in zip(trained, sent, strict=True)
+            ]
             common = sum(float(((mean[n] - start[n]) ** 2).sum()) for n in parameters)
             share = max(0.0, 1 - (tolerance * common) ** 2 / (variance(pool) * variance(gained)))
         for model in pool:
@@ -121,7 +141,8 @@ def naive_fedmr(
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("unit", "fraction"), [("layer", 1.0), ("tensor", 1.0), ("segment", 0.4), ("segment", 0.7), ("segment", 1.0)]
+    ("unit", "fraction"),
+    [("layer", 1.0), ("tensor", 1.0), ("segment", 0.4), ("segment", 0.7), ("segment", 1.0)],
 )
 def test_rounds_equal_plain_loops(norm: bool, unit: str, fraction: float) -> None:
     world = World(norm=norm)
@@ -138,8 +159,11 @@ def test_rounds_of_indep_equal_plain_loops() -> None:
 def test_recombination_changes_the_run() -> None:
     world = World()
     mixed, independent = world.run(FedMR()), world.run(Indep())
-    assert_same(mixed.models[:1], independent.models[:1])  # the first mean is taken before anything mixed was trained
-    assert not torch.allclose(mixed.models[-1]["head.weight"], independent.models[-1]["head.weight"], atol=1e-6)
+    # the first mean is taken before anything mixed was trained
+    assert_same(mixed.models[:1], independent.models[:1])
+    assert not torch.allclose(
+        mixed.models[-1]["head.weight"], independent.models[-1]["head.weight"], atol=1e-6
+    )
 
 
 def test_a_client_that_drops_out_leaves_its_slot_as_it_was_sent() -> None:
@@ -158,7 +182,9 @@ def test_a_client_that_drops_out_leaves_its_slot_as_it_was_sent() -> None:
     assert any(absent)
     assert all(len(missing) < 3 for missing in absent)
     selected = [record["clients"] for record in federation.history]
-    assert_same(models, naive_fedmr(world, selected, naive_units(world, "layer", 1.0), absent=absent))
+    assert_same(
+        models, naive_fedmr(world, selected, naive_units(world, "layer", 1.0), absent=absent)
+    )
     assert len(method.state["pool"]) == 3
 
 
@@ -215,7 +241,9 @@ def test_no_blend_is_fedmr_bit_for_bit() -> None:
 
 def test_full_blend_is_fedavg_with_equal_weights() -> None:
     world = World(norm=True)
-    assert_same(world.run(FedMR(blend=1.0)).models, world.run(build("fedavg(weighted=false)")).models)
+    assert_same(
+        world.run(FedMR(blend=1.0)).models, world.run(build("fedavg(weighted=false)")).models
+    )
 
 
 @pytest.mark.parametrize("blend", ["0.3", "[[1, 1.0], [3, 0.0]]"])
@@ -223,7 +251,11 @@ def test_blended_rounds_equal_plain_loops(blend: str) -> None:
     world = World(norm=True)
     method = build(f"fedmr(blend={blend})")
     assert str(build(str(method))) == str(method)
-    shares = {1: 1.0, 2: 0.5, 3: 0.0, 4: 0.0} if blend.startswith("[") else dict.fromkeys(range(1, 5), 0.3)
+    shares = (
+        {1: 1.0, 2: 0.5, 3: 0.0, 4: 0.0}
+        if blend.startswith("[")
+        else dict.fromkeys(range(1, 5), 0.3)
+    )
     run = world.run(method)
     units = naive_units(world, "layer", 1.0)
     assert_same(run.models, naive_fedmr(world, run.selected, units, blend=shares.__getitem__))
@@ -247,7 +279,10 @@ def test_rounds_with_a_chosen_blend_equal_plain_loops(norm: bool, tolerance: flo
     chosen = [record["blend"] for record in run.federation.history]
     assert 0 < chosen[0] < 1
     assert len(set(chosen)) > 1
-    assert_same(run.models, naive_fedmr(world, run.selected, naive_units(world, "layer", 1.0), tolerance=tolerance))
+    assert_same(
+        run.models,
+        naive_fedmr(world, run.selected, naive_units(world, "layer", 1.0), tolerance=tolerance),
+    )
 
 
 def test_a_chosen_blend_lies_between_fedavg_and_fedmr() -> None:
@@ -260,7 +295,12 @@ def test_a_chosen_blend_lies_between_fedavg_and_fedmr() -> None:
     assert torch.equal(free.state["pool"], fedmr.state["pool"])
 
 
-@given(seed=st.integers(0, 999), count=st.integers(1, 6), tolerance=st.floats(0, 3), scale=st.floats(1e-3, 1e3))
+@given(
+    seed=st.integers(0, 999),
+    count=st.integers(1, 6),
+    tolerance=st.floats(0, 3),
+    scale=st.floats(1e-3, 1e3),
+)
 @settings(max_examples=50, deadline=None)
 def test_a_chosen_blend_bounds_the_spread_and_ignores_scale(
     seed: int, count: int, tolerance: float, scale: float
@@ -274,15 +314,21 @@ def test_a_chosen_blend_bounds_the_spread_and_ignores_scale(
     assert 0 <= share <= 1
     gained = float(total_variance((pool - sent)[:, :5]))
     assert float(total_variance(pool[:, :5], since=sent[:, :5])) == pytest.approx(gained)
-    blended, common = pool.lerp(average, share)[:, :5], float((average - initial)[:5].square().sum())
+    blended, common = (
+        pool.lerp(average, share)[:, :5],
+        float((average - initial)[:5].square().sum()),
+    )
     assert float(total_variance(blended)) * gained <= (tolerance * common) ** 2 * (1 + 1e-9) + 1e-12
     scaled = auto_blend(scale * pool, scale * sent, scale * average, scale * initial, 5, tolerance)
     assert scaled == pytest.approx(share, abs=1e-9)
     units = [(slice(0, 3),), (slice(3, 7),)]
     shuffled, shuffled_sent = (
-        recombine_(rows.clone(), units, torch.Generator().manual_seed(seed)) for rows in (pool, sent)
+        recombine_(rows.clone(), units, torch.Generator().manual_seed(seed))
+        for rows in (pool, sent)
     )
-    assert auto_blend(shuffled, shuffled_sent, average, initial, 5, tolerance) == pytest.approx(share, abs=1e-9)
+    assert auto_blend(shuffled, shuffled_sent, average, initial, 5, tolerance) == pytest.approx(
+        share, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +388,9 @@ def test_a_local_objective_may_use_client_memory() -> None:
     run = world.run(build("fedmr(local=moon(mu=5))"))
     client = run.selected[0][0]
     assert run.memory(client, "moon_model").shape == (run.federation.task.layout.size,)
-    assert not torch.allclose(run.models[-1]["head.weight"], world.run(FedMR()).models[-1]["head.weight"])
+    assert not torch.allclose(
+        run.models[-1]["head.weight"], world.run(FedMR()).models[-1]["head.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -371,7 +419,9 @@ def test_a_misspelt_local_objective_is_refused_with_the_nearest() -> None:
         build("fedmr(local=fedporx)")
 
 
-@pytest.mark.parametrize(("expression", "message"), [("fedmr(unit=layr)", "layer"), ("fedmr(fraction=0)", "fraction")])
+@pytest.mark.parametrize(
+    ("expression", "message"), [("fedmr(unit=layr)", "layer"), ("fedmr(fraction=0)", "fraction")]
+)
 def test_impossible_units_and_fractions_are_refused(expression: str, message: str) -> None:
     with pytest.raises(InvalidValue, match=message):
         build(expression)
@@ -382,7 +432,9 @@ def test_impossible_units_and_fractions_are_refused(expression: str, message: st
 
 @st.composite
 def modules(draw: st.DrawFn) -> nn.Module:
-    """Draw chains of linear layers and batch norms, some without bias or affine weights, some nested."""
+    """Draw chains of linear layers and batch norms, some without bias or affine weights, some
+    nested.
+    """
     layers: list[nn.Module] = []
     width = draw(st.integers(1, 4))
     for _ in range(draw(st.integers(1, 4))):
@@ -399,11 +451,23 @@ def modules(draw: st.DrawFn) -> nn.Module:
 def recombined(module: nn.Module, uploads: Tensor, method: FedMR, seed: int) -> Tensor:
     """Run one round of the server half on given uploads `[K, P]`."""
     layout, count = Layout(module), len(uploads)
-    plan = Plan(layout, layout.flatten(module), count, count, 1, seed, 2, lambda clients: clients + 1, module)
+    plan = Plan(
+        layout,
+        layout.flatten(module),
+        count,
+        count,
+        1,
+        seed,
+        2,
+        lambda clients: clients + 1,
+        module,
+    )
     method.setup(plan)
     every = torch.arange(count)
     exchange = Pipeline(method).open(plan.opening(), Selection(plan.opening().selected))
-    method.receive(plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1, exchange))
+    method.receive(
+        plan.opening(), Replies({"model": uploads.clone()}, every, every, every + 1, exchange)
+    )
     return method.state["pool"]
 
 
@@ -418,15 +482,21 @@ cases = given(
 
 @settings(deadline=None, max_examples=60)
 @cases
-def test_columns_keep_their_numbers(module: nn.Module, count: int, unit: str, fraction: float, seed: int) -> None:
+def test_columns_keep_their_numbers(
+    module: nn.Module, count: int, unit: str, fraction: float, seed: int
+) -> None:
     size = Layout(module).size
-    uploads = torch.randint(-1000, 1000, (count, size), generator=torch.Generator().manual_seed(seed)).float()
+    uploads = torch.randint(
+        -1000, 1000, (count, size), generator=torch.Generator().manual_seed(seed)
+    ).float()
     method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
     pool = recombined(module, uploads, method, seed)
     assert torch.equal(pool.sort(0).values, uploads.sort(0).values)
     assert torch.equal(pool.sum(0), uploads.sum(0))  # whole numbers: exact
     anywhere = torch.full((size,), 7.0)
-    assert torch.equal((pool - anywhere).square().double().sum(), (uploads - anywhere).square().double().sum())
+    assert torch.equal(
+        (pool - anywhere).square().double().sum(), (uploads - anywhere).square().double().sum()
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -435,12 +505,14 @@ def test_each_unit_of_each_model_is_used_once(
     module: nn.Module, count: int, unit: str, fraction: float, seed: int
 ) -> None:
     layout = Layout(module)
-    uploads = torch.arange(count).float().unsqueeze(1).repeat(1, layout.size)  # every number names its model
+    # every number names its model
+    uploads = torch.arange(count).float().unsqueeze(1).repeat(1, layout.size)
     method = FedMR(unit=unit, fraction=fraction)  # type: ignore[arg-type]
     pool = recombined(module, uploads, method, seed)
     for unit_slices in layout.units(method.unit, fraction):
         columns = torch.cat([pool[:, unit_slice] for unit_slice in unit_slices], dim=1)
-        assert torch.equal(columns, columns[:, :1].expand_as(columns))  # a unit comes from one model
+        # a unit comes from one model
+        assert torch.equal(columns, columns[:, :1].expand_as(columns))
         assert columns[:, 0].sort().values.tolist() == list(range(count))
 
 

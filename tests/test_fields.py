@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.config.fields import LARGEST, BelowOne, Count, NonNegative, Positive, Probability, Share, require_fields
+from fedloom.config.fields import (
+    LARGEST,
+    BelowOne,
+    Count,
+    NonNegative,
+    Positive,
+    Probability,
+    Share,
+    require_fields,
+)
 from fedloom.errors import InvalidValue
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
@@ -49,13 +58,19 @@ class Settings:
         ("count", 0, "count must be at least 1, not 0"),
         ("count", 2.5, "count must be a whole number, not 2.5"),
         ("count", True, "count must be a whole number, not true"),
-        ("word", "medain", "word must be 'mean' or 'median' or a number, not 'medain': did you mean 'median'?"),
+        (
+            "word",
+            "medain",
+            "word must be 'mean' or 'median' or a number, not 'medain': did you mean 'median'?",
+        ),
         ("items", [0.5, 2], "items[1] must be in (0, 1], not 2"),
         ("items", 0.5, "items must be a list, not 0.5"),
         ("method", "fedavg", "method must be a method, such as fedavg, not 'fedavg'"),
     ],
 )
-def test_values_that_are_not_allowed_are_refused_in_one_line(name: str, value: object, message: str) -> None:
+def test_values_that_are_not_allowed_are_refused_in_one_line(
+    name: str, value: object, message: str
+) -> None:
     with pytest.raises(InvalidValue) as caught:
         Settings(**{name: value})  # type: ignore[arg-type]
     assert str(caught.value) == message
@@ -63,7 +78,11 @@ def test_values_that_are_not_allowed_are_refused_in_one_line(name: str, value: o
 
 def test_numbers_are_converted_to_the_types_of_their_fields() -> None:
     settings = Settings(positive=2, count=np.int64(3), share=np.float32(0.5), method=FedAvg())  # type: ignore[arg-type]
-    assert (type(settings.positive), type(settings.count), type(settings.share)) == (float, int, float)
+    assert (type(settings.positive), type(settings.count), type(settings.share)) == (
+        float,
+        int,
+        float,
+    )
     assert (settings.positive, settings.count, settings.share, settings.word) == (2, 3, 0.5, "mean")
 
 

@@ -1,4 +1,6 @@
-"""Atomic files: complete or absent under concurrent writers; leftovers of a killed writer are removed at the next start."""
+"""Atomic files: complete or absent under concurrent writers; leftovers of a killed writer are
+removed at the next start.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ with replacing(pathlib.Path(sys.argv[1])) as temporary:
 
 def writer(path: Path) -> subprocess.Popen[str]:
     """Start a process that is in the middle of writing `path`."""
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     return process
@@ -50,7 +54,12 @@ def test_many_writers_of_one_file_leave_one_whole_file(tmp_path: Path) -> None:
 
     def write(number: int) -> None:
         for _ in range(20):
-            write_tensors(path, {"row": torch.full((1000,), float(number))}, {"by": str(number)}, durable=False)
+            write_tensors(
+                path,
+                {"row": torch.full((1000,), float(number))},
+                {"by": str(number)},
+                durable=False,
+            )
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -116,7 +125,9 @@ def test_files_have_the_permissions_that_others_expect(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_path_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"missing/text cannot be written \(.*No such file or directory"):
+    with pytest.raises(
+        CheckpointError, match=r"missing/text cannot be written \(.*No such file or directory"
+    ):
         write_text(tmp_path / "missing" / "text", "hello")
 
 

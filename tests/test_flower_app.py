@@ -1,4 +1,6 @@
-"""The Flower app that `fedloom flower init` writes: its configuration, its data function, and whether Flower takes it."""
+"""The Flower app that `fedloom flower init` writes: its configuration, its data function, and
+whether Flower takes it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ clients = 4
 
 def run_settings(app: Path) -> dict[str, Any]:
     """Return the run configuration of server and sites."""
-    return dict(tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    return dict(
+        tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    )
 
 
 def written(app: Path) -> set[str]:
@@ -48,7 +52,11 @@ def written(app: Path) -> set[str]:
 def test_without_a_file_it_is_the_example(tmp_path: Path) -> None:
     configuration = write_app(tmp_path / "my-app")
     assert written(tmp_path / "my-app") == FILES
-    assert (configuration.name, configuration.data.clients, configuration.algorithm) == ("my-app", 3, "fedmr")
+    assert (configuration.name, configuration.data.clients, configuration.algorithm) == (
+        "my-app",
+        3,
+        "fedmr",
+    )
     text = run_settings(tmp_path / "my-app")["configuration"]
     assert tomllib.loads(text) == tomllib.loads(EXAMPLE)
     assert "$" not in (tmp_path / "my-app" / "pyproject.toml").read_text()
@@ -64,7 +72,11 @@ def test_a_file_that_names_one_method_is_taken_word_for_word(tmp_path: Path) -> 
 
 def test_changes_and_a_chosen_method_end_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    write_app(tmp_path / "app", tmp_path / "job.toml", ["algorithm=scaffold", "data.clients=6", "training.epochs=2"])
+    write_app(
+        tmp_path / "app",
+        tmp_path / "job.toml",
+        ["algorithm=scaffold", "data.clients=6", "training.epochs=2"],
+    )
     written = tomllib.loads(run_settings(tmp_path / "app")["configuration"])
     assert written == {
         "name": "job", "algorithm": "scaffold", "rounds": 7, "plugins": [],
@@ -77,16 +89,22 @@ def test_sites_that_exchange_layers_are_told_how_to_name_their_keys(tmp_path: Pa
     write_app(tmp_path / "app", overrides=["algorithm=secure(fedmr, repeats=8)"])
     write_app(tmp_path / "plain")
     texts = [(tmp_path / name / "README.md").read_text() for name in ("app", "plain")]
-    assert ["identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'\"" in text for text in texts] == [
+    assert [
+        "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'\"" in text for text in texts
+    ] == [
         True,
         False,
     ]
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text("'\"\\\n\t\r", max_size=12))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+    | st.text("'\"\\\n\t\r", max_size=12)
+)
 def test_any_text_comes_back_from_the_literal(text: str) -> None:
-    # TOML readers make \n of \r\n in multi-line strings; the text of a file has been read with \n already.
+    # TOML readers make \n of \r\n in multi-line strings; the text of a file has been read with \n
+    # already.
     assert tomllib.loads(f"text = {_literal(text)}")["text"] in (
         text,
         f"{text}\n",
@@ -175,7 +193,9 @@ def imported(app: Path) -> dict[str, Any]:
 
 
 def test_the_data_function_fits_the_configuration(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text('age,"odd ""name",outcome\n30,x,ill\n40,y,well\n50,x,ill\n60,y,well\n')
+    (tmp_path / "rows.csv").write_text(
+        'age,"odd ""name",outcome\n30,x,ill\n40,y,well\n50,x,ill\n60,y,well\n'
+    )
     for folder in ("cat", "dog"):
         (tmp_path / "pictures" / folder).mkdir(parents=True)
         for k in range(2):
@@ -188,10 +208,19 @@ def test_the_data_function_fits_the_configuration(tmp_path: Path) -> None:
     }
     names = {}
     for kind, name in data.items():
-        write_app(tmp_path / kind, overrides=[f'data.name="{name}"', "data.partition=iid", "algorithm=fedavg"])
+        write_app(
+            tmp_path / kind,
+            overrides=[f'data.name="{name}"', "data.partition=iid", "algorithm=fedavg"],
+        )
         names[kind] = imported(tmp_path / kind)
-    assert (names["table"]["COLUMNS"], names["table"]["TARGET"]) == (["age", 'odd "name'], "outcome")
-    assert (names["elsewhere"]["COLUMNS"], names["elsewhere"]["TARGET"]) == (["age", "dose"], "cost")
+    assert (names["table"]["COLUMNS"], names["table"]["TARGET"]) == (
+        ["age", 'odd "name'],
+        "outcome",
+    )
+    assert (names["elsewhere"]["COLUMNS"], names["elsewhere"]["TARGET"]) == (
+        ["age", "dose"],
+        "cost",
+    )
     assert (names["pictures"]["CLASSES"], names["pictures"]["SIZE"]) == (["cat", "dog"], (6, 4))
     assert names["numbers"]["SHAPE"] == (13,)
     assert "data='/srv/pictures'" in (tmp_path / "pictures" / "README.md").read_text()

@@ -1,4 +1,6 @@
-"""Asynchronous methods over sites: a reply is taken when it arrives, with the figures of a simulation with the same arrivals."""
+"""Asynchronous methods over sites: a reply is taken when it arrives, with the figures of a
+simulation with the same arrivals.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ CLOCK = Clock(speed="stragglers(fastest=100, times=8)")
 def configured(algorithm: str, folder: Path) -> dict[str, Any]:
     config = run_config(algorithm, folder / "run", rounds=ROUNDS)
     text = (
-        config["configuration"].replace("flower_support:NormNet", "mlp(hidden=[8])").replace("personal_every = 5", "")
+        config["configuration"]
+        .replace("flower_support:NormNet", "mlp(hidden=[8])")
+        .replace("personal_every = 5", "")
     )
     return {**config, "configuration": text.replace("evaluate_every = 5", "evaluate_every = 1")}
 
@@ -34,12 +38,16 @@ def simulated(config: dict[str, Any]) -> tuple[Federation, list[set[int]]]:
     """Return the federation on one machine, and the clients whose replies each step takes."""
     settings = deployment(config)
     task = settings.configuration.task(3)
-    federation = Federation(build(settings.algorithm), task, RowsEngine(task), replace(schedule(settings), clock=CLOCK))
+    federation = Federation(
+        build(settings.algorithm), task, RowsEngine(task), replace(schedule(settings), clock=CLOCK)
+    )
     busy: set[int] = set()
     arrivals = []
     for _ in range(ROUNDS):
         record, _ = federation.step()
-        still_busy = {client for client in federation.algorithm.state["client"].tolist() if client >= 0}
+        still_busy = {
+            client for client in federation.algorithm.state["client"].tolist() if client >= 0
+        }
         arrivals.append((busy | set(record["clients"])) - still_busy)
         busy = still_busy
     return federation, arrivals
@@ -52,7 +60,11 @@ class Timed(LocalGrid):
     at: int = 0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        training = {message.metadata.dst_node_id for message in self.sent if message.metadata.message_type == "train"}
+        training = {
+            message.metadata.dst_node_id
+            for message in self.sent
+            if message.metadata.message_type == "train"
+        }
         waiting = self.arrivals[self.at] if self.at < len(self.arrivals) else set()
         for number, node in self.nodes.items():
             node.late = number in training and node.config["partition-id"] not in waiting
@@ -66,8 +78,12 @@ class Timed(LocalGrid):
         return replies
 
 
-@pytest.mark.parametrize("algorithm", ["fedbuff(fedprox, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"])
-def test_replies_are_taken_as_they_arrive_with_the_figures_of_the_same_arrivals(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm", ["fedbuff(fedprox, k=2)", "fedasync(fedavg)", "fedmr_async(k=2)"]
+)
+def test_replies_are_taken_as_they_arrive_with_the_figures_of_the_same_arrivals(
+    algorithm: str, tmp_path: Path
+) -> None:
     config = configured(algorithm, tmp_path)
     expected, arrivals = simulated(config)
     assert any(len(step) < 3 for step in arrivals)
@@ -84,12 +100,16 @@ def test_replies_are_taken_as_they_arrive_with_the_figures_of_the_same_arrivals(
         assert "simulated_seconds" not in record
     # Bytes of replies under way come with the round in which they arrive.
     size = expected.history[0]["bytes_up"] // 3
-    assert [record["bytes_up"] for record in federation.history] == [size * len(step) for step in arrivals]
+    assert [record["bytes_up"] for record in federation.history] == [
+        size * len(step) for step in arrivals
+    ]
 
 
 def test_a_site_that_fails_is_asked_again_while_others_go_on(tmp_path: Path) -> None:
     config = configured("fedbuff(fedavg, k=2)", tmp_path)
-    config["configuration"] = config["configuration"].replace("participation = 0.5", "participation = 1.0")
+    config["configuration"] = config["configuration"].replace(
+        "participation = 0.5", "participation = 1.0"
+    )
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
     absent = next(node for node in grid.nodes.values() if node.config["partition-id"] == 5)

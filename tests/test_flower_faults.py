@@ -1,4 +1,6 @@
-"""Over Flower: sites that are absent, late, restarted or hostile, and servers that are killed or lie."""
+"""Over Flower: sites that are absent, late, restarted or hostile, and servers that are killed or
+lie.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ HOSTILE: dict[str, tuple[Tamper, str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(kind: str, tmp_path: Path) -> None:
+def test_a_hostile_reply_is_refused_and_the_round_ends_with_the_others(
+    kind: str, tmp_path: Path
+) -> None:
     tamper, reason = HOSTILE[kind]
     config = run_config("fedavg", tmp_path / "run", rounds=1)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
@@ -108,9 +112,15 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     federation.engine.sites.deadline = 60.0  # type: ignore[attr-defined]
     federation.run()
     expected.run()
-    for actual_record, expected_record in zip(federation.history[:1], expected.history[:1], strict=True):
-        sent = len(actual_record["clients"]) - 1  # the late site was sent the message, the absent one was not
-        assert actual_record["bytes_down"] * len(actual_record["clients"]) == expected_record["bytes_down"] * sent
+    for actual_record, expected_record in zip(
+        federation.history[:1], expected.history[:1], strict=True
+    ):
+        # the late site was sent the message, the absent one was not
+        sent = len(actual_record["clients"]) - 1
+        assert (
+            actual_record["bytes_down"] * len(actual_record["clients"])
+            == expected_record["bytes_down"] * sent
+        )
         actual_record["bytes_down"] = expected_record["bytes_down"]
         actual_record["faults"], expected_record["faults"] = [], []
     assert_close(federation, expected)
@@ -123,9 +133,7 @@ class Dropping(RowsEngine):
 
     def train(self, algorithm: Any, round: Any, jobs: Any) -> Any:
         gone = self.absent.get(round.number, set())
-        return super().train(
-            algorithm, round, [job for job in jobs if job.client not in gone]
-        )
+        return super().train(algorithm, round, [job for job in jobs if job.client not in gone])
 
 
 def simulated(config: dict[str, Any], absent: dict[int, set[int]]) -> Federation:
@@ -170,7 +178,10 @@ def test_two_sites_with_one_number_are_refused(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     grid.nodes[7] = replace(site(grid, 2))
-    with pytest.raises(InvalidValue, match=r"two sites have partition-id 2 \(nodes \d+ and \d+\): give each its own"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"two sites have partition-id 2 \(nodes \d+ and \d+\): give each its own",
+    ):
         flower(config, grid)
 
 
@@ -242,7 +253,12 @@ def answer_of_site_0(
     """Return the answer of site 0."""
     config = run_config("fedavg", tmp_path / "run")
     LocalGrid({}, config)  # for Flower's own identity
-    message = Message(pack(words, {name: encoded(tensor) for name, tensor in tensors.items()}), 5, kind, group_id="1")
+    message = Message(
+        pack(words, {name: encoded(tensor) for name, tensor in tensors.items()}),
+        5,
+        kind,
+        group_id="1",
+    )
     context = Context(RUN, 5, {"partition-id": 0, "memory": str(tmp_path)}, RecordDict(), config)
     try:
         return words_of(app(message, context))
@@ -294,7 +310,13 @@ def test_a_site_checks_what_it_gets(
 
 
 def test_arrays_of_any_shape_survive_the_way() -> None:
-    for tensor in (torch.randn(3, 4), torch.tensor(1.5), torch.zeros(0), torch.randn(4, 3).T, torch.tensor([True])):
+    for tensor in (
+        torch.randn(3, 4),
+        torch.tensor(1.5),
+        torch.zeros(0),
+        torch.randn(4, 3).T,
+        torch.tensor([True]),
+    ):
         assert torch.equal(decoded("a", encoded(tensor)), tensor)
     with pytest.raises(RefusedReply, match="complex64"):
         decoded("a", Array(np.zeros(2, np.complex64)))
@@ -310,13 +332,17 @@ def test_a_site_trains_from_the_memory_that_the_server_took(tmp_path: Path) -> N
     versions = federation.engine.memory()["versions"].tolist()
     for number in range(CLIENTS):
         stored = sorted(
-            int(path.stem.rpartition("v")[2]) for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
+            int(path.stem.rpartition("v")[2])
+            for path in (tmp_path / f"site-{number}").rglob("*.safetensors")
         )
         assert versions[number] in [*stored, 0]
-        assert len(stored) <= 2  # nothing was checkpointed: the newest, and the one that it was made from
+        # nothing was checkpointed: the newest, and the one that it was made from
+        assert len(stored) <= 2
     message = next(m for m in reversed(grid.sent) if m.metadata.message_type == "train")
     node = grid.nodes[message.metadata.dst_node_id]
-    answer, repeated = (node.answer(message, config, message.metadata.dst_node_id) for _ in range(2))
+    answer, repeated = (
+        node.answer(message, config, message.metadata.dst_node_id) for _ in range(2)
+    )
     assert answer.content.array_records == repeated.content.array_records
     assert json.loads(str(answer.content.config_records["fedloom"]["words"]))["round"] == 5
 

@@ -1,7 +1,8 @@
 """From a person's files to predictions over real sites, each with data of its own.
 
-Each message takes seconds between a SuperLink and SuperNodes, so in `make test` every kind of data goes the same way in this
-process (test_flower_sites.py has real sites there), and in `make chaos` between real sites.
+Each message takes seconds between a SuperLink and SuperNodes, so in `make test` every kind of data
+goes the same way in this process (test_flower_sites.py has real sites there), and in `make chaos`
+between real sites.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def write_texts(path: Path, rng: np.random.Generator) -> None:
 
 def write_numbers(path: Path, rng: np.random.Generator) -> None:
     labels = rng.integers(0, 2, 80)
-    np.savetxt(path, np.column_stack([rng.normal(labels[:, None], 1, (80, 4)), labels]), delimiter=",")
+    np.savetxt(
+        path, np.column_stack([rng.normal(labels[:, None], 1, (80, 4)), labels]), delimiter=","
+    )
 
 
 def write_pictures(path: Path, rng: np.random.Generator) -> None:
@@ -94,12 +97,21 @@ def make_app(folder: Path, kind: str, name: str, *changes: str) -> Path:
         target.parent.mkdir(exist_ok=True)
         if target.is_dir():
             shutil.rmtree(target)
-        write(target, np.random.default_rng([7, list(KINDS).index(kind), 9 if owner == "server" else int(owner)]))
+        write(
+            target,
+            np.random.default_rng(
+                [7, list(KINDS).index(kind), 9 if owner == "server" else int(owner)]
+            ),
+        )
     server = folder / "data-server" / f"{kind}{suffix}"
     if kind == "numbers":
         numbers = np.loadtxt(server, delimiter=",")
         server = server.with_suffix(".npz")
-        np.savez(server, inputs=numbers[:, :-1].astype(np.float32), labels=numbers[:, -1].astype(np.int64))
+        np.savez(
+            server,
+            inputs=numbers[:, :-1].astype(np.float32),
+            labels=numbers[:, -1].astype(np.int64),
+        )
     job = folder / f"{kind}.toml"
     job.write_text(
         f'algorithm = "fedavg"\nrounds = 2\nparticipation = 1.0\ncheckpoint_every = 1\nmodel = "{model}"\n'
@@ -120,7 +132,9 @@ def records(output: Path) -> list[dict[str, object]]:
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("kind", KINDS)
-def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(kind: str, deployment: Deployment) -> None:
+def test_sites_with_data_of_their_own_give_a_model_that_scores_new_samples(
+    kind: str, deployment: Deployment
+) -> None:
     app = make_app(deployment.folder, kind, f"{kind}-app")
     output = deployment.folder / "runs" / app.name
     run = deployment.run(app, output=str(output), smallest=2)
@@ -138,7 +152,9 @@ def require_statistics(app: Path, deployment: Deployment) -> None:
     statistics = Statistics.read(output / "statistics.json")
     # A quarter of each site's rows is set aside to judge the model.
     assert (statistics.clients, statistics.columns["age"].count) == (SITES, SITES * 90)
-    pooled = pd.concat([pd.read_csv(deployment.folder / f"data-{site}" / "table.csv") for site in range(SITES)])
+    pooled = pd.concat(
+        [pd.read_csv(deployment.folder / f"data-{site}" / "table.csv") for site in range(SITES)]
+    )
     assert statistics.columns["dose"].mean == pytest.approx(pooled["dose"].mean(), rel=0.1)
     assert not (output / "metrics.jsonl").exists()
 
@@ -161,7 +177,11 @@ def test_every_kind_of_data_is_read_by_the_apps_function(
     config = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"output": str(tmp_path / "run"), "smallest": 2}
     plain = nodes(SITES, tmp_path / "memory", data="federation.data:load")
-    server_app.serve(LocalGrid({number: Place(node.config) for number, node in plain.items()}, config), config, 0.01)
+    server_app.serve(
+        LocalGrid({number: Place(node.config) for number, node in plain.items()}, config),
+        config,
+        0.01,
+    )
     require_scores(kind, tmp_path / "run", tmp_path)
 
 
@@ -180,7 +200,10 @@ def require_scores(kind: str, output: Path, folder: Path) -> None:
         rows = pd.read_csv(folder / "new.csv")
         assert np.mean(predictor.predict(rows) == rows["topic"]) > 0.7
     elif kind == "numbers":
-        assert list(map(str, predictor.predict(np.array([[3.0] * 4, [-3.0] * 4], np.float32)))) == ["1", "0"]
+        assert list(map(str, predictor.predict(np.array([[3.0] * 4, [-3.0] * 4], np.float32)))) == [
+            "1",
+            "0",
+        ]
     else:
         write_pictures(folder / "new-pictures", rng)
         files = sorted((folder / "new-pictures").glob("*/*.png"))
@@ -205,7 +228,10 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     deployment.kill("site-1")
     deployment.wait_until(lambda: rounds() >= 2, PATIENCE, "round 2 to end")
     deployment.start_site(1, **owner_settings(deployment.folder, 1))
-    assert deployment.wait_for_run(run, 4 * PATIENCE, sign=output / "result.json") == "finished:completed"
+    assert (
+        deployment.wait_for_run(run, 4 * PATIENCE, sign=output / "result.json")
+        == "finished:completed"
+    )
     absent = {record["round"]: record["faults"] for record in records(output) if record["faults"]}
     assert all(fault["client"] == 1 for faults in absent.values() for fault in faults)  # type: ignore[attr-defined]
     assert absent
@@ -216,7 +242,10 @@ def test_from_csv_files_to_predictions_though_a_site_is_killed_and_comes_back(
     # The directory alone goes to where predictions are made.
     shutil.copytree(output, tmp_path / "model")
     scored = tmp_path / "scored.csv"
-    assert main(["predict", str(tmp_path / "model"), str(tmp_path / "new.csv"), "--to", str(scored)]) == 0
+    assert (
+        main(["predict", str(tmp_path / "model"), str(tmp_path / "new.csv"), "--to", str(scored)])
+        == 0
+    )
     answers = pd.read_csv(scored)
     (column,) = [name for name in answers if name not in rows.columns[:-1]]
     assert np.mean(answers[column] == rows["outcome"]) > 0.7

@@ -1,4 +1,6 @@
-"""A site loads its data and proves its engine's shortcuts once, and keeps neither across deployments nor across changes."""
+"""A site loads its data and proves its engine's shortcuts once, and keeps neither across
+deployments nor across changes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
 
 def federation(folder: Path, learning_rate: float = 0.05) -> dict[str, Any]:
-    """Return the run configuration of a federation of which all sites train and judge in every round."""
+    """Return the run configuration of a federation of which all sites train and judge in every
+    round.
+    """
     config = run_config("fedper", folder / "run", rounds=ROUNDS)
     text = config["configuration"].replace("participation = 0.5", "participation = 1.0")
     text = text.replace("personal_every = 5", "personal_every = 1")
@@ -81,14 +85,18 @@ def test_sites_with_data_of_their_own_load_and_prove_once(counts: Counts, tmp_pa
     assert kinds["evaluate"] == ROUNDS * CLIENTS
 
 
-def test_sites_that_share_the_configurations_data_load_and_prove_once(counts: Counts, tmp_path: Path) -> None:
+def test_sites_that_share_the_configurations_data_load_and_prove_once(
+    counts: Counts, tmp_path: Path
+) -> None:
     config = federation(tmp_path)
     flower(config, LocalGrid(nodes(CLIENTS, tmp_path), config)).run()
     assert counts.loads == {"simulated": 2}, "by the server and by the sites"
     assert counts.proofs == 1
 
 
-def test_federations_that_take_turns_in_a_process_do_not_mix(counts: Counts, tmp_path: Path) -> None:
+def test_federations_that_take_turns_in_a_process_do_not_mix(
+    counts: Counts, tmp_path: Path
+) -> None:
     def begun(name: str, learning_rate: float) -> Federation:
         folder = tmp_path / name
         folder.mkdir()

@@ -1,4 +1,6 @@
-"""The keys of a federation: what a TLS client makes of them, who may read them, and what is never written over."""
+"""The keys of a federation: what a TLS client makes of them, who may read them, and what is never
+written over.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ TLS_VERSIONS = ("TLSv1.2", "TLSv1.3")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def shake_hands(folder: Path, host: str, authority: Path | None = None) -> str | None:
@@ -47,8 +53,12 @@ def shake_hands(folder: Path, host: str, authority: Path | None = None) -> str |
     return ends[0].version()
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "fl.example.org", "10.0.0.5", "2001:db8::1"])
-def test_a_strict_client_that_knows_the_authority_trusts_each_name(tmp_path: Path, host: str) -> None:
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "fl.example.org", "10.0.0.5", "2001:db8::1"]
+)
+def test_a_strict_client_that_knows_the_authority_trusts_each_name(
+    tmp_path: Path, host: str
+) -> None:
     make_keys(tmp_path, 1, ["FL.example.org", "10.0.0.5", "2001:db8::1"])
     assert shake_hands(tmp_path, host) in TLS_VERSIONS
 
@@ -56,7 +66,11 @@ def test_a_strict_client_that_knows_the_authority_trusts_each_name(tmp_path: Pat
 def test_other_names_and_other_authorities_are_not_trusted(tmp_path: Path) -> None:
     make_keys(tmp_path / "ours", 1)
     make_keys(tmp_path / "theirs", 1)
-    for host, authority in (("fl.example.org", "ours"), ("127.0.0.2", "ours"), ("localhost", "theirs")):
+    for host, authority in (
+        ("fl.example.org", "ours"),
+        ("127.0.0.2", "ours"),
+        ("localhost", "theirs"),
+    ):
         with pytest.raises(ssl.SSLCertVerificationError):
             shake_hands(tmp_path / "ours", host, tmp_path / authority / "server" / "ca.crt")
 
@@ -70,7 +84,8 @@ def test_the_server_can_sign_no_certificate_and_the_authority_is_no_server(tmp_p
         for name, certificate in (("a", authority), ("s", server))
     }
     basic = [
-        certificate.extensions.get_extension_for_class(x509.BasicConstraints) for certificate in (authority, server)
+        certificate.extensions.get_extension_for_class(x509.BasicConstraints)
+        for certificate in (authority, server)
     ]
     assert [extension.value.ca for extension in basic] == [True, False]
     assert basic[0].value.path_length == 0
@@ -84,7 +99,9 @@ def test_the_server_can_sign_no_certificate_and_the_authority_is_no_server(tmp_p
     now = datetime.now(UTC)
     for certificate, days in ((authority, AUTHORITY_DAYS), (server, 30)):
         assert certificate.not_valid_before_utc <= now
-        assert abs(certificate.not_valid_after_utc - now - timedelta(days=days)) < timedelta(minutes=5)
+        assert abs(certificate.not_valid_after_utc - now - timedelta(days=days)) < timedelta(
+            minutes=5
+        )
 
 
 def test_each_site_has_a_pair_of_its_own(tmp_path: Path) -> None:
@@ -128,9 +145,17 @@ def test_a_second_call_adds_what_is_missing_and_changes_nothing(tmp_path: Path) 
     before = contents(tmp_path)
     assert make_keys(tmp_path, 2).written == []
     extended = make_keys(tmp_path, 3)
-    assert {path.name for path in extended.written} == {"site.key", "ca.crt", "site-2.pub", "peers.pub"}
+    assert {path.name for path in extended.written} == {
+        "site.key",
+        "ca.crt",
+        "site-2.pub",
+        "peers.pub",
+    }
     after = contents(tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"site-0/peers.pub", "site-1/peers.pub"}
+    assert {name for name in before if before[name] != after[name]} == {
+        "site-0/peers.pub",
+        "site-1/peers.pub",
+    }
 
 
 def test_a_site_that_has_taken_its_folder_away_keeps_its_key(tmp_path: Path) -> None:
@@ -142,9 +167,13 @@ def test_a_site_that_has_taken_its_folder_away_keeps_its_key(tmp_path: Path) -> 
     assert keys.public(0).read_bytes() == public
 
 
-def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority(tmp_path: Path) -> None:
+def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority(
+    tmp_path: Path,
+) -> None:
     keys = make_keys(tmp_path, 1)
-    with pytest.raises(InvalidValue, match=r"server\.crt does not hold 'fl\.example\.org': remove it"):
+    with pytest.raises(
+        InvalidValue, match=r"server\.crt does not hold 'fl\.example\.org': remove it"
+    ):
         make_keys(tmp_path, 1, ["fl.example.org"])
     before = contents(tmp_path)
     (keys.server / "server.crt").unlink()
@@ -155,7 +184,9 @@ def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority
 
 
 @pytest.mark.parametrize("lost", ["server/ca.crt", "server/server.key"])
-def test_a_lost_half_of_a_pair_is_made_anew_and_sites_still_trust_the_server(tmp_path: Path, lost: str) -> None:
+def test_a_lost_half_of_a_pair_is_made_anew_and_sites_still_trust_the_server(
+    tmp_path: Path, lost: str
+) -> None:
     make_keys(tmp_path, 1)
     (tmp_path / lost).unlink()
     before = contents(tmp_path)
@@ -175,7 +206,9 @@ def test_without_the_authority_nothing_is_signed(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("damaged", ["server/ca.crt", "server/server.crt", "authority/ca.key", "site-0/site.key"])
+@pytest.mark.parametrize(
+    "damaged", ["server/ca.crt", "server/server.crt", "authority/ca.key", "site-0/site.key"]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, damaged: str) -> None:
     make_keys(tmp_path, 1)
     (tmp_path / damaged).write_bytes(b"-----BEGIN CERTIFICATE-----\nnothing\n")
@@ -185,7 +218,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, damaged: str) -> None:
         make_keys(tmp_path, 1)
 
 
-def test_a_certificate_that_has_run_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_that_has_run_out_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Later(datetime):
         @classmethod
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
@@ -204,8 +239,14 @@ def test_a_certificate_that_has_run_out_is_named(tmp_path: Path, monkeypatch: py
         (["--sites", "2", "--days", "0"], "days must be between 1 and 3650, not 0"),
         (["--sites", "2", "--host", "my host"], "host 'my host' must be a name such as"),
         (["--sites", "2", "--host", "10.0.0.256"], "host '10.0.0.256' must be a name"),
-        (["--sites", "2", "--host", "https://fl.example.org"], "host 'https://fl.example.org' must be a name"),
-        (["--sites", "2", "--host", "fl.example.org:8000"], "host 'fl.example.org:8000' must be a name"),
+        (
+            ["--sites", "2", "--host", "https://fl.example.org"],
+            "host 'https://fl.example.org' must be a name",
+        ),
+        (
+            ["--sites", "2", "--host", "fl.example.org:8000"],
+            "host 'fl.example.org:8000' must be a name",
+        ),
         ([], "how many sites? Give --sites, such as --sites 3"),
     ],
 )
@@ -219,7 +260,9 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not (tmp_path / "keys").exists()
 
 
-def test_the_command_says_what_goes_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_goes_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["flower", "keys", str(tmp_path / "keys"), "--sites", "3", "--host", "fl.example.org"]
     assert main(command) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""What a site's owner tells its SuperNode: who it is to other sites, and what is wrong with files and values that do not fit."""
+"""What a site's owner tells its SuperNode: who it is to other sites, and what is wrong with files
+and values that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
 
 WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "no list": (lambda _: None, {"peers": ""}, "identity and peers go together"),
-    "no such key": (lambda folder: (folder / "site-0" / "site.key").unlink(), {}, "site.key cannot be read"),
+    "no such key": (
+        lambda folder: (folder / "site-0" / "site.key").unlink(),
+        {},
+        "site.key cannot be read",
+    ),
     "no key": (edited("site.key", lambda _: b"mine"), {}, "site.key is not a private key"),
     "another's key": (
         lambda folder: (folder / "site-1" / "site.key").replace(folder / "site-0" / "site.key"),
         {},
         "is not the key that .* lists for site-0",
     ),
-    "not listed": (edited("peers.pub", lambda text: b"".join(text.splitlines(True)[1:])), {}, "lists no site-0"),
+    "not listed": (
+        edited("peers.pub", lambda text: b"".join(text.splitlines(True)[1:])),
+        {},
+        "lists no site-0",
+    ),
     "listed twice": (
         edited("peers.pub", lambda text: text + text.splitlines()[0]),
         {},
@@ -49,12 +59,28 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         {},
         "line 3 lists site-2, or its key, again",
     ),
-    "not a line": (edited("peers.pub", lambda text: b"hello\n" + text), {}, "line 1 is not a public key followed by"),
+    "not a line": (
+        edited("peers.pub", lambda text: b"hello\n" + text),
+        {},
+        "line 1 is not a public key followed by",
+    ),
     "empty": (edited("peers.pub", lambda _: b"\n"), {}, "lists no public key"),
     "a number": (lambda _: None, {"identity": 3}, "identity must be text, not 3"),
-    "too little company": (lambda _: None, {"fewest-peers": 1}, "fewest-peers must be at least 2, not 1"),
-    "no number": (lambda _: None, {"partition-id": True}, "partition-id must be a whole number, not true"),
-    "no such choices": (lambda _: None, {"choices": "open"}, "choices must be 'secret' or 'rehearsed', not 'open'"),
+    "too little company": (
+        lambda _: None,
+        {"fewest-peers": 1},
+        "fewest-peers must be at least 2, not 1",
+    ),
+    "no number": (
+        lambda _: None,
+        {"partition-id": True},
+        "partition-id must be a whole number, not true",
+    ),
+    "no such choices": (
+        lambda _: None,
+        {"choices": "open"},
+        "choices must be 'secret' or 'rehearsed', not 'open'",
+    ),
 }
 
 
@@ -72,4 +98,9 @@ def test_an_identity_that_does_not_fit_gets_one_line(kind: str, tmp_path: Path) 
 
 def test_a_site_that_names_no_key_has_none() -> None:
     config = NodeConfig.read({"partition-id": 3})
-    assert (config.number, config.identity, config.data, config.fewest_peers) == (3, None, None, FEWEST_PEERS)
+    assert (config.number, config.identity, config.data, config.fewest_peers) == (
+        3,
+        None,
+        None,
+        FEWEST_PEERS,
+    )

@@ -1,4 +1,6 @@
-"""Secure recombination over Flower's messages: as in a simulation, whole whatever goes wrong, and unseen by the server."""
+"""Secure recombination over Flower's messages: as in a simulation, whole whatever goes wrong, and
+unseen by the server.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,18 @@ from fedloom.sites.client_app import app
 from fedloom.sites.keys import make_keys
 from fedloom.sites.messages import ARRAYS, Refusal, encoded, pack, parcel_of
 from fedloom.sites.secure_round import require_supported
-from flower_support import RUN, NormNet, assert_close, flower, nodes, run_config, schedule, selected, site, words_of
+from flower_support import (
+    RUN,
+    NormNet,
+    assert_close,
+    flower,
+    nodes,
+    run_config,
+    schedule,
+    selected,
+    site,
+    words_of,
+)
 from secure_sites import Change, ExchangeGrid, PeerNode, on_the_wire, peers
 
 UNITS = Layout(NormNet()).units("layer")
@@ -79,8 +92,12 @@ def by_layer(models: list[list[bytes]]) -> list[list[bytes]]:
     return [sorted(layers) for layers in zip(*models, strict=True)]
 
 
-def require_whole(folder: Path, federation: Federation, dispatched: torch.Tensor, absent: set[int]) -> None:
-    """Every layer that was trained and uploaded is in the pool once, and where a site is absent, the model it was sent."""
+def require_whole(
+    folder: Path, federation: Federation, dispatched: torch.Tensor, absent: set[int]
+) -> None:
+    """Every layer that was trained and uploaded is in the pool once, and where a site is absent,
+    the model it was sent.
+    """
     selected = federation.history[-1]["clients"]
     rows = [
         to_layers(dispatched[slot], UNITS) if number in absent else trained(folder, number)
@@ -104,7 +121,9 @@ def require_whole(folder: Path, federation: Federation, dispatched: torch.Tensor
         "ala(secure(fedmr, repeats=1))",
     ],
 )
-def test_an_exchange_between_sites_moves_what_a_simulation_moves(algorithm: str, tmp_path: Path) -> None:
+def test_an_exchange_between_sites_moves_what_a_simulation_moves(
+    algorithm: str, tmp_path: Path
+) -> None:
     deployed, _ = started(tmp_path, algorithm)
     deployed.run()
     expected = on_one_machine(tmp_path, algorithm, 2)
@@ -118,7 +137,9 @@ def test_with_secret_choices_the_layers_are_the_same_in_other_models(tmp_path: P
     deployed, _ = started(tmp_path, "secure(fedmr, repeats=4)", rounds=1, choices="secret")
     deployed.run()
     expected = on_one_machine(tmp_path, "secure(fedmr, repeats=4)", 1)
-    ours, theirs = ([to_layers(row, UNITS) for row in pool(federation)] for federation in (deployed, expected))
+    ours, theirs = (
+        [to_layers(row, UNITS) for row in pool(federation)] for federation in (deployed, expected)
+    )
     torch.testing.assert_close(deployed.model(), expected.model(), rtol=0, atol=1e-6)
     assert len(by_layer(ours)) == len(UNITS)
     require_whole(tmp_path, deployed, pool(deployed), set())
@@ -135,10 +156,15 @@ def test_no_layer_is_in_any_message_in_clear(tmp_path: Path) -> None:
     began = len(grid.sent)
     federation.step()
     trained_layers = [layer for number in selected(2) for layer in trained(tmp_path, number)]
-    answers = [on_the_wire(answer) for peer in grid.nodes.values() for answer in getattr(peer, "answers", [])]
+    answers = [
+        on_the_wire(answer)
+        for peer in grid.nodes.values()
+        for answer in getattr(peer, "answers", [])
+    ]
     wire = b"".join([*answers, *map(on_the_wire, grid.sent[:began])])
     everything = wire + b"".join(map(on_the_wire, grid.sent[began:]))
-    # A bias before batch normalisation has no gradient, so what a site was sent may be what it has after training.
+    # A bias before batch normalisation has no gradient, so what a site was sent may be what it has
+    # after training.
     sent_pieces = {piece for layer in dispatched for piece in pieces(layer)}
     for layer in trained_layers:
         fresh = [piece for piece in pieces(layer) if piece not in sent_pieces]
@@ -158,7 +184,12 @@ def test_keys_are_for_the_site_alone_and_gone_after_the_round(tmp_path: Path) ->
     modes: dict[str, int] = {}
 
     def look(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
-        modes.update({path.stem: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("site-*/*/site-*.peer")})
+        modes.update(
+            {
+                path.stem: stat.S_IMODE(path.stat().st_mode)
+                for path in tmp_path.glob("site-*/*/site-*.peer")
+            }
+        )
         return letters
 
     node(grid, selected(1)[0]).change = (2, look)
@@ -175,7 +206,14 @@ def job(**words: Any) -> dict[str, Any]:
         "number": 1, "rounds": 1, "seed": 3, "clients": 6, "participants": 3, "learning_rate": 0.05,
         "initial_learning_rate": 0.05, "rate_change": 1.0, "selected": [0, 1, 2], "poisson": False,
     }  # fmt: skip
-    return {"federation": "0123456789abcdef", "round": round_settings, "site": 0, "client": 0, "memory": 0, **words}
+    return {
+        "federation": "0123456789abcdef",
+        "round": round_settings,
+        "site": 0,
+        "client": 0,
+        "memory": 0,
+        **words,
+    }
 
 
 def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_path: Path) -> None:
@@ -192,23 +230,36 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
         words_of(answer_to(grid, "query.exchange", upload))
     with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
         words_of(
-            answer_to(grid, "query.exchange", job(run="mine", when="sometimes"), parcel=begun(when="sometimes"))
+            answer_to(
+                grid,
+                "query.exchange",
+                job(run="mine", when="sometimes"),
+                parcel=begun(when="sometimes"),
+            )
         )
     for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
         with pytest.raises(Refusal, match="the terms are not those of this exchange"):
             words_of(
                 answer_to(
-                    grid, "query.exchange", job(run="mine", when="before_upload"), parcel=begun(**changes)
+                    grid,
+                    "query.exchange",
+                    job(run="mine", when="before_upload"),
+                    parcel=begun(**changes),
                 )
             )
     with pytest.raises(Refusal, match="this site is in no such exchange"):
-        words_of(answer_to(grid, "train", job(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}))
+        words_of(
+            answer_to(
+                grid, "train", job(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}
+            )
+        )
 
 
 def begun(**changes: Any) -> bytes:
     """A request to begin an exchange between sites 0 and 1."""
     return PeerMessage(
-        "begin", replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32), Rules(1), (1,)), **changes)
+        "begin",
+        replace(Terms("mine", 1, "before_upload", 0, (0, 1), bytes(32), Rules(1), (1,)), **changes),
     ).encode()
 
 
@@ -222,12 +273,16 @@ def answer_to(
     """Return site 0's answer to a message."""
     arrays = {name: encoded(tensor) for name, tensor in (inbox or {}).items()}
     message = Message(pack(words, arrays, parcel=parcel), 1, kind)
-    return app(message, Context(RUN, 1, dict(site(grid, 0).config), RecordDict(), dict(grid.run_config)))
+    return app(
+        message, Context(RUN, 1, dict(site(grid, 0).config), RecordDict(), dict(grid.run_config))
+    )
 
 
 def test_a_process_that_hands_messages_over_loads_neither_pytorch_nor_data() -> None:
     code = "import sys, fedloom.sites.client_app; print(sys.modules.keys() & {'torch', 'sklearn', 'scipy'})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "set()"
 
 
@@ -236,20 +291,28 @@ def test_a_process_that_hands_messages_over_loads_neither_pytorch_nor_data() -> 
 
 @pytest.mark.parametrize("when", ["before_train", "before_upload"])
 @pytest.mark.parametrize("step", [0, 2, 4])
-def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(when: str, step: int, tmp_path: Path) -> None:
+def test_a_site_that_leaves_is_named_and_the_others_exchange_without_it(
+    when: str, step: int, tmp_path: Path
+) -> None:
     federation, grid = started(tmp_path, SHORT)
     peer = node(grid, TWO)
     peer.when, peer.round, peer.leaves = when, "2", step
     federation.step()
     original = pool(federation)
     record, _ = federation.step()
-    assert [(fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]] == [(TWO, True)]
+    assert [
+        (fault["client"], "stopped answering" in fault["reason"]) for fault in record["faults"]
+    ] == [(TWO, True)]
     assert "no reply within 0.01 s" in record["faults"][0]["reason"]
     require_whole(tmp_path, federation, original, {TWO})
 
 
-def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(tmp_path: Path) -> None:
-    """They exchange no second time without it: the difference would tell the server whose layers were missing."""
+def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_used(
+    tmp_path: Path,
+) -> None:
+    """They exchange no second time without it: the difference would tell the server whose layers
+    were missing.
+    """
     federation, grid = started(tmp_path, SHORT)
     peer = node(grid, THREE)
     peer.round, peer.drops_upload = "2", True
@@ -258,14 +321,25 @@ def test_a_site_whose_upload_is_lost_is_named_and_what_the_others_uploaded_is_us
     record, _ = federation.step()
     assert [fault["client"] for fault in record["faults"]] == [THREE]
     layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
-    sources = by_layer([*(trained(tmp_path, number) for number in selected(2)), to_layers(original[2], UNITS)])
-    assert all(Counter(drawn) <= Counter(available) for drawn, available in zip(layers, sources, strict=True))
-    assert all(layer in drawn for drawn, layer in zip(layers, to_layers(original[2], UNITS), strict=True))
+    sources = by_layer(
+        [*(trained(tmp_path, number) for number in selected(2)), to_layers(original[2], UNITS)]
+    )
+    assert all(
+        Counter(drawn) <= Counter(available)
+        for drawn, available in zip(layers, sources, strict=True)
+    )
+    assert all(
+        layer in drawn for drawn, layer in zip(layers, to_layers(original[2], UNITS), strict=True)
+    )
     assert record["bytes_up"] == 2 * (4 * original.shape[1] + 8)
     begun = [message for message in grid.sent if message.metadata.message_type == "query.exchange"]
-    attempts = [PeerMessage.decode(parcel_of(message)).terms for message in begun if parcel_of(message)]
+    attempts = [
+        PeerMessage.decode(parcel_of(message)).terms for message in begun if parcel_of(message)
+    ]
     upload_terms = [
-        terms for terms in attempts if terms is not None and (terms.when, terms.round) == ("before_upload", 2)
+        terms
+        for terms in attempts
+        if terms is not None and (terms.when, terms.round) == ("before_upload", 2)
     ]
     assert {terms.run for terms in upload_terms} == {upload_terms[0].run}
     assert {terms.attempt for terms in upload_terms} == {0}
@@ -279,13 +353,18 @@ def test_a_model_that_was_uploaded_is_never_exchanged_again(tmp_path: Path) -> N
     requests = grid.sent[began:]
     number = selected(1)[0]
     peer = node(grid, number)
-    trainings = [m for m in requests if m.metadata.message_type == "train" and words_of(m)["site"] == number]
+    trainings = [
+        m for m in requests if m.metadata.message_type == "train" and words_of(m)["site"] == number
+    ]
     begin = next(
         m
         for m in requests
-        if m.metadata.message_type == "query.exchange" and words_of(m)["site"] == number and parcel_of(m)
+        if m.metadata.message_type == "query.exchange"
+        and words_of(m)["site"] == number
+        and parcel_of(m)
     )
-    assert words_of(peer.answer(trainings[0], grid.run_config, 1))["site"] == number  # it trains the same model again
+    # it trains the same model again
+    assert words_of(peer.answer(trainings[0], grid.run_config, 1))["site"] == number
     answer = PeerMessage.decode(parcel_of(peer.answer(begin, grid.run_config, 1)), number)
     assert answer.fault is not None
     assert answer.fault.detail == "this model was uploaded before"
@@ -348,8 +427,12 @@ def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
         (misdirected, "brought to the wrong peer"),
     ],
 )
-def test_letters_that_are_meddled_with_are_noticed(when: str, change: Change, reason: str, tmp_path: Path) -> None:
-    """The server has seen that the sender is not to blame: the site to which they came otherwise sits out the round."""
+def test_letters_that_are_meddled_with_are_noticed(
+    when: str, change: Change, reason: str, tmp_path: Path
+) -> None:
+    """The server has seen that the sender is not to blame: the site to which they came otherwise
+    sits out the round.
+    """
     federation, grid = started(tmp_path, SHORT)
     peer = node(grid, TWO)
     peer.when, peer.round, peer.change = when, "2", (2, change)
@@ -382,8 +465,12 @@ def test_letters_of_another_stage_are_noticed(tmp_path: Path) -> None:
     require_whole(tmp_path, federation, original, {TWO})
 
 
-def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(tmp_path: Path) -> None:
-    """The exchange hides who sent garbage: each such layer keeps the server's values, and the round goes on."""
+def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to_upload(
+    tmp_path: Path,
+) -> None:
+    """The exchange hides who sent garbage: each such layer keeps the server's values, and the round
+    goes on.
+    """
     federation, _ = started(tmp_path, SHORT)
     federation.step()
     dispatched, spoilt = pool(federation), selected(2)[0]
@@ -407,9 +494,14 @@ def test_a_site_that_fills_its_envelopes_with_garbage_spoils_only_what_it_was_to
     assert bool(pool(federation).isfinite().all())
     layers = by_layer([to_layers(row, UNITS) for row in pool(federation)])
     sources = by_layer(
-        [*(trained(tmp_path, number) for number in selected(2)), *(to_layers(row, UNITS) for row in dispatched)]
+        [
+            *(trained(tmp_path, number) for number in selected(2)),
+            *(to_layers(row, UNITS) for row in dispatched),
+        ]
     )
-    assert all(set(drawn) <= set(available) for drawn, available in zip(layers, sources, strict=True))
+    assert all(
+        set(drawn) <= set(available) for drawn, available in zip(layers, sources, strict=True)
+    )
 
 
 def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Path) -> None:
@@ -418,7 +510,9 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
     number = selected(1)[1]
     directory = tmp_path / "other" / f"site-{number}"
     node(grid, number).config |= {"identity": str(directory / "site.key")}
-    listed = (tmp_path / "keys" / f"site-{number}" / "peers.pub").read_bytes().splitlines(keepends=True)
+    listed = (
+        (tmp_path / "keys" / f"site-{number}" / "peers.pub").read_bytes().splitlines(keepends=True)
+    )
     listed[number] = (tmp_path / "other" / "server" / f"site-{number}.pub").read_bytes()
     (tmp_path / "keys" / f"site-{number}" / "peers.pub").write_bytes(b"".join(listed))
     record, _ = federation.step()

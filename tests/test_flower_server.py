@@ -1,4 +1,6 @@
-"""The server's app over Flower's messages: the run directory, going on after a kill, and sites with data of their own."""
+"""The server's app over Flower's messages: the run directory, going on after a kill, and sites with
+data of their own.
+"""
 
 from __future__ import annotations
 
@@ -57,26 +59,49 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     settings = deployment(config)
     name = RunName("fedper", 3)
     run_configured(settings.configuration, name, lambda _: None, path=tmp_path / "here")
-    for file in ("metrics.jsonl", "clients.jsonl", "configuration.json", "task.json", "split.npz", "result.json"):
+    for file in (
+        "metrics.jsonl",
+        "clients.jsonl",
+        "configuration.json",
+        "task.json",
+        "split.npz",
+        "result.json",
+    ):
         assert (tmp_path / "sites" / file).exists()
         assert (tmp_path / "here" / file).exists()
     assert "fedper" in (tmp_path / "sites" / "report.html").read_text()
-    # The seconds to a target, of the real clock; those of a simulation on one machine say nothing of the method.
-    pages = [rewrite_reports(tmp_path / folder, read_runs(tmp_path / folder))[0] for folder in ("sites", "here")]
+    # The seconds to a target, of the real clock; those of a simulation on one machine say nothing
+    # of the method.
+    pages = [
+        rewrite_reports(tmp_path / folder, read_runs(tmp_path / folder))[0]
+        for folder in ("sites", "here")
+    ]
     assert ["Seconds to" in page.read_text() for page in pages] == [True, False]
     for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():
-        torch.testing.assert_close(read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor)
+        torch.testing.assert_close(
+            read_tensors(tmp_path / "sites" / "model.safetensors")[0][name_], tensor
+        )
     load_model(tmp_path / "sites", NormNet())
-    at_sites, on_one_machine = (json_lines(tmp_path / folder / "metrics.jsonl") for folder in ("sites", "here"))
-    assert [record["bytes_up"] for record in at_sites] == [record["bytes_up"] for record in on_one_machine]
+    at_sites, on_one_machine = (
+        json_lines(tmp_path / folder / "metrics.jsonl") for folder in ("sites", "here")
+    )
+    assert [record["bytes_up"] for record in at_sites] == [
+        record["bytes_up"] for record in on_one_machine
+    ]
     judged = [
-        {name: value for name, value in records[-1].items() if "f1_macro" in name or "surest" in name}
+        {
+            name: value
+            for name, value in records[-1].items()
+            if "f1_macro" in name or "surest" in name
+        }
         for records in (at_sites, on_one_machine)
     ]
     assert judged[0] == pytest.approx(judged[1], rel=1e-4)
-    assert {f"{prefix}{name}" for prefix in ("", "client_", "personal_") for name in ("f1_macro", "surest")} <= {
-        *judged[0]
-    }
+    assert {
+        f"{prefix}{name}"
+        for prefix in ("", "client_", "personal_")
+        for name in ("f1_macro", "surest")
+    } <= {*judged[0]}
     sent = len(grid.sent)
     server_app.serve(grid, config, PAUSE)  # it is finished: nobody is asked again
     assert len(grid.sent) == sent
@@ -87,7 +112,9 @@ class Killed(BaseException):
 
 
 class Mortal(LocalGrid):
-    """The server dies when it orders round `deadly` for the first time; its disk is then copied to `grave`."""
+    """The server dies when it orders round `deadly` for the first time; its disk is then copied to
+    `grave`.
+    """
 
     deadly: int
     output: Path
@@ -95,44 +122,64 @@ class Mortal(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         sent = list(messages)
-        if sent[0].metadata.message_type == "train" and sent[0].metadata.group_id == str(self.deadly):
+        if sent[0].metadata.message_type == "train" and sent[0].metadata.group_id == str(
+            self.deadly
+        ):
             shutil.copytree(self.output, self.grave)
             raise Killed
         return super().push_messages(sent)
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedmr"])
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint(algorithm: str, tmp_path: Path) -> None:
-    """Sites have trained rounds meanwhile that the checkpoint does not know, and come back under other ids."""
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """Sites have trained rounds meanwhile that the checkpoint does not know, and come back under
+    other ids.
+    """
     config = run_config(algorithm, tmp_path / "run", rounds=6)
-    config["configuration"] = config["configuration"].replace("rounds = 6", "rounds = 6\ncheckpoint_every = 2")
+    config["configuration"] = config["configuration"].replace(
+        "rounds = 6", "rounds = 6\ncheckpoint_every = 2"
+    )
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config)
     grid.deadly, grid.output, grid.grave = 4, tmp_path / "run", tmp_path / "grave"
     with pytest.raises(Killed):
         server_app.serve(grid, config, PAUSE)
-    shutil.rmtree(tmp_path / "run")  # what the dying server still wrote, which a killed one does not
+    # what the dying server still wrote, which a killed one does not
+    shutil.rmtree(tmp_path / "run")
     (tmp_path / "grave").rename(tmp_path / "run")
     assert len(json_lines(tmp_path / "run" / "metrics.jsonl")) == 3
     renamed = LocalGrid({number + 9000: node for number, node in grid.nodes.items()}, config)
     server_app.serve(renamed, config, PAUSE)
     untouched = {**config, "output": str(tmp_path / "whole")}
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
-    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(tmp_path / "whole" / "metrics.jsonl")
+    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(
+        tmp_path / "whole" / "metrics.jsonl"
+    )
     assert not any(record["faults"] for record in json_lines(tmp_path / "run" / "metrics.jsonl"))
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
 
 
-def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_more_patience(tmp_path: Path) -> None:
+def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_more_patience(
+    tmp_path: Path,
+) -> None:
     def config(output: str, evaluations: int) -> dict[str, Any]:
         settings = run_config("fedavg", tmp_path / output, rounds=25)
-        text = settings["configuration"].replace("evaluate_every = 5", "evaluate_every = 1\ncheckpoint_every = 1")
+        text = settings["configuration"].replace(
+            "evaluate_every = 5", "evaluate_every = 1\ncheckpoint_every = 1"
+        )
         text = text.replace("steps = 2", "steps = 10")
         return {**settings, "configuration": f"{text}\n[stop]\nevaluations = {evaluations}\n"}
 
     log, folder = tmp_path / "run" / "metrics.jsonl", tmp_path / "here"
-    run_configured(deployment(config("run", 2)).configuration, RunName("fedavg", 3), lambda _: None, path=folder)
+    run_configured(
+        deployment(config("run", 2)).configuration,
+        RunName("fedavg", 3),
+        lambda _: None,
+        path=folder,
+    )
     rounds = len(json_lines(folder / "metrics.jsonl"))
     assert 3 < rounds < 25
     grid = Mortal(nodes(CLIENTS, tmp_path / "memory"), config("run", 2))
@@ -145,9 +192,11 @@ def test_a_federation_ends_early_in_the_round_of_a_simulation_and_goes_on_with_m
     assert [record["accuracy"] for record in json_lines(log)] == pytest.approx(
         [record["accuracy"] for record in json_lines(folder / "metrics.jsonl")], abs=1e-6
     )
-    assert {message.metadata.group_id for message in restarted.sent if message.metadata.message_type == "train"} == {
-        str(number) for number in range(rounds - 1, rounds + 1)
-    }
+    assert {
+        message.metadata.group_id
+        for message in restarted.sent
+        if message.metadata.message_type == "train"
+    } == {str(number) for number in range(rounds - 1, rounds + 1)}
     sent = len(restarted.sent)
     server_app.serve(restarted, restarted.run_config, PAUSE)  # it has ended: nobody is asked again
     assert len(restarted.sent) == sent
@@ -181,7 +230,9 @@ def test_a_server_that_is_sent_sigterm_saves_the_last_finished_round(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-0000003.safetensors"]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [
+        "checkpoint-0000003.safetensors"
+    ]
     server_app.serve(LocalGrid(sites, config), config, PAUSE)
     untouched = {**config, "output": str(tmp_path / "whole")}
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), untouched), untouched, PAUSE)
@@ -193,7 +244,9 @@ def test_another_configuration_does_not_go_on_in_the_same_folder(tmp_path: Path)
     config = run_config("fedavg", tmp_path / "run", rounds=1)
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
     changed = run_config("fedprox", tmp_path / "run", rounds=1)
-    with pytest.raises(CheckpointError, match="holds a run with algorithm = 'fedavg', not 'fedprox'"):
+    with pytest.raises(
+        CheckpointError, match="holds a run with algorithm = 'fedavg', not 'fedprox'"
+    ):
         server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), changed), changed, PAUSE)
 
 
@@ -204,8 +257,12 @@ def test_a_finished_run_is_lengthened_with_what_its_sites_remember(tmp_path: Pat
     server_app.serve(LocalGrid(sites, shorter), shorter, PAUSE)
     server_app.serve(LocalGrid(sites, longer), longer, PAUSE)
     uninterrupted = {**longer, "output": str(tmp_path / "whole")}
-    server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path / "other"), uninterrupted), uninterrupted, PAUSE)
-    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(tmp_path / "whole" / "metrics.jsonl")
+    server_app.serve(
+        LocalGrid(nodes(CLIENTS, tmp_path / "other"), uninterrupted), uninterrupted, PAUSE
+    )
+    assert json_lines(tmp_path / "run" / "metrics.jsonl") == json_lines(
+        tmp_path / "whole" / "metrics.jsonl"
+    )
     model, expected = (tmp_path / folder / "model.safetensors" for folder in ("run", "whole"))
     assert model.read_bytes() == expected.read_bytes()
 
@@ -214,7 +271,9 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", wait=0.05)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     site(grid, 1).online = site(grid, 4).online = False
-    with pytest.raises(InvalidValue, match=r"4 of 6 sites are there after 0.05 s; not there: partition-id 1, 4"):
+    with pytest.raises(
+        InvalidValue, match=r"4 of 6 sites are there after 0.05 s; not there: partition-id 1, 4"
+    ):
         server_app.serve(grid, config, PAUSE)
 
 
@@ -248,7 +307,10 @@ def test_a_run_configuration_that_does_not_fit_gets_one_line(
 def own_task(settings: Any) -> Task:
     """Six clients of unequal sizes, with test samples."""
     digits = make_dataset("digits")
-    sizes, tests = [40 + 10 * number for number in range(CLIENTS)], [5 + number for number in range(CLIENTS)]
+    sizes, tests = (
+        [40 + 10 * number for number in range(CLIENTS)],
+        [5 + number for number in range(CLIENTS)],
+    )
     order = np.random.default_rng(1).permutation(len(digits.train))[: sum(sizes) + sum(tests)]
     task = make_task(
         digits,
@@ -290,8 +352,12 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
     for name, tensor in task.module(expected.model()).state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
-    for record, expected_record in zip(json_lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True):
-        floats = {name: value for name, value in expected_record.items() if isinstance(value, float)}
+    for record, expected_record in zip(
+        json_lines(tmp_path / "run" / "metrics.jsonl"), expected.history, strict=True
+    ):
+        floats = {
+            name: value for name, value in expected_record.items() if isinstance(value, float)
+        }
         assert {name: record[name] for name in floats} == pytest.approx(floats, rel=1e-4, abs=1e-6)
         assert record["clients"] == list(expected_record["clients"])
     assert json.loads((tmp_path / "run" / "task.json").read_text())["label_counts"] == []
@@ -302,7 +368,9 @@ def test_sites_train_on_their_own_data(algorithm: str, tmp_path: Path) -> None:
 def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> None:
     """Each site draws the label noise of a simulation by itself."""
     config = run_config("ditto", tmp_path / "sites", rounds=2)
-    config["configuration"] = config["configuration"].replace("[data]", "[data]\nlabel_noise = 'symmetric([0.2, 0.9])'")
+    config["configuration"] = config["configuration"].replace(
+        "[data]", "[data]\nlabel_noise = 'symmetric([0.2, 0.9])'"
+    )
     settings = deployment(config)
     server_app.serve(LocalGrid(nodes(CLIENTS, tmp_path), config), config, PAUSE)
     task = settings.configuration.task(3)
@@ -317,13 +385,21 @@ def test_sites_train_on_noisy_labels_of_the_federations_data(tmp_path: Path) -> 
     assert wrong == int((task.train.labels != task.true_labels).sum()) > 100
 
 
-def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw(tmp_path: Path) -> None:
+def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw(
+    tmp_path: Path,
+) -> None:
     config = run_config("fedavg", tmp_path / "run")
     text = config["configuration"].replace("[data]", "[data]\nlabel_noise = 'paired([0.2, 0.9])'")
     config["configuration"] = text.replace("local_test = 0.25", "")
     labels = np.arange(300) % 10
     inputs = np.random.default_rng(0).random((300, 1, 8, 8), dtype=np.float32)
-    np.savez(tmp_path / "all.npz", inputs=inputs, labels=labels, test_inputs=inputs[:50], test_labels=labels[:50])
+    np.savez(
+        tmp_path / "all.npz",
+        inputs=inputs,
+        labels=labels,
+        test_inputs=inputs[:50],
+        test_labels=labels[:50],
+    )
     words = {"data": DataAgreement.of(make_dataset("digits")).words()}
     drawn = []
     for number in (0, 1):
@@ -333,11 +409,15 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
             "memory": str(tmp_path),
             "data": str(tmp_path / "all.npz"),
         }
-        task, repeated = (Site.of(config, node_config)._task(words, node_config["partition-id"]) for _ in range(2))
+        task, repeated = (
+            Site.of(config, node_config)._task(words, node_config["partition-id"]) for _ in range(2)
+        )
         assert torch.equal(task.train.labels, repeated.train.labels)
         assert task.train.labels[300:].tolist() == labels[:50].tolist()
         wrong = task.train.labels[:300] != torch.from_numpy(labels)
-        assert bool((task.train.labels[:300][wrong] == (torch.from_numpy(labels)[wrong] + 1) % 10).all())
+        assert bool(
+            (task.train.labels[:300][wrong] == (torch.from_numpy(labels)[wrong] + 1) % 10).all()
+        )
         drawn.append(wrong)
         assert 0.2 <= wrong.float().mean() <= 0.9
     assert drawn[0].float().mean() != drawn[1].float().mean()
@@ -345,7 +425,9 @@ def test_sites_make_labels_of_their_own_training_data_wrong_each_by_its_own_draw
 
 def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=4, sites=5)
-    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    config["configuration"] = (
+        config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    )
     settings = deployment(config)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     give_data(grid, own_task(settings), tmp_path)
@@ -357,7 +439,9 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
     engine = gathering.engine(task)
     federation = Federation(build("fedavg"), task, engine, schedule(settings))
     record, _ = federation.step()
-    assert [fault["client"] for fault in record["faults"]] == [client for client in record["clients"] if client == 4]
+    assert [fault["client"] for fault in record["faults"]] == [
+        client for client in record["clients"] if client == 4
+    ]
     assert task.sizes(torch.tensor([4])).tolist() == [round((40 + 50 + 60 + 70 + 90) / 5)]
     late.online = True
     weights: dict[int, float] = {}

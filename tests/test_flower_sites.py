@@ -1,7 +1,9 @@
-"""A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started as a user starts them.
+"""A real federation: SuperLink and SuperNodes as processes on loopback, with TLS and keys, started
+as a user starts them.
 
-Each message takes seconds there, so `make test` runs one round at three sites, in which they exchange layers (a dozen messages
-to each, one after another); longer federations, and those whose machines are killed, run in `make chaos`.
+Each message takes seconds there, so `make test` runs one round at three sites, in which they
+exchange layers (a dozen messages to each, one after another); longer federations, and those whose
+machines are killed, run in `make chaos`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,19 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 def test_three_sites_exchange_layers_and_train_the_regression_that_one_machine_does_though_a_worker_is_killed(
     rounds: int, deployment: Deployment
 ) -> None:
-    changes = ["data.name=diabetes", "objective=regression(kind=huber)", "training.learning_rate=0.02"]
-    trial = Trial(deployment, f"secure-{rounds}", "secure(fedmr, repeats=1, low=1, high=1)", rounds, *changes)
+    changes = [
+        "data.name=diabetes",
+        "objective=regression(kind=huber)",
+        "training.learning_rate=0.02",
+    ]
+    trial = Trial(
+        deployment, f"secure-{rounds}", "secure(fedmr, repeats=1, low=1, high=1)", rounds, *changes
+    )
     run = trial.start()
     memory = deployment.folder / "memory-1"
-    deployment.wait_until(lambda: any(memory.rglob("*.trained")), PATIENCE, "site 1 to have trained")
+    deployment.wait_until(
+        lambda: any(memory.rglob("*.trained")), PATIENCE, "site 1 to have trained"
+    )
     for worker in deployment.workers(1):  # its site starts another
         os.kill(worker, signal.SIGKILL)
     assert deployment.workers(0)
@@ -49,12 +59,18 @@ def test_three_sites_exchange_layers_and_train_the_regression_that_one_machine_d
     for figure in ("rmse", "mae", "r2"):
         assert trial.rounds()[-1][figure] == pytest.approx(expected.history[-1][figure], rel=1e-6)
     assert "fedmr" in (trial.output / "report.html").read_text()
-    keys = [path for site in range(SITES) for path in Path(deployment.folder / f"memory-{site}").rglob("*.peer")]
+    keys = [
+        path
+        for site in range(SITES)
+        for path in Path(deployment.folder / f"memory-{site}").rglob("*.peer")
+    ]
     assert keys == [], "keys of an exchange that is over"
 
 
 @pytest.mark.minutes
-def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment: Deployment) -> None:
+def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(
+    deployment: Deployment,
+) -> None:
     trial = Trial(deployment, "scaffold", "scaffold", rounds=5)
     run = trial.start()
     trial.wait_for_work(1, number=2)
@@ -69,7 +85,9 @@ def test_a_site_that_dies_is_absent_until_it_is_back_with_its_memory(deployment:
     trial.require_same(trial.simulated(absent))
 
 
-def test_a_key_that_is_not_registered_is_turned_away(deployment: Deployment, tmp_path: Path) -> None:
+def test_a_key_that_is_not_registered_is_turned_away(
+    deployment: Deployment, tmp_path: Path
+) -> None:
     stranger = make_keys(tmp_path, 1)
     assert "Failed to activate SuperNode" in deployment.turned_away(stranger.site(0) / "site.key")
 

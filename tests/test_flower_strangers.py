@@ -1,4 +1,6 @@
-"""What sites say is input from strangers: it decides neither what the run reports, nor who is heard, nor whether it goes on."""
+"""What sites say is input from strangers: it decides neither what the run reports, nor who is
+heard, nor whether it goes on.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def with_figures(**figures: float) -> Tamper:
 # --- figures ---
 
 
-@pytest.mark.parametrize("name", ["accuracy", "loss", "bytes_up", "round", "peer_bytes", "personal_accuracy", "mood"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "loss", "bytes_up", "round", "peer_bytes", "personal_accuracy", "mood"]
+)
 def test_a_site_reports_only_what_the_method_has_it_measure(name: str, tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=2)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
@@ -85,7 +89,9 @@ def test_figures_are_finite(value: float, tmp_path: Path) -> None:
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     site(grid, ONE).tamper = with_figures(training_loss=value)
     record, _ = flower(config, grid).step()
-    assert [fault["reason"] for fault in record["faults"]] == ["the figure training_loss is not a finite number"]
+    assert [fault["reason"] for fault in record["faults"]] == [
+        "the figure training_loss is not a finite number"
+    ]
 
 
 def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
@@ -95,7 +101,11 @@ def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
         def train(self, *arguments: Any) -> Any:
             for result in super().train(*arguments):
                 assert isinstance(result, Answer)
-                yield Answer(result.job, result.tensors, {"bytes_up": 1.0, "clients": 7.0, "training_loss": 2.0})
+                yield Answer(
+                    result.job,
+                    result.tensors,
+                    {"bytes_up": 1.0, "clients": 7.0, "training_loss": 2.0},
+                )
 
     task = small_task()
     record, _ = Federation(build("fedavg"), task, Boastful(task), Schedule(rounds=1)).step()
@@ -108,7 +118,8 @@ def test_no_figure_of_clients_takes_the_place_of_the_servers_own() -> None:
 def test_every_method_declares_its_figures_and_the_types_of_its_replies(expression: str) -> None:
     """Real sites are refused with anything else."""
     task = small_task()
-    method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)  # 15 is too much at this rate
+    # 15 is too much at this rate
+    method = build("pfedme(regularisation=2)" if expression == "pfedme" else expression)
     replies: list[tuple[Answer, dict[str, TensorSpec]]] = []
 
     class Watching(RowsEngine):
@@ -151,7 +162,9 @@ def test_the_first_reply_does_not_say_what_the_others_must_be(name: str, tmp_pat
 def of_one_site(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with one site a round."""
     return config | {
-        "configuration": config["configuration"].replace("participation = 0.5", "participation = 0.1666667")
+        "configuration": config["configuration"].replace(
+            "participation = 0.5", "participation = 0.1666667"
+        )
     }
 
 
@@ -164,7 +177,9 @@ def of_one_site(config: dict[str, Any]) -> dict[str, Any]:
         (with_words("["), "not JSON"),
     ],
 )
-def test_a_round_whose_only_site_is_refused_ends_without_replies(tamper: Tamper, reason: str, tmp_path: Path) -> None:
+def test_a_round_whose_only_site_is_refused_ends_without_replies(
+    tamper: Tamper, reason: str, tmp_path: Path
+) -> None:
     config = of_one_site(run_config("fedavg", tmp_path / "run", rounds=5))
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
@@ -182,7 +197,9 @@ def test_a_round_whose_only_site_is_refused_ends_without_replies(tamper: Tamper,
     assert not torch.equal(federation.model(), initial)
 
 
-def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(tmp_path: Path) -> None:
+def test_a_run_ends_with_the_reason_when_every_site_has_failed_and_none_between(
+    tmp_path: Path,
+) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=20)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
@@ -247,11 +264,17 @@ def own_data(grid: LocalGrid, folder: Path, sizes: list[int]) -> None:
         site(grid, number).config["data"] = str(folder / f"{number}.npz")
 
 
-def weights_of(folder: Path, prepare: Callable[[LocalGrid], None], **options: Any) -> list[dict[int, float]]:
+def weights_of(
+    folder: Path, prepare: Callable[[LocalGrid], None], **options: Any
+) -> list[dict[int, float]]:
     """Return each site's weight in each round of a run in which all take part."""
     config = run_config("fedavg", folder / "run", rounds=2, **options)
-    config["configuration"] = config["configuration"].replace("participation = 0.5", "participation = 1.0")
-    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    config["configuration"] = config["configuration"].replace(
+        "participation = 0.5", "participation = 1.0"
+    )
+    config["configuration"] = (
+        config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    )
     grid = LocalGrid(nodes(CLIENTS, folder), config)
     own_data(grid, folder, [10, 20, 30, 40, 50, 60])
     prepare(grid)
@@ -301,7 +324,9 @@ def test_the_largest_share_is_the_operators_choice(tmp_path: Path) -> None:
 
 def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=4)
-    config["configuration"] = config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    config["configuration"] = (
+        config["configuration"].replace("local_test = 0.25", "").replace("personal_every = 5", "")
+    )
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     own_data(grid, tmp_path, [10, 20, 30, 40, 50, 60])
     settings = deployment(config)
@@ -312,7 +337,14 @@ def test_a_site_counts_with_no_more_than_it_had_at_the_start(tmp_path: Path) -> 
         node.says = {"samples": 60}
         grid.nodes[key + 5000] = grid.nodes.pop(key)
     assert len(gathering.sites.find(range(CLIENTS), 1.0)) == CLIENTS
-    assert [gathering.sites.samples(number) for number in range(CLIENTS)] == [10, 20, 30, 40, 50, 60]
+    assert [gathering.sites.samples(number) for number in range(CLIENTS)] == [
+        10,
+        20,
+        30,
+        40,
+        50,
+        60,
+    ]
     assert gathering.opening.samples == [10, 20, 30, 40, 50, 60]
 
 
@@ -326,7 +358,10 @@ def test_test_samples_weigh_as_many_as_there_were_at_the_start(tmp_path: Path) -
     model = pipeline.model().unsqueeze(0)
     tasks = [Job(number, None, {"model": model}) for number in range(CLIENTS)]
     if federation.task.layout.integers:
-        tasks = [Job(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)}) for t in tasks]
+        tasks = [
+            Job(t.client, None, {**t.inbox, INTEGERS: federation.integers.unsqueeze(0)})
+            for t in tasks
+        ]
     site(grid, 0).says = {"totals": {"correct": [1.0], "loss": 1.0}}
     site(grid, 1).says = {"samples": 10**9, "totals": {"correct": 10**9, "loss": 1e9}}
     site(grid, 3).says = {"totals": {"correct": 1.0, "loss": float("inf")}}
@@ -382,15 +417,23 @@ def with_record(name: str, record: ConfigRecord | None = None, **entries: bytes)
 @pytest.mark.parametrize(
     ("tamper", "reason"),
     [
-        (with_record("ballast", bytes=b"0" * 1000), "the message holds a record 'ballast' that nobody asked for"),
-        (with_record("parcel", bytes=b"0" * 1000), "the message holds a record 'parcel' that nobody asked for"),
+        (
+            with_record("ballast", bytes=b"0" * 1000),
+            "the message holds a record 'ballast' that nobody asked for",
+        ),
+        (
+            with_record("parcel", bytes=b"0" * 1000),
+            "the message holds a record 'parcel' that nobody asked for",
+        ),
         (
             with_record("fedloom", ballast=b"0"),
             "the message's record 'fedloom' holds 'ballast', which nobody asked for",
         ),
     ],
 )
-def test_records_that_nobody_asked_for_are_refused(tamper: Tamper, reason: str, tmp_path: Path) -> None:
+def test_records_that_nobody_asked_for_are_refused(
+    tamper: Tamper, reason: str, tmp_path: Path
+) -> None:
     config = run_config("fedavg", tmp_path / "run", rounds=5)
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     federation = flower(config, grid)
@@ -405,7 +448,9 @@ def test_a_reply_that_comes_twice_is_taken_once(tmp_path: Path) -> None:
             return [reply for reply in super().pull_messages(message_ids) for _ in range(2)]
 
     config = run_config("fedavg", tmp_path / "run", rounds=2)
-    twice, once = (flower(config, grid(nodes(CLIENTS, tmp_path), config)) for grid in (Stutter, LocalGrid))
+    twice, once = (
+        flower(config, grid(nodes(CLIENTS, tmp_path), config)) for grid in (Stutter, LocalGrid)
+    )
     for federation in (twice, once):
         federation.run()
     assert twice.history == once.history

@@ -1,4 +1,6 @@
-"""Federations of tables: sites with CSV files of their own, without a shared file, against a simulation on the pooled rows."""
+"""Federations of tables: sites with CSV files of their own, without a shared file, against a
+simulation on the pooled rows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ TRAINING = {"learning_rate": 0.1, "steps": 4, "batch_size": 16}
 
 
 def patients(target: str) -> pd.DataFrame:
-    """Return rows of three hospitals that differ, with numbers, text, whole numbers and empty cells."""
+    """Return rows of three hospitals that differ, with numbers, text, whole numbers and empty
+    cells.
+    """
     rng = np.random.default_rng(0)
     n = 330
     hospital = rng.choice(SITES, n, p=[0.5, 0.3, 0.2])
@@ -49,7 +53,9 @@ def patients(target: str) -> pd.DataFrame:
         }
     )
     # A category that one site alone has.
-    rows["ward"] = rows["ward"].where((rows["ward"] != "intensive care") | (hospital == 0), "medicine")
+    rows["ward"] = rows["ward"].where(
+        (rows["ward"] != "intensive care") | (hospital == 0), "medicine"
+    )
     rows.loc[rng.random(n) < 0.1, "pressure"] = np.nan
     severity = rows["age"] / 90 + rng.normal(0, 0.3, n)
     rows["cost"] = (4000 * severity).round(2)
@@ -94,8 +100,17 @@ def simulated(rows: pd.DataFrame, test: pd.DataFrame, target: str) -> fl.Result:
     partition = fl.Partition.of([np.flatnonzero(hospital == number) for number in range(SITES)])
     names = [name for name in rows if name not in ("hospital", target)]
     roles = Columns(target, inputs=names, missing="mean")
-    dataset = table_dataset("table", as_arrow(table["path"]), as_arrow(table["test"]), roles, "rows")
-    task = fl.make_task(dataset, partition=partition, clients=SITES, model="mlp(hidden=[8])", seed=3, training=TRAINING)
+    dataset = table_dataset(
+        "table", as_arrow(table["path"]), as_arrow(table["test"]), roles, "rows"
+    )
+    task = fl.make_task(
+        dataset,
+        partition=partition,
+        clients=SITES,
+        model="mlp(hidden=[8])",
+        seed=3,
+        training=TRAINING,
+    )
     return fl.run(fl.FedAvg(), task, rounds=2, participation=1.0, seed=3)
 
 
@@ -104,19 +119,25 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("target", ["outcome", "cost", "grade"])
-def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target: str, tmp_path: Path) -> None:
+def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(
+    target: str, tmp_path: Path
+) -> None:
     rows = patients(target)
     rows, test = rows[:300], rows[300:]
     test.to_csv(tmp_path / "test.csv", index=False)
     config = configured(
-        target, tmp_path / "run", f", test_path='{tmp_path}/test.csv', inputs=['age', 'pressure', 'ward']"
+        target,
+        tmp_path / "run",
+        f", test_path='{tmp_path}/test.csv', inputs=['age', 'pressure', 'ward']",
     )
     federated(config, rows, tmp_path)
     expected = simulated(rows, test, target)
     for name, tensor in expected.model.state_dict().items():
         torch.testing.assert_close(tensors(tmp_path / "run")[name], tensor, rtol=1e-5, atol=1e-5)
     record = json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    figures = {name: value for name, value in expected.history[-1].items() if isinstance(value, float)}
+    figures = {
+        name: value for name, value in expected.history[-1].items() if isinstance(value, float)
+    }
     assert {name: record[name] for name in figures} == pytest.approx(figures, rel=1e-4)
     written = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]
     assert written["age"]["mean"] == pytest.approx(rows["age"].mean())
@@ -132,9 +153,13 @@ def test_sites_with_files_of_their_own_train_the_model_of_the_pooled_rows(target
         assert set(map(str, answers)) <= set(map(str, rows[target].unique()))
 
 
-def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_own(tmp_path: Path) -> None:
+def test_without_any_file_at_the_server_sites_judge_the_model_by_rows_of_their_own(
+    tmp_path: Path,
+) -> None:
     config = configured("outcome", tmp_path / "run")
-    config["configuration"] = config["configuration"].replace("[data]", "personal_every = 1\n[data]\nlocal_test = 0.25")
+    config["configuration"] = config["configuration"].replace(
+        "[data]", "personal_every = 1\n[data]\nlocal_test = 0.25"
+    )
     federated(config, patients("outcome"), tmp_path)
     record = json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert 0 <= record["client_accuracy"] <= 1
@@ -150,7 +175,9 @@ def test_a_run_goes_on_with_the_columns_of_its_beginning(tmp_path: Path) -> None
     rows["age"] += 1000  # the rows at the sites are others now: nobody asks for statistics again
     grid = federated(later, rows, tmp_path)
     assert not [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
-    assert json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"] == preprocessing
+    assert (
+        json.loads((tmp_path / "run" / "sites.json").read_text())["preprocessing"] == preprocessing
+    )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -170,7 +197,9 @@ def changed(rows: pd.DataFrame, number: int, change: Any) -> list[pd.DataFrame]:
         (lambda rows: rows.assign(outcome=None), "column 'outcome' is empty in row 0"),
     ],
 )  # fmt: skip
-def test_a_difference_is_told_by_column_before_the_first_round(change: Any, text: str, tmp_path: Path) -> None:
+def test_a_difference_is_told_by_column_before_the_first_round(
+    change: Any, text: str, tmp_path: Path
+) -> None:
     config = configured("outcome", tmp_path / "run")
     grid = LocalGrid(nodes(SITES, tmp_path, smallest=1), config)
     for number, rows in enumerate(changed(patients("outcome"), 1, change)):
@@ -188,18 +217,28 @@ def test_a_site_does_not_tell_of_fewer_rows_than_its_owner_allows(tmp_path: Path
     rows = patients("outcome")
     grid = LocalGrid(nodes(SITES, tmp_path / "memory", smallest=30), config)
     for number in range(SITES):
-        rows[rows["hospital"] == number].drop(columns="hospital").to_csv(tmp_path / f"{number}.csv", index=False)
+        rows[rows["hospital"] == number].drop(columns="hospital").to_csv(
+            tmp_path / f"{number}.csv", index=False
+        )
         site(grid, number).config["data"] = str(tmp_path / f"{number}.csv")
     server_app.serve(grid, config, PAUSE)
-    categories = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]["ward"]["categories"]
+    categories = json.loads((tmp_path / "run" / "statistics.json").read_text())["columns"]["ward"][
+        "categories"
+    ]
     counts = [rows[rows["hospital"] == number]["ward"].value_counts() for number in range(SITES)]
-    expected = {ward: sum(int(c[ward]) for c in counts if c.get(ward, 0) >= 30) for ward in rows["ward"].unique()}
+    expected = {
+        ward: sum(int(c[ward]) for c in counts if c.get(ward, 0) >= 30)
+        for ward in rows["ward"].unique()
+    }
     assert categories == {ward: count for ward, count in expected.items() if count}
 
 
-def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_them(tmp_path: Path) -> None:
+def test_pictures_in_folders_and_texts_in_files_are_read_as_the_federation_has_them(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
-    shapes = {"server": (8, 8), "site": (12, 10)}  # a site's pictures are scaled to the federation's
+    # a site's pictures are scaled to the federation's
+    shapes = {"server": (8, 8), "site": (12, 10)}
     for folder, shape in shapes.items():
         for name in ("cat", "dog"):
             (tmp_path / folder / name).mkdir(parents=True)
@@ -237,13 +276,17 @@ def test_a_table_of_texts_has_the_tokens_of_the_servers_file(tmp_path: Path) -> 
         site(grid, number).config["data"] = str(tmp_path / f"{number}.csv")
     server_app.serve(grid, config, PAUSE)
     assert not (tmp_path / "run" / "statistics.json").exists()
-    answers = fl.load(tmp_path / "run").predict(pd.DataFrame({"text": ["goal team goal", "bank price bank"]}))
+    answers = fl.load(tmp_path / "run").predict(
+        pd.DataFrame({"text": ["goal team goal", "bank price bank"]})
+    )
     assert len(answers) == 2
     config = configured("topic", tmp_path / "other")
     grid = LocalGrid(nodes(SITES, tmp_path / "memory"), config)
     for number in range(SITES):
         site(grid, number).config["data"] = str(tmp_path / f"{number}.csv")
-    with pytest.raises(InvalidValue, match="texts and pictures in a table need an example at the server"):
+    with pytest.raises(
+        InvalidValue, match="texts and pictures in a table need an example at the server"
+    ):
         server_app.serve(grid, config, PAUSE)
 
 
@@ -264,11 +307,16 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
 ) -> None:
     rows = patients("cost")
     config = configured("cost", tmp_path / "run", only="statistics", bins=16)
-    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path)
+    grid = with_rows(
+        LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path
+    )
     with caplog.at_level("INFO", "flwr.fedloom"):
         assert server_app.serve(grid, config, PAUSE) is None
     assert not [m for m in grid.sent if m.metadata.message_type == "train"]
-    assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == ["statistics.html", "statistics.json"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("[!.]*")) == [
+        "statistics.html",
+        "statistics.json",
+    ]
     published = read(tmp_path)
     for name in ("age", "pressure", "cost"):
         column = published.columns[name]
@@ -293,9 +341,7 @@ def test_statistics_alone_are_those_of_pandas_and_of_a_simulation(
 
 
 def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> None:
-    text = (
-        'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "wine"\nclients = 3\npartition = "iid"\n'
-    )
+    text = 'algorithm = "fedavg"\nrounds = 1\nmodel = "logistic"\n[data]\nname = "wine"\nclients = 3\npartition = "iid"\n'
     config: dict[str, Any] = {
         "configuration": text,
         "output": str(tmp_path / "run"),
@@ -311,7 +357,9 @@ def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> Non
     for number in range(SITES):
         index = torch.from_numpy(task.partition[number])
         samples = task.dataset.train[index]
-        np.savez(tmp_path / f"{number}.npz", inputs=samples.inputs.numpy(), labels=samples.labels.numpy())
+        np.savez(
+            tmp_path / f"{number}.npz", inputs=samples.inputs.numpy(), labels=samples.labels.numpy()
+        )
         site(grid, number).config["data"] = str(tmp_path / f"{number}.npz")
     server_app.serve(grid, config, PAUSE)
     assert repr(read(tmp_path)) == repr(published)
@@ -320,11 +368,17 @@ def test_statistics_of_arrays_and_of_shares_of_a_data_set(tmp_path: Path) -> Non
 BOUNDS = "age=0,120; pressure=50,250"
 
 
-def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_run(tmp_path: Path) -> None:
+def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_run(
+    tmp_path: Path,
+) -> None:
     config = configured("outcome", tmp_path / "run", epsilon=2.0, bounds=BOUNDS)
-    config["configuration"] = config["configuration"].replace('"fedavg"', '"dp_sgd(fedavg, noise=1.0, delta=1e-4)"')
+    config["configuration"] = config["configuration"].replace(
+        '"fedavg"', '"dp_sgd(fedavg, noise=1.0, delta=1e-4)"'
+    )
     rows = patients("outcome")
-    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path)
+    grid = with_rows(
+        LocalGrid(nodes(SITES, tmp_path / "memory", smallest=1), config), rows, tmp_path
+    )
     statistics_alone = {**config, "only": "statistics"}
     server_app.serve(grid, statistics_alone, PAUSE)
     published = read(tmp_path)
@@ -332,8 +386,11 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
     (line,) = json_lines(tmp_path / "run" / "released.jsonl")
     assert (line["round"], line["method"], line["clients"]) == (0, "statistics", None)
     assert line["noise"] == pytest.approx(published.noise / published.releases**0.5)
-    assert epsilon(line["noise"], 1.0, 1, published.survey.delta / 2) == pytest.approx(2.0, rel=1e-2)
-    # Another start of the statistics, and the run, take them as they are: other noise would cost as much again.
+    assert epsilon(line["noise"], 1.0, 1, published.survey.delta / 2) == pytest.approx(
+        2.0, rel=1e-2
+    )
+    # Another start of the statistics, and the run, take them as they are: other noise would cost as
+    # much again.
     requests = [m for m in grid.sent if m.metadata.message_type.endswith("statistics")]
     server_app.serve(grid, statistics_alone, PAUSE)
     server_app.serve(grid, config, PAUSE)
@@ -350,30 +407,45 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
         assert record["epsilon"] == pytest.approx(expected, rel=1e-6)
         assert record["epsilon"] > epsilon(1.0, 16 / smallest, steps, 1e-4)
     # It holds the run, and statistics alone would be of another.
-    with pytest.raises(InvalidValue, match="holds a run with statistics of its own: choose another output"):
+    with pytest.raises(
+        InvalidValue, match="holds a run with statistics of its own: choose another output"
+    ):
         server_app.serve(grid, statistics_alone, PAUSE)
     ledger = tmp_path / "run" / "released.jsonl"
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[1:]))
-    longer = {**config, "configuration": config["configuration"].replace("rounds = 2", "rounds = 3")}
-    with pytest.raises(CheckpointError, match="is damaged in line 1, or of another run: what privacy was spent"):
+    longer = {
+        **config,
+        "configuration": config["configuration"].replace("rounds = 2", "rounds = 3"),
+    }
+    with pytest.raises(
+        CheckpointError, match="is damaged in line 1, or of another run: what privacy was spent"
+    ):
         server_app.serve(grid, longer, PAUSE)
 
 
 def composed(noise: float, share: float, steps: int, delta: float) -> float:
-    """Return epsilon of one release to all rows and of steps on samples drawn by chance, by the library's own accountant."""
+    """Return epsilon of one release to all rows and of steps on samples drawn by chance, by the
+    library's own accountant.
+    """
     dp_accounting = pytest.importorskip("dp_accounting")
     accountant = pytest.importorskip("dp_accounting.rdp").RdpAccountant(ORDERS)
     accountant.compose(dp_accounting.GaussianDpEvent(noise))
-    accountant.compose(dp_accounting.PoissonSampledDpEvent(share, dp_accounting.GaussianDpEvent(1.0)), steps)
+    accountant.compose(
+        dp_accounting.PoissonSampledDpEvent(share, dp_accounting.GaussianDpEvent(1.0)), steps
+    )
     return float(accountant.get_epsilon(delta))
 
 
 def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> None:
     config = configured("outcome", tmp_path / "run", epsilon=2.0, bounds=BOUNDS, only="statistics")
-    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path)
+    grid = with_rows(
+        LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path
+    )
     server_app.serve(grid, config, PAUSE)
     (tmp_path / "run" / "released.jsonl").unlink()
-    with pytest.raises(CheckpointError, match=r"released\.jsonl does not say what .*statistics\.json cost"):
+    with pytest.raises(
+        CheckpointError, match=r"released\.jsonl does not say what .*statistics\.json cost"
+    ):
         server_app.serve(grid, config, PAUSE)
 
 
@@ -381,16 +453,23 @@ def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> No
     ("settings", "text"),
     [
         ({"epsilon": 1.0, "bounds": "age=0,120"}, "epsilon needs bounds for column 'pressure'"),
-        ({"bounds": "age=0"}, "run configuration: bounds 'age=0' is not COLUMN=LOW,HIGH, such as age=0,120"),
+        (
+            {"bounds": "age=0"},
+            "run configuration: bounds 'age=0' is not COLUMN=LOW,HIGH, such as age=0,120",
+        ),
         ({"bounds": "aeg=0,1"}, "bounds: 'aeg' is no column of numbers: did you mean 'age'?"),
         ({"only": "statistic"}, "run configuration: only must be"),
         ({"delta": 2.0}, "delta must be"),
         ({"bins": 0}, "bins must be at least 1, not 0"),
     ],
 )
-def test_bad_settings_of_statistics_are_one_line(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_bad_settings_of_statistics_are_one_line(
+    settings: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     config = configured("outcome", tmp_path / "run", **{"only": "statistics", **settings})
-    grid = with_rows(LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path)
+    grid = with_rows(
+        LocalGrid(nodes(SITES, tmp_path / "memory"), config), patients("outcome"), tmp_path
+    )
     with pytest.raises(FedloomError) as error:
         server_app.serve(grid, config, PAUSE)
     assert text in str(error.value)
@@ -403,19 +482,39 @@ def test_columns_of_lists_are_told_by_name(tmp_path: Path) -> None:
     grid = LocalGrid(nodes(SITES, tmp_path / "memory"), config)
     for number in range(SITES):
         path = tmp_path / f"{number}.parquet"
-        pd.DataFrame({"signal": [[1.0, 2.0], [3.0, 4.0]] * 6, "outcome": ["ill", "well"] * 6}).to_parquet(path)
+        pd.DataFrame(
+            {"signal": [[1.0, 2.0], [3.0, 4.0]] * 6, "outcome": ["ill", "well"] * 6}
+        ).to_parquet(path)
         site(grid, number).config["data"] = str(path)
     with pytest.raises(InvalidValue) as error:
         server_app.serve(grid, config, PAUSE)
     assert "column 'signal' of " in str(error.value)
-    assert "holds lists: make a column of each number, or let all sites bring arrays" in str(error.value)
+    assert "holds lists: make a column of each number, or let all sites bring arrays" in str(
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 
-def test_the_command_asks_the_sites_of_an_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_asks_the_sites_of_an_app(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr(subprocess, "call", lambda words: called.append(words) or 3)
-    assert main(["statistics", str(tmp_path), "--epsilon", "1", "--bounds", "age=0,120", "--bounds", "dose=0,20"]) == 3
+    assert (
+        main(
+            [
+                "statistics",
+                str(tmp_path),
+                "--epsilon",
+                "1",
+                "--bounds",
+                "age=0,120",
+                "--bounds",
+                "dose=0,20",
+            ]
+        )
+        == 3
+    )
     (words,) = called
     assert words[1:4] == ["run", str(tmp_path), "--stream"]
     assert words[5] == 'epsilon=1.0 bounds="age=0,120; dose=0,20" only="statistics"'

@@ -1,4 +1,6 @@
-"""The worker that a site keeps between messages: it answers what the app's own process would, and nothing depends on it."""
+"""The worker that a site keeps between messages: it answers what the app's own process would, and
+nothing depends on it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def content(reply: Message) -> bytes:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[Exchange]]:
-    """Two rounds of a method whose clients remember, and what site 0 answered in them without a worker."""
+    """Two rounds of a method whose clients remember, and what site 0 answered in them without a
+    worker.
+    """
     folder = tmp_path_factory.mktemp("run")
     grid = LocalGrid(nodes(6, folder), run_config("apple", folder / "out", rounds=2))
     node, exchanges = site(grid, 0), []
@@ -55,12 +59,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalGrid, list[
 
     node.answer = recording  # type: ignore[method-assign]
     flower(run_config("apple", folder / "out", rounds=2), grid).run()
-    assert [exchange.message.metadata.message_type for exchange in exchanges][:3] == ["query", "train", "train"]
+    assert [exchange.message.metadata.message_type for exchange in exchanges][:3] == [
+        "query",
+        "train",
+        "train",
+    ]
     return grid, exchanges
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The workers that this process starts, as one that Flower started for a message."""
     processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
@@ -80,7 +90,9 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[su
 
 @dataclass
 class Trial:
-    """Site 0 with recorded messages to answer, the workers that it starts, and its temporary folder."""
+    """Site 0 with recorded messages to answer, the workers that it starts, and its temporary
+    folder.
+    """
 
     grid: LocalGrid
     exchanges: list[Exchange]
@@ -114,7 +126,8 @@ def test_a_kill_loses_no_bit(trial: Trial) -> None:
     assert modes == [0o700, 0o600, 0o600]
     with pytest.raises(AuthenticationError):
         Client(str(folder / "socket"), "AF_UNIX", authkey=b"guessed")
-    # Killed once it is handed the message of the second round: that is answered here, from the memory of the first.
+    # Killed once it is handed the message of the second round: that is answered here, from the
+    # memory of the first.
     connected = site_worker._connected
 
     def killed(folder: Path) -> Connection | None:
@@ -126,7 +139,8 @@ def test_a_kill_loses_no_bit(trial: Trial) -> None:
         patch.setattr(site_worker, "_connected", killed)
         assert content(app(trial.exchanges[2].message, context)) == trial.exchanges[2].answer
     assert (len(trial.workers), worker.wait(PATIENCE)) == (1, -signal.SIGKILL)
-    # The next message, which can be answered without PyTorch, starts another where the killed one left its socket.
+    # The next message, which can be answered without PyTorch, starts another where the killed one
+    # left its socket.
     with pytest.raises(Refusal, match="not one of fedloom"):
         words_of(app(Message(RecordDict(), 1, "train"), context))
     assert len(trial.workers) == 2

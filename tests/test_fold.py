@@ -1,4 +1,6 @@
-"""Replies folded block by block: the numbers of all at once, in any order of arrival, with little memory."""
+"""Replies folded block by block: the numbers of all at once, in any order of arrival, with little
+memory.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,15 @@ def random_replies(pipeline: Pipeline, round: Round, slots: Sequence[int]) -> Re
             tensors[name] = rows if spec.dtype is torch.float64 else (9 * rows).to(spec.dtype)
     answered = torch.tensor(slots)
     exchange = pipeline.open(round, Selection(round.selected))
-    return Replies(tensors, answered, answered, torch.tensor([9, 5, 12, 7, 3, 8, 1])[answered], exchange)
+    return Replies(
+        tensors, answered, answered, torch.tensor([9, 5, 12, 7, 3, 8, 1])[answered], exchange
+    )
 
 
 @pytest.mark.parametrize("name", sorted({*EVERY_METHOD, *VARIANTS} - KEEP_ALL | {"robust(feddc)"}))
-def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_ends_in_the_same_state_block_by_block(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = []
     for slots in (CLIENTS, 3, 1):
         monkeypatch.setattr("fedloom.records.LEAST_SLOTS", slots)
@@ -98,7 +104,9 @@ def test_a_method_ends_in_the_same_state_block_by_block(name: str, monkeypatch: 
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         for key, expected in states[0].items():
-            torch.testing.assert_close(state[key], expected, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                state[key], expected, rtol=1e-12, atol=1e-12, msg=f"{name}: {key}"
+            )
 
 
 def test_the_methods_that_fold() -> None:
@@ -112,7 +120,12 @@ def test_the_methods_that_fold() -> None:
 
 
 def test_a_block_depends_on_the_model_alone() -> None:
-    assert [block_slots(4 * weights) for weights in (100, 50_000, 199_210, 2_000_000)] == [128, 83, 21, 16]
+    assert [block_slots(4 * weights) for weights in (100, 50_000, 199_210, 2_000_000)] == [
+        128,
+        83,
+        21,
+        16,
+    ]
 
 
 def test_the_mean_of_a_block_that_weighs_nothing_is_left_out() -> None:
@@ -123,8 +136,12 @@ def test_the_mean_of_a_block_that_weighs_nothing_is_left_out() -> None:
 
 
 def federation(method: Method | str, engine: Any = RowsEngine, **settings: Any) -> Federation:
-    task = make_task("digits", clients=21, partition="dirichlet(1.0)", model="mlp(hidden=[4])", local_test=0.2)
-    run = Federation(build(method), task, engine(task), Schedule(rounds=2, participation=1.0, seed=1), **settings)
+    task = make_task(
+        "digits", clients=21, partition="dirichlet(1.0)", model="mlp(hidden=[4])", local_test=0.2
+    )
+    run = Federation(
+        build(method), task, engine(task), Schedule(rounds=2, participation=1.0, seed=1), **settings
+    )
     run.run()
     return run
 
@@ -177,7 +194,9 @@ class Held:
 
 
 @pytest.mark.usefixtures("blocks_of_four")
-@pytest.mark.parametrize(("kind", "options", "replies"), [(RowsEngine, {}, 2), (StackedEngine, {"chunk": 3}, 8)])
+@pytest.mark.parametrize(
+    ("kind", "options", "replies"), [(RowsEngine, {}, 2), (StackedEngine, {"chunk": 3}, 8)]
+)
 def test_no_more_than_a_block_of_replies_is_held(
     kind: Any, options: dict[str, int], replies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,9 +262,15 @@ def replies_of(
 
     round_replies = RoundReplies(tasks, slots, size, weights, lambda replies: replies.aggregate())
     row = {slot: {"model": torch.full((2,), float(slot)).double()} for slot in range(slots)}
-    faulty = [Fault(task, "late") for task in tasks if task.slot not in answers and task.slot not in unheard]
+    faulty = [
+        Fault(task, "late")
+        for task in tasks
+        if task.slot not in answers and task.slot not in unheard
+    ]
     by_slot = {task.slot: task for task in tasks}
-    round_replies.collect([*faulty, *(Answer(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)])
+    round_replies.collect(
+        [*faulty, *(Answer(by_slot[slot], row[slot], {"loss": float(slot)}) for slot in answers)]
+    )
     return round_replies
 
 
@@ -277,7 +302,9 @@ def test_means_of_tensors_of_any_shape() -> None:
         "figure": torch.tensor([1.0, 2.0]),
     }
     every = torch.arange(2)
-    aggregate = Replies(rows, every, every, torch.tensor([1, 3])).aggregate(total={"figure": rows["figure"]})
+    aggregate = Replies(rows, every, every, torch.tensor([1, 3])).aggregate(
+        total={"figure": rows["figure"]}
+    )
     assert aggregate.mean["counts"].tolist() == [2.5, 4.25]
     assert torch.equal(aggregate.mean["table"], rows["table"][0] * 0.25 + rows["table"][1] * 0.75)
     assert aggregate.total["figure"] == 3

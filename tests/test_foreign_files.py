@@ -1,4 +1,6 @@
-"""Foreign files in a run's folder: `report` answers in one line or leaves them out, `watch` shows the other runs."""
+"""Foreign files in a run's folder: `report` answers in one line or leaves them out, `watch` shows
+the other runs.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,21 @@ CONTENTS: dict[str, Any] = {
     "object": {"name": 3, "seconds": [1], "unknown": {}},
     "list": [1, {"kind": 3}, {"kind": "ala"}, "x"],
     "number": 1e400,
-    "record": {"round": 1, "accuracy": "high", "seconds": "long", "personal": {"clients": 5}, "faults": [3]},
-    "huge": {"round": 1, "accuracy": 10**400, "rounds": 10**400, "label_counts": 5, "class_names": {}, "metric": []},
+    "record": {
+        "round": 1,
+        "accuracy": "high",
+        "seconds": "long",
+        "personal": {"clients": 5},
+        "faults": [3],
+    },
+    "huge": {
+        "round": 1,
+        "accuracy": 10**400,
+        "rounds": 10**400,
+        "label_counts": 5,
+        "class_names": {},
+        "metric": [],
+    },
 }
 
 
@@ -47,7 +62,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_report_or_line(folder: Path) -> str:
-    """Require that a report is written of a folder, or that one short line refuses it; return the line."""
+    """Require that a report is written of a folder, or that one short line refuses it; return the
+    line.
+    """
     try:
         assert rewrite_reports(folder, read_runs(folder))
     except FedloomError as error:
@@ -89,7 +106,10 @@ def test_a_file_that_no_run_wrote_is_one_line_or_left_out_and_the_other_run_is_w
         require_report_or_line(folder)
         watched = Watched(folder.parent)
         runs = [run for group in watched.state()["groups"] for run in group["runs"]]
-        assert [run["state"] for run in runs if run["algorithm"] == "fedala"] == ["finished"], (kind, runs)
+        assert [run["state"] for run in runs if run["algorithm"] == "fedala"] == ["finished"], (
+            kind,
+            runs,
+        )
         if kind in ("list", "record"):
             page = watched.page("pair")
             assert page is not None
@@ -97,7 +117,9 @@ def test_a_file_that_no_run_wrote_is_one_line_or_left_out_and_the_other_run_is_w
 
 
 @pytest.mark.parametrize("name", ["comparison.json", "report.html", "trajectories.json"])
-def test_a_comparisons_own_files_may_be_foreign_too(name: str, compared: Path, tmp_path: Path) -> None:
+def test_a_comparisons_own_files_may_be_foreign_too(
+    name: str, compared: Path, tmp_path: Path
+) -> None:
     page = '<script type="application/json" id="about">{}</script>'
     texts = {kind: json.dumps(value) for kind, value in CONTENTS.items()}
     texts["runs"] = json.dumps({"runs": [{"setting": 3, "directory": 4, "algorithm": 5}], "of": 4})

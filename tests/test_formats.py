@@ -37,11 +37,15 @@ from fedloom.errors import DataError
 
 def require_refusal(path: Path | str, text: str) -> pytest.RaisesExc[DataError]:
     """Require a `DataError` of one line with `path` and `text`."""
-    return pytest.raises(DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z")
+    return pytest.raises(
+        DataError, match=rf"\A[^\n]*{re.escape(str(path))}[^\n]*{re.escape(text)}[^\n]*\Z"
+    )
 
 
 def python2_pickle(entries: dict[str, object]) -> bytes:
-    """Write a dictionary as Python 2's pickle, protocol 2, does: byte strings, and arrays by `_reconstruct`."""
+    """Write a dictionary as Python 2's pickle, protocol 2, does: byte strings, and arrays by
+    `_reconstruct`.
+    """
 
     def string(value: bytes) -> bytes:
         return b"T" + len(value).to_bytes(4, "little") + value
@@ -55,11 +59,20 @@ def python2_pickle(entries: dict[str, object]) -> bytes:
             return b"](" + b"".join(write(item) for item in value) + b"e"
         assert isinstance(value, np.ndarray)
         make = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN" + write(-1) + write(-1) + b"K\x00tb"
+        kind = (
+            b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN"
+            + write(-1)
+            + write(-1)
+            + b"K\x00tb"
+        )
         shape = write(value.shape[0]) + write(value.shape[1]) + b"\x86"
         return make + b"(K\x01" + shape + kind + b"\x89" + string(value.tobytes()) + b"tb"
 
-    return b"\x80\x02}(" + b"".join(write(key) + write(value) for key, value in entries.items()) + b"u."
+    return (
+        b"\x80\x02}("
+        + b"".join(write(key) + write(value) for key, value in entries.items())
+        + b"u."
+    )
 
 
 # --- idx ---
@@ -112,7 +125,9 @@ def test_python_batches_of_every_pickle_protocol_are_read(form: str | int, tmp_p
         "data": pixels,
         "filenames": ["a.png"] * 7,
     }
-    content = python2_pickle(batch) if form == "python 2" else pickle.dumps(batch, protocol=int(form))
+    content = (
+        python2_pickle(batch) if form == "python 2" else pickle.dumps(batch, protocol=int(form))
+    )
     (tmp_path / "data_batch_1").write_bytes(content)
     pictures = read_python_batches([tmp_path / "data_batch_1"] * 2, "labels", 10)
     assert pictures.labels.tolist() == labels * 2
@@ -123,7 +138,9 @@ def test_python_batches_of_every_pickle_protocol_are_read(form: str | int, tmp_p
 @pytest.mark.parametrize("protocol", range(6))
 def test_arrays_in_column_order_are_read_in_theirs(protocol: int, tmp_path: Path) -> None:
     pixels = np.asfortranarray(random_pixels(5, 3072))
-    (tmp_path / "batch").write_bytes(pickle.dumps({"data": pixels, "labels": [0] * 5}, protocol=protocol))
+    (tmp_path / "batch").write_bytes(
+        pickle.dumps({"data": pixels, "labels": [0] * 5}, protocol=protocol)
+    )
     pictures = read_python_batches([tmp_path / "batch"], "labels", 10)
     assert np.array_equal(pictures.inputs.numpy().reshape(5, 3072), pixels)
 
@@ -139,7 +156,9 @@ class _Bomb:
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_a_malicious_pickle_is_refused_and_nothing_runs(protocol: int, tmp_path: Path) -> None:
     pwned = tmp_path / "pwned"
-    (tmp_path / "batch").write_bytes(pickle.dumps({"data": _Bomb(pwned), "labels": [1]}, protocol=protocol))
+    (tmp_path / "batch").write_bytes(
+        pickle.dumps({"data": _Bomb(pwned), "labels": [1]}, protocol=protocol)
+    )
     with require_refusal(tmp_path / "batch", "no rows of 3072 bytes"):
         read_python_batches([tmp_path / "batch"], "labels", 10)
     assert not pwned.exists()
@@ -158,7 +177,9 @@ def test_a_malicious_pickle_is_refused_and_nothing_runs(protocol: int, tmp_path:
         ({"data": np.zeros((2, 3072), dtype=object), "labels": [1, 1]}, "no rows of 3072 bytes"),
     ],
 )
-def test_wrong_python_batches_are_named(batch: dict[str, object], text: str, tmp_path: Path) -> None:
+def test_wrong_python_batches_are_named(
+    batch: dict[str, object], text: str, tmp_path: Path
+) -> None:
     (tmp_path / "batch").write_bytes(pickle.dumps(batch))
     with require_refusal(tmp_path / "batch", text):
         read_python_batches([tmp_path / "batch"], "labels", 10)
@@ -187,7 +208,12 @@ def test_pictures_decode_to_their_pixels(tmp_path: Path) -> None:
 def test_many_pictures_keep_their_order(tmp_path: Path) -> None:
     values = np.arange(1203) % 251
     contents = [picture(np.full((2, 2), value, dtype=np.uint8)) for value in range(251)]
-    table = pa.table({"image": [{"bytes": contents[value], "path": None} for value in values], "label": values % 10})
+    table = pa.table(
+        {
+            "image": [{"bytes": contents[value], "path": None} for value in values],
+            "label": values % 10,
+        }
+    )
     samples = image_samples(table, "label", 10, 1, "table")
     assert np.array_equal(samples.inputs[:, 0, 1, 1].numpy(), values)
     assert np.array_equal(samples.labels.numpy(), values % 10)
@@ -197,7 +223,10 @@ def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
     good = picture(random_pixels(8, 8, 3), "JPEG")
     (tmp_path / "a.jpg").write_bytes(good)
     bad = tmp_path / "b.jpg"
-    for content, text in ((good[: len(good) // 2], "unreadable picture"), (b"text", "not a picture in a known format")):
+    for content, text in (
+        (good[: len(good) // 2], "unreadable picture"),
+        (b"text", "not a picture in a known format"),
+    ):
         bad.write_bytes(content)
         with require_refusal(bad, text):
             read_files([tmp_path / "a.jpg", bad], 3)
@@ -220,10 +249,14 @@ def test_image_folder_names_strange_and_empty_folders(tmp_path: Path) -> None:
 def test_pictures_in_parquet_are_read(tmp_path: Path) -> None:
     pixels = random_pixels(4, 5, 5, 3)
     rows = [{"bytes": picture(image), "path": f"{at}.png"} for at, image in enumerate(pixels)]
-    pq.write_table(pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2)
+    pq.write_table(
+        pa.table({"img": rows, "label": [0, 1, 2, 1]}), tmp_path / "a.parquet", row_group_size=2
+    )
     paths = [tmp_path / "a.parquet"] * 2
     samples = image_samples(read_parquet(paths), "label", 3, 3, "here")
-    assert np.array_equal(samples.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2))
+    assert np.array_equal(
+        samples.inputs.numpy(), np.concatenate([pixels, pixels]).transpose(0, 3, 1, 2)
+    )
     plain = pa.table({"image": [row["bytes"] for row in rows], "label": [0, 1, 2, 1]})
     assert torch.equal(image_samples(plain, "label", 3, 3, "here").inputs, samples.inputs[:4])
 
@@ -281,10 +314,22 @@ def test_leaf_gives_back_every_byte(tmp_path: Path) -> None:
         ('{"users": [', "damaged json"),
         ("[1]", "no LEAF file"),
         ('{"users": ["a"], "user_data": {}}', "no LEAF file (wanted users"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[0.5, 0.5]], "y": [1]}}}', "lists of 784 numbers"),
-        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [62]}}}), "label 62 in row 0"),
-        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[2.0] * 784], "y": [6]}}}), "pixels must lie in 0..1"),
-        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [6, 7]}}}), "1 inputs but 2 labels"),
+        (
+            '{"users": ["a"], "user_data": {"a": {"x": [[0.5, 0.5]], "y": [1]}}}',
+            "lists of 784 numbers",
+        ),
+        (
+            json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [62]}}}),
+            "label 62 in row 0",
+        ),
+        (
+            json.dumps({"users": ["a"], "user_data": {"a": {"x": [[2.0] * 784], "y": [6]}}}),
+            "pixels must lie in 0..1",
+        ),
+        (
+            json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.0] * 784], "y": [6, 7]}}}),
+            "1 inputs but 2 labels",
+        ),
     ],
 )
 def test_damaged_leaf_files_are_named(text: str, reason: str, tmp_path: Path) -> None:
@@ -298,7 +343,14 @@ def test_damaged_leaf_files_are_named(text: str, reason: str, tmp_path: Path) ->
 
 def naive_basic_english(line: str) -> list[str]:
     line = line.lower()
-    for mark, instead in (("'", " ' "), ('"', ""), (".", " . "), ("<br />", " "), (",", " , "), ("(", " ( ")):
+    for mark, instead in (
+        ("'", " ' "),
+        ('"', ""),
+        (".", " . "),
+        ("<br />", " "),
+        (",", " , "),
+        ("(", " ( "),
+    ):
         line = line.replace(mark, instead)
     for mark, instead in ((")", " ) "), ("!", " ! "), ("?", " ? "), (";", " "), (":", " ")):
         line = line.replace(mark, instead)
@@ -362,7 +414,9 @@ def one_split(number: int = 0) -> Split:
     return samples, samples[:1]
 
 
-def test_cache_makes_once_and_again_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_makes_once_and_again_after_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     calls: list[int] = []
 
@@ -382,17 +436,23 @@ def test_cache_makes_once_and_again_after_damage(tmp_path: Path, monkeypatch: py
     assert all(file.suffix == ".safetensors" for file in (tmp_path / "cache").iterdir())
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file" / "cache"))
     assert len(cached_split("set", "a", one_split)[0]) == 3
 
 
-def test_the_cache_follows_size_and_time_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_follows_size_and_time_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "a"
     values = []
-    for number, (content, changed) in enumerate((("one", 2), ("two", 2), ("two", 1), ("longer", 1))):
+    for number, (content, changed) in enumerate(
+        (("one", 2), ("two", 2), ("two", 1), ("longer", 1))
+    ):
         path.write_text(content)
         os.utime(path, ns=(changed, changed))
         train, _ = cached_split("set", "a", partial(one_split, number), [path])

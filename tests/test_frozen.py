@@ -1,4 +1,5 @@
-"""Frozen parameters are in no row: they are not sent, stored once, and part of the identity of a run and its model.
+"""Frozen parameters are in no row: they are not sent, stored once, and part of the identity of a
+run and its model.
 
 Engines with a frozen layer against rows: test_places.py.
 """
@@ -36,7 +37,9 @@ FEATURES, CLASSES = 5, 4
 
 @dataclass
 class HeldFixed(FedAvg):
-    """FedAvg over full rows in which the layer `hidden` never moves: the reference for a frozen layer."""
+    """FedAvg over full rows in which the layer `hidden` never moves: the reference for a frozen
+    layer.
+    """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         moving = cohort.layout.unit(lambda entry: entry.layer != "hidden")
@@ -51,7 +54,10 @@ class HeldFixed(FedAvg):
 def tasks(optimizer: str = "sgd") -> tuple[Task, Task]:
     """Return the small task with its first layer frozen, and unfrozen."""
     momentum = {"momentum": 0.5} if optimizer == "sgd" else {}
-    unfrozen = replace(small_task(), training=Training(0.1, batch_size=4, epochs=2, optimizer=optimizer, **momentum))
+    unfrozen = replace(
+        small_task(),
+        training=Training(0.1, batch_size=4, epochs=2, optimizer=optimizer, **momentum),
+    )
     frozen = replace(unfrozen, model=copy.deepcopy(unfrozen.model))
     frozen.model.hidden.requires_grad_(False)
     return frozen, unfrozen
@@ -66,7 +72,9 @@ def run(algorithm: FedAvg, task: Task, stacked: bool = False) -> Federation:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(optimizer: str, stacked: bool) -> None:
+def test_a_frozen_layer_gives_the_bits_of_one_that_never_moves_and_is_not_sent(
+    optimizer: str, stacked: bool
+) -> None:
     frozen, unfrozen = tasks(optimizer)
     result, expected = run(FedAvg(), frozen, stacked), run(HeldFixed(), unfrozen, stacked)
     # In a stack the shared layer is one product for all clients, whose last digits are others.
@@ -88,18 +96,33 @@ def test_frozen_tensors_are_stored_once() -> None:
     frozen, _ = tasks()
     engine = StackedEngine(frozen)
     weight = frozen.model.hidden.weight
-    for module in (engine.flat_module.module, engine.flat_module.frozen, engine.stack.module, engine.evaluator.module):
+    for module in (
+        engine.flat_module.module,
+        engine.flat_module.frozen,
+        engine.stack.module,
+        engine.evaluator.module,
+    ):
         assert module.hidden.weight is weight
     _, buffers = dump(frozen)  # as workers and actors are sent the task
     addresses = [np.frombuffer(buffer.raw(), np.uint8).ctypes.data for buffer in buffers]
     assert addresses.count(weight.data_ptr()) == 1
 
 
-def test_other_frozen_values_are_another_run_and_the_saved_model_holds_all_tensors(tmp_path: Path) -> None:
+def test_other_frozen_values_are_another_run_and_the_saved_model_holds_all_tensors(
+    tmp_path: Path,
+) -> None:
     frozen, _ = tasks()
 
     def go_on(task: Task, rounds: int) -> fl.Result:
-        return fl.run("fedavg", task, rounds=rounds, participation=1.0, seed=3, directory=tmp_path, engine="rows")
+        return fl.run(
+            "fedavg",
+            task,
+            rounds=rounds,
+            participation=1.0,
+            seed=3,
+            directory=tmp_path,
+            engine="rows",
+        )
 
     go_on(frozen, 1)
     longer = go_on(frozen, 2)
@@ -127,7 +150,10 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.zeros(2, CLASSES))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.scale * self.base(inputs.to(self.base.weight.dtype)).float() + inputs @ self.a @ self.b
+        return (
+            self.scale * self.base(inputs.to(self.base.weight.dtype)).float()
+            + inputs @ self.a @ self.b
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
@@ -183,7 +209,10 @@ class Passing(nn.Module):
 
 
 def test_training_that_changes_tensors_outside_the_row_is_refused() -> None:
-    with pytest.raises(InvalidValue, match=r"^training changes the buffer 'calls' of the model[^\n]+persistent=True$"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^training changes the buffer 'calls' of the model[^\n]+persistent=True$",
+    ):
         RowsEngine(replace(small_task(), model=Passing()))
 
 
@@ -215,7 +244,9 @@ def test_methods_that_train_frozen_layers_are_refused_in_one_line(algorithm: str
     model.train = lambda mode=True: train_without_norm(model, mode)  # type: ignore[method-assign]
     model.norm.requires_grad_(False)
     with pytest.raises(InvalidValue, match=rf"^{algorithm}[^\n]*frozen[^\n]*$"):
-        fl.run(algorithm, replace(unfrozen, model=model), rounds=1, participation=1.0, engine="rows")
+        fl.run(
+            algorithm, replace(unfrozen, model=model), rounds=1, participation=1.0, engine="rows"
+        )
 
 
 def train_without_norm(model: SmallNet, mode: bool) -> SmallNet:

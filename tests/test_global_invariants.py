@@ -1,4 +1,6 @@
-"""Invariants of the global-model methods: limits in which they are FedAvg, sums they keep, bytes they send."""
+"""Invariants of the global-model methods: limits in which they are FedAvg, sums they keep, bytes
+they send.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,15 @@ def test_fedexp_steps_at_least_as_far_as_fedavg() -> None:
     method = build("fedexp(epsilon=1e9)")
     run, plain = world.run(method), world.run(build(FEDAVG))
     assert_same(run.models[:1], plain.models[:1])
-    halves = [average(pair, [0.5, 0.5]) for pair in zip(plain.models[:-1], plain.models[1:], strict=True)]
+    halves = [
+        average(pair, [0.5, 0.5]) for pair in zip(plain.models[:-1], plain.models[1:], strict=True)
+    ]
     assert_same(run.models[1:], halves)
     assert float(method.state["step"]) == 1.0
-    assert all(record["server_step"] >= 1 for record in World(norm=True).run(build("fedexp")).federation.history)
+    assert all(
+        record["server_step"] >= 1
+        for record in World(norm=True).run(build("fedexp")).federation.history
+    )
 
 
 def test_fedexp_steps_further_where_clients_disagree() -> None:
@@ -102,8 +109,12 @@ def test_server_sums_are_the_means_over_all_clients() -> None:
     ]:
         method = build(name)
         memories = remembered(world.run(method), world, memory)
-        total = sum(tensor * (world.sizes[i] / mean if scaled else 1) for i, tensor in memories.items())
-        torch.testing.assert_close(method.state[state], total / world.clients, rtol=1e-9, atol=1e-11)
+        total = sum(
+            tensor * (world.sizes[i] / mean if scaled else 1) for i, tensor in memories.items()
+        )
+        torch.testing.assert_close(
+            method.state[state], total / world.clients, rtol=1e-9, atol=1e-11
+        )
         assert float(method.state[state].norm()) > 0
 
 
@@ -149,13 +160,16 @@ def test_mutations_pair_off(count: int, skew: float, radius: float, seed: int) -
 
 def test_fedmut_draws_signs_for_each_tensor_by_itself() -> None:
     tensors = [slice(k, k + 1) for k in range(40)]
-    rows = mutate(torch.zeros(40), torch.ones(40), torch.empty(4, 40), tensors, 0.0, torch.Generator())
+    rows = mutate(
+        torch.zeros(40), torch.ones(40), torch.empty(4, 40), tensors, 0.0, torch.Generator()
+    )
     assert len({tuple(column.tolist()) for column in rows.T}) > 1
     assert bool((rows.sum(0) == 0).all())
     assert bool((rows.abs() == 1).all())
 
 
-# Numbers sent down and up by each client of a round, in models of P and beside them (spec, section 8; FedMR, appendix C.1).
+# Numbers sent down and up by each client of a round, in models of P and beside them (spec, section
+# 8; FedMR, appendix C.1).
 TRAFFIC = {
     "fedavg": (1, 0, 1, 0),
     "fedprox": (1, 0, 1, 0),
@@ -191,13 +205,19 @@ def test_fedgen_sends_its_generator_from_the_second_round_on() -> None:
     run = world.run(method)
     size, clients = run.federation.task.layout.size, len(run.selected[0])
     generator = (100 + world.classes) * 512 + 512 + 4 * 512 + 512 * 7 + 7
-    assert [r["bytes_down"] for r in run.federation.history] == [clients * 8 * size, clients * 8 * (size + generator)]
-    assert {r["bytes_up"] for r in run.federation.history} == {clients * (8 * size + 4 * world.classes)}
+    assert [r["bytes_down"] for r in run.federation.history] == [
+        clients * 8 * size,
+        clients * 8 * (size + generator),
+    ]
+    assert {r["bytes_up"] for r in run.federation.history} == {
+        clients * (8 * size + 4 * world.classes)
+    }
 
 
 def test_late_models_are_averaged() -> None:
     world = World(rounds=6)
-    run = world.run(build("fedasam(rho=0, swa=true, swa_start=0.4)"))  # 0.4 * 6 = 2.4: from round 3 on
+    # 0.4 * 6 = 2.4: from round 3 on
+    run = world.run(build("fedasam(rho=0, swa=true, swa_start=0.4)"))
     state, states = world.initial(), []
     for number, clients in enumerate(run.selected, start=1):
         state = average([world.train(state, number, i)[0] for i in clients], shares(world, clients))
@@ -206,7 +226,9 @@ def test_late_models_are_averaged() -> None:
     assert_same(run.models, [*states[:2], *means])
 
 
-@pytest.mark.parametrize("name", ["scaffold", "scaffold(option=1)", "feddc", "feddyn", "fednova", "fedgen", "moon"])
+@pytest.mark.parametrize(
+    "name", ["scaffold", "scaffold(option=1)", "feddc", "feddyn", "fednova", "fedgen", "moon"]
+)
 def test_a_client_that_cannot_make_a_step_does_no_harm(name: str) -> None:
     world = World(norm=True, sizes=(1, 6, 9), participation=1.0)
     run = world.run(build(name))
@@ -217,13 +239,16 @@ def test_a_client_that_cannot_make_a_step_does_no_harm(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.5, 0.3, False), (0.9, 0.0, True)]
+    ("momentum", "dampening", "nesterov"),
+    [(0.0, 0.0, False), (0.9, 0.0, False), (0.5, 0.3, False), (0.9, 0.0, True)],
 )
 def test_accumulated_weights_are_what_torch_moves_by_on_gradients_of_one(
     momentum: float, dampening: float, nesterov: bool
 ) -> None:
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum, dampening=dampening, nesterov=nesterov)
+    optimizer = torch.optim.SGD(
+        [weight], lr=1.0, momentum=momentum, dampening=dampening, nesterov=nesterov
+    )
     moved = [0.0]
     for _ in range(200):
         weight.grad = -torch.ones_like(weight)
@@ -232,7 +257,9 @@ def test_accumulated_weights_are_what_torch_moves_by_on_gradients_of_one(
     options = {"nesterov": nesterov, "dampening": dampening}
     training = Training(momentum=momentum, optimizer_options=options)
     steps = torch.tensor([5, 0, 200, 1])
-    assert accumulated_weights(training, steps).tolist() == pytest.approx([moved[int(s)] for s in steps])
+    assert accumulated_weights(training, steps).tolist() == pytest.approx(
+        [moved[int(s)] for s in steps]
+    )
     assert moved[200] - moved[199] == pytest.approx(momentum_gain(training))
 
 
@@ -258,7 +285,9 @@ def test_values_that_are_not_allowed_are_named(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("entry", list(algorithms), ids=lambda entry: entry.name)
-def test_no_method_takes_a_number_that_single_precision_cannot_hold(entry: Entry[type[Algorithm]]) -> None:
+def test_no_method_takes_a_number_that_single_precision_cannot_hold(
+    entry: Entry[type[Algorithm]],
+) -> None:
     needed: dict[str, Any] = {"stages": {"stages": [(FedAvg(), None)]}}.get(
         entry.name, {"method": FedAvg(weighted=False)}
     )
@@ -278,7 +307,9 @@ def test_methods_that_read_gradients_off_the_steps_ask_for_sgd(name: str) -> Non
     world = World(training=Training(optimizer="adam"))
     with pytest.raises(InvalidValue, match="optimizer must be sgd, not adam"):
         world.run(build(name))
-    assert len(World(training=Training(optimizer="adam")).run(build("scaffold(option=1)")).models) == 4
+    assert (
+        len(World(training=Training(optimizer="adam")).run(build("scaffold(option=1)")).models) == 4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -286,15 +317,23 @@ def digits() -> Task:
     training = Training(learning_rate=0.065, momentum=0.5, epochs=2, batch_size=20)
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)
+        )
     return make_task(
-        "part(of=digits, samples=800)", clients=6, partition="dirichlet(1.0)", model=model, training=training
+        "part(of=digits, samples=800)",
+        clients=6,
+        partition="dirichlet(1.0)",
+        model=model,
+        training=training,
     )
 
 
 @pytest.mark.parametrize("name", EVERY_METHOD)
 def test_every_registered_method_learns(name: str, digits: Task) -> None:
-    federation = Federation(build(name), digits, RowsEngine(digits), Schedule(rounds=4, participation=1.0))
+    federation = Federation(
+        build(name), digits, RowsEngine(digits), Schedule(rounds=4, participation=1.0)
+    )
     federation.run()
     losses = [record["training_loss"] for record in federation.history]
     assert losses[-1] < 0.9 * losses[0]

@@ -1,4 +1,6 @@
-"""Every global-model method against a second computation of its definition, over several rounds with partial participation."""
+"""Every global-model method against a second computation of its definition, over several rounds
+with partial participation.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def mean_size(world: World) -> float:
 def fedavg(world: World, rounds: Rounds, weights: Any = shares) -> Iterator[State]:
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
-        state = average([world.train(state, number, i)[0] for i in clients], weights(world, clients))
+        state = average(
+            [world.train(state, number, i)[0] for i in clients], weights(world, clients)
+        )
         yield state
 
 
@@ -47,11 +51,15 @@ def fedprox(world: World, rounds: Rounds, mu: float, factor: float) -> Iterator[
     for number, clients in enumerate(rounds, start=1):
         anchor = state
 
-        def loss(module: nn.Module, x: Tensor, y: Tensor, step: int, anchor: State = anchor) -> Tensor:
+        def loss(
+            module: nn.Module, x: Tensor, y: Tensor, step: int, anchor: State = anchor
+        ) -> Tensor:
             near = sum((p - anchor[name]).square().sum() for name, p in module.named_parameters())
             return F.cross_entropy(module(x), y) + factor * mu * near
 
-        state = average([world.train(state, number, i, loss=loss)[0] for i in clients], shares(world, clients))
+        state = average(
+            [world.train(state, number, i, loss=loss)[0] for i in clients], shares(world, clients)
+        )
         yield state
 
 
@@ -85,7 +93,11 @@ def scaffold(
                 if slopes is not None:
                     variate = slopes[name]
                 else:
-                    variate = variates[i][name] - general[name] / a + (state[name] - final[name]) / (steps * eta)
+                    variate = (
+                        variates[i][name]
+                        - general[name] / a
+                        + (state[name] - final[name]) / (steps * eta)
+                    )
                 change[name] += a * (variate - variates[i][name])
                 variates[i][name] = variate
             uploads.append(final)
@@ -98,7 +110,9 @@ def scaffold(
 
 
 def gradients(world: World, state: State, client: int) -> tuple[State, int]:
-    """Return the gradient of the mean loss over the client's samples in training mode, and the number of batches."""
+    """Return the gradient of the mean loss over the client's samples in training mode, and the
+    number of batches.
+    """
     inputs, labels = world.data(client)
     module, total, count, passes = world.at(state).train(), zeros(world), 0, 0
     for start in range(0, len(labels), 4):
@@ -123,13 +137,21 @@ def moon(world: World, rounds: Rounds, mu: float, temperature: float) -> Iterato
             earlier = world.at(previous[i]).eval() if i in previous else None
 
             def loss(
-                module: Net, x: Tensor, y: Tensor, step: int, sent: Net = sent, earlier: Net | None = earlier
+                module: Net,
+                x: Tensor,
+                y: Tensor,
+                step: int,
+                sent: Net = sent,
+                earlier: Net | None = earlier,
             ) -> Tensor:
                 z = module.features(x)
                 total = F.cross_entropy(module.head(z), y)
                 if earlier is None:
                     return total
-                near, far = (F.cosine_similarity(z, m.features(x).detach()) / temperature for m in (sent, earlier))
+                near, far = (
+                    F.cosine_similarity(z, m.features(x).detach()) / temperature
+                    for m in (sent, earlier)
+                )
                 return total + mu * -torch.log(near.exp() / (near.exp() + far.exp())).mean()
 
             previous[i], _ = world.train(state, number, i, loss=loss)
@@ -156,12 +178,21 @@ def drifting(
             a = world.sizes[i] / mean_size(world)
 
             def loss(
-                module: nn.Module, x: Tensor, y: Tensor, step: int, i: int = i, a: float = a, state: State = state
+                module: nn.Module,
+                x: Tensor,
+                y: Tensor,
+                step: int,
+                i: int = i,
+                a: float = a,
+                state: State = state,
             ) -> Tensor:
                 total = F.cross_entropy(module(x), y)
                 for name, p in module.named_parameters():
                     if decoupled:
-                        total = total + alpha / a / 2 * (p - (state[name] - history[i][name])).square().sum()
+                        total = (
+                            total
+                            + alpha / a / 2 * (p - (state[name] - history[i][name])).square().sum()
+                        )
                         total = total + (p * (update[name] / a - updates[i][name])).sum()
                     else:
                         total = total + alpha / a / 2 * (p - state[name]).square().sum()
@@ -171,12 +202,16 @@ def drifting(
             final, steps = world.train(state, number, i, loss=loss)
             if nominal:
                 assert world.training.batch_size is not None
-                steps = world.training.epochs * math.ceil(mean_size(world) / world.training.batch_size)
+                steps = world.training.epochs * math.ceil(
+                    mean_size(world) / world.training.batch_size
+                )
             for name in world.trained:
                 moved = final[name] - state[name]
                 history[i][name] = history[i][name] + moved
                 client_update = (
-                    updates[i][name] - update[name] / a - moved / (steps * world.rate(1 if base else number))
+                    updates[i][name]
+                    - update[name] / a
+                    - moved / (steps * world.rate(1 if base else number))
                 )
                 change[name] += a * (client_update - updates[i][name])
                 updates[i][name] = client_update
@@ -199,13 +234,21 @@ def fedexp(world: World, rounds: Rounds, epsilon: float, by_clients: bool) -> It
             for w, u in zip(p, uploads, strict=True)
         )
         below = float(sum((mean[n] - state[n]).square().sum() for n in world.trained))
-        constant = epsilon * world.training.decay ** (2 * (number - 1)) * (len(clients) if by_clients else 1)
+        constant = (
+            epsilon
+            * world.training.decay ** (2 * (number - 1))
+            * (len(clients) if by_clients else 1)
+        )
         step = max(1.0, above / (2 * (below + constant)))
         following = dict(mean)
         for name in world.trained:
             following[name] = state[name] + step * (mean[name] - state[name])
         halves = average([state, following], [0.5, 0.5])
-        yield following if number == 1 else {**halves, **{n: t for n, t in mean.items() if not t.is_floating_point()}}
+        yield (
+            following
+            if number == 1
+            else {**halves, **{n: t for n, t in mean.items() if not t.is_floating_point()}}
+        )
         state = following
 
 
@@ -218,9 +261,13 @@ def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterat
 
             def loss(module: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
                 start = copy.deepcopy(module.state_dict())
-                slopes = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
+                slopes = torch.autograd.grad(
+                    F.cross_entropy(module(x), y), list(module.parameters())
+                )
                 scale = {
-                    n: p.detach().abs() + eta if eta is not None and "weight" in n else torch.ones_like(p)
+                    n: p.detach().abs() + eta
+                    if eta is not None and "weight" in n
+                    else torch.ones_like(p)
                     for n, p in module.named_parameters()
                 }
                 scaled = {n: scale[n] * g for n, g in zip(scale, slopes, strict=True)}
@@ -228,7 +275,9 @@ def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterat
                 with torch.no_grad():
                     for n, p in module.named_parameters():
                         p += rho * scale[n] * scaled[n] / norm
-                ahead = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
+                ahead = torch.autograd.grad(
+                    F.cross_entropy(module(x), y), list(module.parameters())
+                )
                 with torch.no_grad():
                     for n, p in module.named_parameters():
                         p.copy_(start[n])
@@ -239,7 +288,9 @@ def sharp(world: World, rounds: Rounds, rho: float, eta: float | None) -> Iterat
         yield state
 
 
-def fedmut(world: World, rounds: Rounds, radius: float, beta: float, horizon: int) -> Iterator[State]:
+def fedmut(
+    world: World, rounds: Rounds, radius: float, beta: float, horizon: int
+) -> Iterator[State]:
     state = previous = world.initial()
     for number, clients in enumerate(rounds, start=1):
         generator = stream(world.seed, "mutate", round=number)
@@ -272,7 +323,9 @@ def optimizer(world: World, rounds: Rounds, kind: str, weights: Any = shares) ->
             if kind == "fedadam":
                 variance[name] = 0.99 * variance[name] + 0.01 * square
             else:
-                variance[name] = variance[name] - 0.01 * square * torch.sign(variance[name] - square)
+                variance[name] = variance[name] - 0.01 * square * torch.sign(
+                    variance[name] - square
+                )
             mean[name] = state[name] + 0.02 * momentum[name] / (variance[name].sqrt() + 1e-3)
         state = mean
         yield state
@@ -282,11 +335,17 @@ def fednova(world: World, rounds: Rounds) -> Iterator[State]:
     state, m = world.initial(), world.training.momentum
     for number, clients in enumerate(rounds, start=1):
         trained = [world.train(state, number, i) for i in clients]
-        p, mean = shares(world, clients), average([final for final, _ in trained], shares(world, clients))
+        p, mean = (
+            shares(world, clients),
+            average([final for final, _ in trained], shares(world, clients)),
+        )
         lengths = [(tau - m * (1 - m**tau) / (1 - m)) / (1 - m) for _, tau in trained]
         effective = sum(w * a for w, a in zip(p, lengths, strict=True))
         for name in world.trained:
-            steps = [w * (f[name] - state[name]) / a for w, (f, _), a in zip(p, trained, lengths, strict=True)]
+            steps = [
+                w * (f[name] - state[name]) / a
+                for w, (f, _), a in zip(p, trained, lengths, strict=True)
+            ]
             mean[name] = state[name] + effective * sum(steps)
         state = mean
         yield state
@@ -321,10 +380,14 @@ CASES: list[tuple[str, Naive, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
 @pytest.mark.parametrize(("name", "naive", "options"), CASES, ids=[case[0] for case in CASES])
-def test_agrees_with_the_second_computation(name: str, naive: Naive, options: dict[str, Any], norm: bool) -> None:
+def test_agrees_with_the_second_computation(
+    name: str, naive: Naive, options: dict[str, Any], norm: bool
+) -> None:
     world = World(norm=norm)
     run = world.run(build(name))
-    assert len({client for clients in run.selected for client in clients}) < world.rounds * len(run.selected[0])
+    assert len({client for clients in run.selected for client in clients}) < world.rounds * len(
+        run.selected[0]
+    )
     assert_same(run.models, list(naive(world, run.selected, **options)))
 
 
@@ -337,8 +400,15 @@ def test_a_wrapper_that_moves_the_start_leaves_the_centre_at_the_download(name: 
     layout, size = task.layout, world.sizes[client] / mean_size(world)
     generator = torch.Generator().manual_seed(1)
     general = torch.randn(layout.trainable, dtype=torch.float64, generator=generator)
-    sent, moved = task.initial, task.initial + 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator)
-    inbox = {**method.send(method.plan.opening()), "model": moved.unsqueeze(0), SERVER_MODEL: sent.unsqueeze(0)}
+    sent, moved = (
+        task.initial,
+        task.initial + 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator),
+    )
+    inbox = {
+        **method.send(method.plan.opening()),
+        "model": moved.unsqueeze(0),
+        SERVER_MODEL: sent.unsqueeze(0),
+    }
     inbox |= {key: general.unsqueeze(0) for key in ("variate", "update") if key in inbox}
     round = Round(number, 2, world.seed, world.clients, 1, 0.1, 0.1, selected=(client,))
     (reply,) = engine.train(federation.pipeline, round, [Job(client, 0, inbox)])
@@ -375,15 +445,24 @@ def test_moon_contrasts_on_the_projection_of_a_projected_model() -> None:
     assert head_name(module) == "head"
     assert module.head.in_features == 3
     task = make_task(
-        "synthetic", clients=4, model="projected(model=logistic, width=3)", training={"learning_rate": 0.1}
+        "synthetic",
+        clients=4,
+        model="projected(model=logistic, width=3)",
+        training={"learning_rate": 0.1},
     )
     engine = RowsEngine(task)
-    federation = Federation(build("moon(mu=5.0)"), task, engine, Schedule(rounds=2, participation=1.0))
-    plain = Federation(build("fedavg"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
+    federation = Federation(
+        build("moon(mu=5.0)"), task, engine, Schedule(rounds=2, participation=1.0)
+    )
+    plain = Federation(
+        build("fedavg"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0)
+    )
     federation.run()
     plain.run()
     trained, reference = federation.model(), plain.model()
     changed = {
-        entry.layer for entry in task.layout.slices if not torch.equal(trained[entry.slice], reference[entry.slice])
+        entry.layer
+        for entry in task.layout.slices
+        if not torch.equal(trained[entry.slice], reference[entry.slice])
     }
     assert changed >= {"projection.0", "projection.2"}

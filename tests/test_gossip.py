@@ -18,7 +18,9 @@ from fedloom.rounds.schedule import Schedule
 from seams.setting import small_task
 
 
-def federation(method: str | Method, *, rounds: int = 3, model: str = "plain", **options: object) -> Federation:
+def federation(
+    method: str | Method, *, rounds: int = 3, model: str = "plain", **options: object
+) -> Federation:
     task = small_task(model, local_test=0.3)
     schedule = Schedule(rounds, 1.0, seed=3, evaluate_every=1, personal_every=1, **options)  # type: ignore[arg-type]
     made = Federation(build(method), task, RowsEngine(task), schedule)
@@ -31,9 +33,13 @@ def naive_weights(edges: set[tuple[int, int]], nodes: int) -> Tensor:
     degree = [sum(node in edge for edge in edges) for node in range(nodes)]
     weights = torch.zeros(nodes, nodes, dtype=torch.float64)
     for first, second in edges:
-        weights[first, second] = weights[second, first] = 1 / (1 + max(degree[first], degree[second]))
+        weights[first, second] = weights[second, first] = 1 / (
+            1 + max(degree[first], degree[second])
+        )
     for node in range(nodes):
-        weights[node, node] = 1 - sum(float(weights[node, other]) for other in range(nodes) if other != node)
+        weights[node, node] = 1 - sum(
+            float(weights[node, other]) for other in range(nodes) if other != node
+        )
     return weights
 
 

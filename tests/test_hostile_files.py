@@ -1,4 +1,6 @@
-"""Files of data sets that are damaged, or that nobody means well with: read, or refused in one line that names the file."""
+"""Files of data sets that are damaged, or that nobody means well with: read, or refused in one line
+that names the file.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_a_file_that_is_something_else_is_told_in_one_line(name: str, sets: Sets
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_damaged_file_is_read_or_told_in_one_line(name: str, sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_read_or_told_in_one_line(
+    name: str, sets: Sets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(name)
     files = {file: sets.content(name, file) for file in sets.files(name)}
     for _ in range(60):
@@ -96,24 +100,32 @@ KINDS = ("t.csv", "t.parquet", "t")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_columns_of_one_name_are_told(kind: str, tmp_path: Path) -> None:
-    table = pa.table([pa.array([1, 2]), pa.array([1, 2]), pa.array([0, 1])], names=["a", "a", "label"])
+    table = pa.table(
+        [pa.array([1, 2]), pa.array([1, 2]), pa.array([0, 1])], names=["a", "a", "label"]
+    )
     write(table, tmp_path / kind)
     with pytest.raises(DataError, match="two columns have one name: 'a'"):
         build(tmp_path / kind)
 
 
 def test_two_columns_of_one_name_in_tables_in_memory_are_told() -> None:
-    table = pa.table([pa.array([1, 2]), pa.array([1, 2]), pa.array([0, 1])], names=["a", "a", "label"])
+    table = pa.table(
+        [pa.array([1, 2]), pa.array([1, 2]), pa.array([0, 1])], names=["a", "a", "label"]
+    )
     with pytest.raises(FedloomError, match=r"two columns have one name: 'a'"):
         fl.make_task(table, clients=1, partition="iid")
-    frame = pytest.importorskip("pandas").DataFrame([[1, 2, 0], [1, 2, 1]], columns=["a", "a", "label"])
+    frame = pytest.importorskip("pandas").DataFrame(
+        [[1, 2, 0], [1, 2, 1]], columns=["a", "a", "label"]
+    )
     with pytest.raises(FedloomError, match=r"[Dd]uplicate column names"):
         fl.make_task(frame, clients=1, partition="iid")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ["label", "group", "input"])
-def test_whole_numbers_beyond_int64_are_told_or_rounded(role: str, kind: str, tmp_path: Path) -> None:
+def test_whole_numbers_beyond_int64_are_told_or_rounded(
+    role: str, kind: str, tmp_path: Path
+) -> None:
     large = pa.array([2**63 + 5, 2**64 - 1, 3, 4], type=pa.uint64())
     columns = {
         "label": pa.array([0, 1, 0, 1]),
@@ -130,11 +142,15 @@ def test_whole_numbers_beyond_int64_are_told_or_rounded(role: str, kind: str, tm
     else:
         dataset = build(tmp_path / kind, target="label", group="group", test_fraction=0.5)
         inputs = [*dataset.train.inputs.flatten().tolist(), *dataset.test.inputs.flatten().tolist()]
-        expected = [float(value) for value in (large.to_pylist() if role == "input" else [1, 2, 3, 4])]
+        expected = [
+            float(value) for value in (large.to_pylist() if role == "input" else [1, 2, 3, 4])
+        ]
         assert sorted(inputs) == pytest.approx(sorted(expected))
 
 
-@pytest.mark.parametrize("array", [np.array([2**63, 1], np.uint64), np.array([[1], [2**64 - 1]], np.uint64)])
+@pytest.mark.parametrize(
+    "array", [np.array([2**63, 1], np.uint64), np.array([[1], [2**64 - 1]], np.uint64)]
+)
 def test_whole_numbers_beyond_int64_in_arrays_are_told(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(InvalidValue, match=r"inputs hold \d+, more than 2\^63 - 1"):
         fl.Samples(array, [0, 1])
@@ -194,7 +210,12 @@ ARROW: dict[str, pa.Array] = {
 @pytest.mark.parametrize("kind", list(ARROW))
 @pytest.mark.parametrize("role", ["label", "group", "ward", "number"])
 def test_columns_of_any_type_are_read_or_told(kind: str, role: str, tmp_path: Path) -> None:
-    columns = {"label": ["a", "b"] * 4, "group": ["a", "b"] * 4, "ward": ["a", "b"] * 4, "number": [1.0, 2.0] * 4}
+    columns = {
+        "label": ["a", "b"] * 4,
+        "group": ["a", "b"] * 4,
+        "ward": ["a", "b"] * 4,
+        "number": [1.0, 2.0] * 4,
+    }
     saved(tmp_path / "t", pa.table(columns | {role: ARROW[kind]}))
     for missing in ("refuse", "mean", "drop"):
         for learned in ("auto", "classification", "regression"):
@@ -214,7 +235,9 @@ def test_offsets_that_lead_nowhere_are_told(tmp_path: Path) -> None:
         build(tmp_path / "t")
 
 
-def test_a_parquet_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_is_counted_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = 5_000_000
     column = pa.array(np.zeros(rows, np.int64))
     pq.write_table(pa.table({"a": column, "label": column}), tmp_path / "t.parquet")
@@ -222,12 +245,16 @@ def test_a_parquet_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.1")
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", None)  # which would be raised as damage
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"takes 0.4\d GiB of memory, more than the 0.10 GiB that it may take"):
+    with pytest.raises(
+        DataError, match=r"takes 0.4\d GiB of memory, more than the 0.10 GiB that it may take"
+    ):
         build(tmp_path / "t.parquet")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 30_000
 
 
-def test_a_csv_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_csv_file_is_counted_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "t.csv").write_text("a,label\n" + "1,0\n" * 1_000_000)
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.05")
     monkeypatch.setattr(csv, "read_csv", None)
@@ -235,15 +262,20 @@ def test_a_csv_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: py
         build(tmp_path / "t.csv")
 
 
-def test_rows_of_one_long_text_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_long_text_are_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = pa.DictionaryArray.from_arrays(np.zeros(200, np.int32), [b"y" * (1 << 20)])
-    pq.write_table(pa.table({"a": text.cast(pa.binary()), "label": [0] * 200}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"a": text.cast(pa.binary()), "label": [0] * 200}), tmp_path / "t.parquet"
+    )
     assert (tmp_path / "t.parquet").stat().st_size < 300_000
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.05")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="GiB of memory, more than"):
         build(tmp_path / "t.parquet")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200_000  # all rows take 204,800
+    # all rows take 204,800
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200_000
 
 
 @pytest.mark.parametrize("kind", ["t.csv", "t.parquet"])
@@ -281,7 +313,9 @@ def test_arrays_without_bytes_are_told(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_other_programs_would_interpret_is_none(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n")
+    (tmp_path / "a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n"
+    )
     with Image.open(tmp_path / "a.png") as opened:
         assert opened.format == "EPS"
     with pytest.raises(DataError, match="not a picture in a known format"):
@@ -289,10 +323,27 @@ def test_a_picture_that_other_programs_would_interpret_is_none(tmp_path: Path) -
 
 
 def test_arrays_of_any_type_are_read_or_told(tmp_path: Path) -> None:
-    kinds = (">f8", ">i4", "<u8", "?", "S3", "U3", "M8[s]", "c16", "f2", "<f16", "V8", [("a", "i4"), ("b", "f8")])
+    kinds = (
+        ">f8",
+        ">i4",
+        "<u8",
+        "?",
+        "S3",
+        "U3",
+        "M8[s]",
+        "c16",
+        "f2",
+        "<f16",
+        "V8",
+        [("a", "i4"), ("b", "f8")],
+    )
     for kind in kinds:
         for key in ("inputs", "labels", "groups"):
-            arrays: dict[str, Any] = {"inputs": np.zeros((4, 2)), "labels": np.arange(4) % 2, "groups": np.arange(4)}
+            arrays: dict[str, Any] = {
+                "inputs": np.zeros((4, 2)),
+                "labels": np.arange(4) % 2,
+                "groups": np.arange(4),
+            }
             arrays[key] = np.zeros(arrays[key].shape, np.dtype(kind))
             buffer = io.BytesIO()
             np.savez(buffer, **arrays)
@@ -306,7 +357,9 @@ def test_arrays_of_any_type_are_read_or_told(tmp_path: Path) -> None:
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     for kind in KINDS:
         write(patients(), tmp_path / kind)
-        dataset = build(tmp_path / kind, target="outcome", group="hospital", missing="mean", test_fraction=0.5)
+        dataset = build(
+            tmp_path / kind, target="outcome", group="hospital", missing="mean", test_fraction=0.5
+        )
         assert dataset.class_names == ("ill", "well")
         assert dataset.train.group_names == ("h0", "h1", "h2")
         rows = sorted([*dataset.train.inputs.tolist(), *dataset.test.inputs.tolist()])

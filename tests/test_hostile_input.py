@@ -39,7 +39,14 @@ from fedloom.data.sets.mnist import read_idx
 from fedloom.data.sets.picture_set import image_samples
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
-from fedloom.errors import LONGEST_QUOTED, CheckpointError, DataError, FedloomError, InvalidValue, quoted
+from fedloom.errors import (
+    LONGEST_QUOTED,
+    CheckpointError,
+    DataError,
+    FedloomError,
+    InvalidValue,
+    quoted,
+)
 from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
 from fedloom.experiment.directory import read_json
 from fedloom.experiment.trackers.tracker import trackers
@@ -108,7 +115,11 @@ def require_one_short_line(text: str) -> None:
     ids=lambda text: text[:40],
 )  # fmt: skip
 def test_a_bad_option_is_refused_in_one_short_line(
-    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    override: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text('algorithm = "fedavg"\nrounds = 1\n')
@@ -133,7 +144,9 @@ def test_a_bad_option_is_refused_in_one_short_line(
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_bad_file_is_refused_in_one_short_line(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_in_one_short_line(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "job.toml").write_bytes(content)
     with pytest.raises(InvalidValue, match=re.escape(message)) as caught:
         read_table(tmp_path / "job.toml")
@@ -173,24 +186,46 @@ def test_a_value_is_quoted_in_short(value: Any) -> None:
 
 # --- anything at all ---
 
-_NUMBERS = st.integers() | st.floats() | st.sampled_from([0, 1, -1, 10**30, 10**400, 2**63, 1e300, 1e-320, 0.5])
+_NUMBERS = (
+    st.integers()
+    | st.floats()
+    | st.sampled_from([0, 1, -1, 10**30, 10**400, 2**63, 1e300, 1e-320, 0.5])
+)
 _WORDS = st.text(max_size=5) | st.sampled_from(
     ["none", "auto", "a/b", "ray://", "cuda:99999999999", "os:getcwd", "no.such:thing", "\0", "\ud800", "'", "[", 300 * "y"]
 )  # fmt: skip
 _PLAIN = st.none() | st.booleans() | _NUMBERS | _WORDS
 _VALUES = st.recursive(
-    _PLAIN, lambda inside: st.lists(inside, max_size=3) | st.dictionaries(_WORDS, inside, max_size=2), max_leaves=5
+    _PLAIN,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(_WORDS, inside, max_size=2),
+    max_leaves=5,
 )
-_REGISTRIES = (algorithms, datasets, partitions, models, recorders, trackers, engines, label_noises, shifts)
+_REGISTRIES = (
+    algorithms,
+    datasets,
+    partitions,
+    models,
+    recorders,
+    trackers,
+    engines,
+    label_noises,
+    shifts,
+)
 
 
 @st.composite
 def _expressions(draw: st.DrawFn) -> str:
     """Draw a registered name with random values for its options."""
     entry = draw(st.sampled_from([entry for registry in _REGISTRIES for entry in registry]))
-    names = draw(st.lists(st.sampled_from(list(entry.parameters)), max_size=3, unique=True)) if entry.parameters else []
+    names = (
+        draw(st.lists(st.sampled_from(list(entry.parameters)), max_size=3, unique=True))
+        if entry.parameters
+        else []
+    )
     positional = draw(
-        st.sampled_from([(), (Call("fedavg"),), (Call("umf", (Call("fedmr"),)),), (0.1,), ([1, 2],), ("x",)])
+        st.sampled_from(
+            [(), (Call("fedavg"),), (Call("umf", (Call("fedmr"),)),), (0.1,), ([1, 2],), ("x",)]
+        )
     )
     until = draw(st.sampled_from([None, None, 2, "auto"]))
     named = {name: draw(_NUMBERS | _PLAIN | st.lists(_PLAIN, max_size=3)) for name in names}
@@ -208,10 +243,14 @@ _KEYS = st.sampled_from(
 
 @settings(deadline=10_000, max_examples=80, suppress_health_check=list(HealthCheck))
 @given(
-    st.dictionaries(_KEYS | _WORDS, _VALUES | _expressions() | st.lists(_expressions(), max_size=2), max_size=3),
+    st.dictionaries(
+        _KEYS | _WORDS, _VALUES | _expressions() | st.lists(_expressions(), max_size=2), max_size=3
+    ),
     st.booleans(),
 )
-def test_any_configuration_is_read_or_refused_in_one_short_line(keys: dict[str, Any], typed: bool) -> None:
+def test_any_configuration_is_read_or_refused_in_one_short_line(
+    keys: dict[str, Any], typed: bool
+) -> None:
     table: dict[str, Any] = {}
     try:
         for key, value in keys.items():
@@ -233,7 +272,9 @@ def test_any_configuration_is_read_or_refused_in_one_short_line(keys: dict[str, 
 
 
 def idx_bytes(shape: Sequence[int], content: bytes = b"") -> bytes:
-    return bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape) + content
+    return (
+        bytes([0, 0, 8, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape) + content
+    )
 
 
 def npz_bytes(header: str, size: int = 64) -> bytes:
@@ -336,7 +377,9 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_memory")
-@pytest.mark.parametrize(("read", "content", "message"), HOSTILE, ids=[message[:40] for _, _, message in HOSTILE])
+@pytest.mark.parametrize(
+    ("read", "content", "message"), HOSTILE, ids=[message[:40] for _, _, message in HOSTILE]
+)
 def test_a_hostile_file_is_refused_in_one_line_and_little_memory(
     read: Callable[[Path], Any], content: bytes, message: str, tmp_path: Path
 ) -> None:
@@ -357,7 +400,8 @@ def test_a_picture_of_169_megapixels_is_refused_before_it_is_decoded(
 ) -> None:
     (tmp_path / "large.png").write_bytes(picture_bytes(13_000, 13_000))
     with pytest.raises(
-        DataError, match=r"large.png: takes 0.63 GiB of memory, more than the 0.25 GiB that it may take"
+        DataError,
+        match=r"large.png: takes 0.63 GiB of memory, more than the 0.25 GiB that it may take",
     ):
         read_files([tmp_path / "large.png"], 1, size=(32, 32))
     with pytest.raises(DataError, match=r"takes 27.94 GiB of memory, more than the 4.00 GiB"):
@@ -373,7 +417,9 @@ def test_refusals_state_the_memory_needed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.001")
     assert len(read_idx(tmp_path / "file")) == 1 << 20
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "much")
-    with pytest.raises(DataError, match="FEDLOOM_DATA_GIB must be a number of GiB greater than 0, not 'much'"):
+    with pytest.raises(
+        DataError, match="FEDLOOM_DATA_GIB must be a number of GiB greater than 0, not 'much'"
+    ):
         read_idx(tmp_path / "file")
 
 
@@ -382,12 +428,18 @@ def test_refusals_state_the_memory_needed(tmp_path: Path, monkeypatch: pytest.Mo
     ["synthetic(dimension=1000000000)", "synthetic(users=1000000000)", "synthetic(classes=1000000000)",
      "synthetic_feddc(samples=1000000000)", "synthetic_feddc(users=1000000, dimension=1000000)"],
 )  # fmt: skip
-def test_synthetic_data_that_fit_no_memory_are_refused_with_what_they_would_take(expression: str) -> None:
-    with pytest.raises(DataError, match=r"synthetic\w*: takes [\d,]+\.\d\d GiB of memory, more than the 4.00 GiB"):
+def test_synthetic_data_that_fit_no_memory_are_refused_with_what_they_would_take(
+    expression: str,
+) -> None:
+    with pytest.raises(
+        DataError, match=r"synthetic\w*: takes [\d,]+\.\d\d GiB of memory, more than the 4.00 GiB"
+    ):
         datasets.build(expression)
 
 
-@pytest.mark.parametrize("metadata", ["[" * 100_000, "3", '{"model": 3}', "9" * 5000, '{"a": ' * 3000, "nan"])
+@pytest.mark.parametrize(
+    "metadata", ["[" * 100_000, "3", '{"model": 3}', "9" * 5000, '{"a": ' * 3000, "nan"]
+)
 def test_bad_metadata_are_damage(metadata: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(model_bytes(metadata))
     with pytest.raises(CheckpointError, match=r"model.safetensors") as caught:
@@ -401,13 +453,25 @@ WHOLE: list[tuple[Callable[[Path], Any], bytes]] = [
     (read_idx, idx_bytes([3, 2], bytes(6))),
     (read_idx, gzip.compress(idx_bytes([3, 2], bytes(6)))),
     (read_leaf, leaf_bytes(["a"], {"a": {"x": [[0] * 784], "y": [1]}})),
-    (read_pictures, parquet_bytes(image=[{"bytes": picture_bytes(8, 8), "path": "a"}] * 3, label=[1, 2, 3])),
+    (
+        read_pictures,
+        parquet_bytes(image=[{"bytes": picture_bytes(8, 8), "path": "a"}] * 3, label=[1, 2, 3]),
+    ),
     (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})),
-    (read_batch, pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}, protocol=2)),
+    (
+        read_batch,
+        pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]}, protocol=2),
+    ),
     (lambda path: read_files([path], 3), picture_bytes(8, 8)),
     (read_texts, b'"1","title","text, with ""quotes"""\n'),
-    (load_model, model_bytes('{"model": "logistic", "shape": "64", "classes": "10", "vocabulary": ""}')),
-    (read_table, b'algorithm = "fedavg"\nseeds = [0, 1]\n[data]\nname = "digits"\nlocal_test = 0.25\n'),
+    (
+        load_model,
+        model_bytes('{"model": "logistic", "shape": "64", "classes": "10", "vocabulary": ""}'),
+    ),
+    (
+        read_table,
+        b'algorithm = "fedavg"\nseeds = [0, 1]\n[data]\nname = "digits"\nlocal_test = 0.25\n',
+    ),
 ]
 
 
@@ -416,7 +480,10 @@ WHOLE: list[tuple[Callable[[Path], Any], bytes]] = [
 @settings(deadline=10_000, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_changed_file_is_read_or_refused_in_one_short_line(
-    read: Callable[[Path], Any], content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    read: Callable[[Path], Any],
+    content: bytes,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     changed = bytearray(content)
     for at, value in data.draw(
@@ -425,7 +492,13 @@ def test_a_changed_file_is_read_or_refused_in_one_short_line(
         changed[at : at + len(value)] = value
     path = tmp_path_factory.getbasetemp() / "changed"
     path.write_bytes(
-        changed[: data.draw(st.sampled_from([len(content), len(content), data.draw(st.integers(0, len(content)))]))]
+        changed[
+            : data.draw(
+                st.sampled_from(
+                    [len(content), len(content), data.draw(st.integers(0, len(content)))]
+                )
+            )
+        ]
     )
     try:
         read(path)
@@ -434,8 +507,16 @@ def test_a_changed_file_is_read_or_refused_in_one_short_line(
 
 
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([PIXELS]),
-    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.sampled_from(["x", "y", "a"]), inside, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just([PIXELS]),
+    lambda inside: (
+        st.lists(inside, max_size=3)
+        | st.dictionaries(st.sampled_from(["x", "y", "a"]), inside, max_size=3)
+    ),
     max_leaves=6,
 )
 

@@ -19,9 +19,16 @@ def test_from_a_csv_file_to_predictions_in_a_notebook(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.read(ROOT / "examples" / "patients.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
-    accuracy = next(float(text.split()[0]) for text in printed if text.endswith("% of the new patients\n"))
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    printed = [
+        "".join(output.get("text", "") for output in cell.get("outputs", ()))
+        for cell in notebook.cells
+    ]
+    accuracy = next(
+        float(text.split()[0]) for text in printed if text.endswith("% of the new patients\n")
+    )
     assert accuracy > 70
     model = fl.load(tmp_path / "runs" / "patients")
     assert model.classes == ("no", "yes")
@@ -53,7 +60,8 @@ def test_from_pictures_in_folders_to_onnx(
     rows = Path("light.csv").read_text().splitlines()
     assert rows[0] == '"file","prediction"'
     assert sum(row.endswith('"light"') for row in rows[1:]) >= 28
-    # ONNX takes the bytes of the pictures, scaled to the size of the data: what the model normalises is in the file.
+    # ONNX takes the bytes of the pictures, scaled to the size of the data: what the model
+    # normalises is in the file.
     model = fl.load("runs/shades")
     paths = sorted(Path("pictures/light").glob("*.png"))
     pixels = model.preprocessing.apply(paths)[0]
@@ -67,7 +75,9 @@ def test_from_adapters_of_a_transformer_to_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     text = "to be or not to be, that is the question. "
-    (tmp_path / "play.txt").write_text("\n\n".join(f"{name}:\n{text * 8}" for name in ("HAMLET", "YORICK")))
+    (tmp_path / "play.txt").write_text(
+        "\n\n".join(f"{name}:\n{text * 8}" for name in ("HAMLET", "YORICK"))
+    )
     data = f"shakespeare(folder='{tmp_path}', length=16)"
     training = {"optimizer": "adam", "learning_rate": 0.02, "batch_size": 10, "epochs": 20}
     common = {"clients": 0, "partition": "natural", "training": training}
@@ -83,8 +93,12 @@ def test_from_adapters_of_a_transformer_to_text(tmp_path: Path) -> None:
     assert len(written) == 33
     assert len(set(written[13:])) > 3
     assert sum(a == b for a, b in zip(written[13:], "to be, that is the q", strict=True)) >= 6
-    assert model.generate("to be", 20, temperature=1.0, seed=1) == model.generate("to be", 20, temperature=1.0, seed=1)
-    assert model.generate("to be", 20, temperature=9.0, seed=1) != model.generate("to be", 20, temperature=9.0, seed=2)
+    assert model.generate("to be", 20, temperature=1.0, seed=1) == model.generate(
+        "to be", 20, temperature=1.0, seed=1
+    )
+    assert model.generate("to be", 20, temperature=9.0, seed=1) != model.generate(
+        "to be", 20, temperature=9.0, seed=2
+    )
     # The next tokens of many texts at once, as of any other model.
     assert model.predict(["to be or not"]).shape == (1, 16)
     with torch.no_grad():

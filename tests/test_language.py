@@ -1,4 +1,6 @@
-"""Language models of transformers with adapters of peft, if installed. The adapters' maths: test_frozen.py."""
+"""Language models of transformers with adapters of peft, if installed. The adapters' maths:
+test_frozen.py.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,17 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
     assert len(layout.units("layer")) == 2
     assert layout.integers == 0
     directory = tmp_path / "run"
-    result = fl.run("fedmr", adapted, rounds=2, participation=1.0, directory=directory, engine="rows")
+    result = fl.run(
+        "fedmr", adapted, rounds=2, participation=1.0, directory=directory, engine="rows"
+    )
     assert result.history[0]["bytes_up"] == result.history[0]["bytes_down"] == 4 * 4 * layout.size
     pool, uploads = result.federation.algorithm.state["pool"], result.federation.model()
     assert pool.shape == (4, layout.size)
     assert not torch.equal(uploads, adapted.initial)
     file, probe = tmp_path / "model.safetensors", torch.randint(TOKENS, (3, 6))
     save_model(file, result.model, model, SPEC, {})
-    for saved in (fl.load_model(directory, build_model(model, SPEC, 7)), fl.load_model(file)):  # whole again
+    # whole again
+    for saved in (fl.load_model(directory, build_model(model, SPEC, 7)), fl.load_model(file)):
         assert torch.equal(saved(probe).logits, result.model(probe).logits)
     frozen, base = layout.frozen_tensors(result.model), layout.frozen_tensors(adapted.model)
     assert all(torch.equal(frozen[name], base[name]) for name in base)
@@ -72,7 +77,10 @@ def test_adapters_alone_are_sent_and_recombined_by_layer(folder: Path, tmp_path:
 @installed
 def test_the_base_may_be_in_half_precision_and_the_whole_model_may_train(folder: Path) -> None:
     half = task(f"causal_lm(folder='{folder}', lora={RANK}, dtype=bfloat16)")
-    assert (half.layout.dtype, half.model.get_input_embeddings().weight.dtype) == (torch.float32, torch.bfloat16)
+    assert (half.layout.dtype, half.model.get_input_embeddings().weight.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
     result = fl.run("fedavg", half, rounds=1, participation=0.25, engine="rows")
     assert not torch.equal(result.federation.model(), half.initial)
     full_model = build_model(f"causal_lm(folder='{folder}', lora=0)", SPEC, 0)
@@ -86,11 +94,19 @@ def test_adapters_cost_a_small_part_of_the_whole_model(
     """The script in examples/, shortened, in this process: importing transformers takes seconds."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "examples")
     lora = importlib.import_module("lora")
-    for name, value in (("STEPS", 2), ("ROUNDS", 1), ("BASE", ("heapq",)), ("CLIENTS", ("colorsys", "this"))):
+    for name, value in (
+        ("STEPS", 2),
+        ("ROUNDS", 1),
+        ("BASE", ("heapq",)),
+        ("CLIENTS", ("colorsys", "this")),
+    ):
         monkeypatch.setattr(lora, name, value)
     lora.main()
     text = capsys.readouterr().out
-    sent = {name: float(size) for name, size in re.findall(r"^([a-z ]+), fedmr: .* ([\d.]+) kB", text, re.M)}
+    sent = {
+        name: float(size)
+        for name, size in re.findall(r"^([a-z ]+), fedmr: .* ([\d.]+) kB", text, re.M)
+    }
     assert sent == {"adapters": 18.4, "whole model": 449.5}
 
 
@@ -98,14 +114,25 @@ def test_adapters_cost_a_small_part_of_the_whole_model(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("causal_lm(folder='nowhere')", "causal_lm: folder 'nowhere' holds no model: it has no config.json"),
-        ("causal_lm(folder='{folder}', lora=0, dtype=bfloat16)", "dtype=bfloat16 is for a frozen model under adapters"),
+        (
+            "causal_lm(folder='nowhere')",
+            "causal_lm: folder 'nowhere' holds no model: it has no config.json",
+        ),
+        (
+            "causal_lm(folder='{folder}', lora=0, dtype=bfloat16)",
+            "dtype=bfloat16 is for a frozen model under adapters",
+        ),
         ("causal_lm(folder='{folder}', modules=['c_atn'])", "lora: Target modules"),
         ("causal_lm", "causal_lm needs folder"),
-        ("transformer(width=10, heads=4)", "width must be a multiple of heads, and 10 is none of 4"),
+        (
+            "transformer(width=10, heads=4)",
+            "width must be a multiple of heads, and 10 is none of 4",
+        ),
     ],
 )
-def test_models_that_do_not_fit_are_refused_in_one_line(model: str, message: str, folder: Path) -> None:
+def test_models_that_do_not_fit_are_refused_in_one_line(
+    model: str, message: str, folder: Path
+) -> None:
     with pytest.raises(FedloomError) as error:
         build_model(model.format(folder=folder), SPEC, 0)
     assert message in str(error.value)
@@ -120,7 +147,10 @@ def test_a_vocabulary_that_the_model_does_not_know_is_refused(folder: Path) -> N
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(FedloomError, match=r"model transformer needs 'transformers': pip install -e '.\[language\]'"):
+    with pytest.raises(
+        FedloomError,
+        match=r"model transformer needs 'transformers': pip install -e '.\[language\]'",
+    ):
         build_model("transformer", SPEC, 0)
     with pytest.raises(FedloomError, match="transformer needs tokens"):
         build_model("transformer", DataSpec((1, 8, 8), 10), 0)

@@ -44,7 +44,9 @@ def everything(module: nn.Module) -> dict[str, Tensor]:
 def randomise(module: nn.Module, generator: torch.Generator) -> None:
     for tensor in everything(module).values():
         if tensor.is_floating_point():
-            tensor.data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+            tensor.data = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(
+                tensor.dtype
+            )
         else:
             tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
 
@@ -78,23 +80,39 @@ def test_trainable_parameters_come_first_and_ties_count_once() -> None:
     assert layout.trainable == trainable
     row = layout.flatten(module)
     assert torch.equal(
-        row[:35], torch.cat([module.scalar.detach().reshape(1), module.embedding.weight.detach().reshape(-1)])[:35]
+        row[:35],
+        torch.cat(
+            [module.scalar.detach().reshape(1), module.embedding.weight.detach().reshape(-1)]
+        )[:35],
     )
     assert [entry.name for entry in layout.slices if entry.stop <= layout.trainable] == [
         name for name, p in module.named_parameters() if p.requires_grad
     ]
-    assert layout.frozen == ("frozen.weight", "frozen.bias", "brain.weight", "brain.bias", "scratch")
-    assert sum(entry.name.endswith("weight") and "decoder" in entry.name for entry in layout.slices) == 0
+    assert layout.frozen == (
+        "frozen.weight",
+        "frozen.bias",
+        "brain.weight",
+        "brain.bias",
+        "scratch",
+    )
+    assert (
+        sum(entry.name.endswith("weight") and "decoder" in entry.name for entry in layout.slices)
+        == 0
+    )
 
 
 def test_tensors_are_arguments_of_functional_call() -> None:
-    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 2)).eval()
+    module = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 16, 2)
+    ).eval()
     layout = Layout(module)
     randomised = copy.deepcopy(module)
     randomise(randomised, torch.Generator().manual_seed(0))
     randomised[1].running_var.abs_()
     inputs = torch.randn(4, 1, 6, 6)
-    called = torch.func.functional_call(module, layout.tensors(layout.flatten(randomised)), (inputs,))
+    called = torch.func.functional_call(
+        module, layout.tensors(layout.flatten(randomised)), (inputs,)
+    )
     assert torch.equal(called, randomised(inputs))
 
 
@@ -115,9 +133,15 @@ def test_bound_module_trains_the_row_itself() -> None:
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "complex64", "float64"])
 def test_training_in_mixed_or_complex_numbers_is_refused(kind: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=getattr(torch, kind)))
-    name = "0.weight' of the model is float32" if kind == "float64" else f"1.weight' of the model is {kind}"
+    name = (
+        "0.weight' of the model is float32"
+        if kind == "float64"
+        else f"1.weight' of the model is {kind}"
+    )
     for module_or_layer in (module, module[1]) if kind in ("complex64", "float16") else (module,):
-        with pytest.raises(InvalidValue, match=name.replace("1.", "" if module_or_layer is module[1] else "1[.]")):
+        with pytest.raises(
+            InvalidValue, match=name.replace("1.", "" if module_or_layer is module[1] else "1[.]")
+        ):
             Layout(module_or_layer)
 
 
@@ -125,7 +149,9 @@ def test_a_hook_on_a_parameter_is_refused_since_copies_lose_it() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     module[1].weight.register_hook(lambda gradient: 0 * gradient)
     for use in (lambda: Layout(module).shell(module), lambda: make_task("digits", model=module)):
-        with pytest.raises(InvalidValue, match=r"^parameter '1.weight' of the model has a hook, [^\n]+$"):
+        with pytest.raises(
+            InvalidValue, match=r"^parameter '1.weight' of the model has a hook, [^\n]+$"
+        ):
             use()
 
 
@@ -146,7 +172,12 @@ def test_a_layer_keeps_its_weight_bias_and_statistics_together() -> None:
     assert layout.layers == ("0", "1", "3")
     names = []
     for unit in layout.units("layer"):
-        inside = {entry.name for entry in layout.slices for piece in unit if piece.start <= entry.start < piece.stop}
+        inside = {
+            entry.name
+            for entry in layout.slices
+            for piece in unit
+            if piece.start <= entry.start < piece.stop
+        }
         names.append(inside)
     assert names == [
         {"0.weight", "0.bias"},
@@ -164,7 +195,9 @@ def test_segments_follow_the_formula(layers: int, percent: int) -> None:
     expected: dict[int, list[int]] = {}
     for j in range(1, layers + 1):
         expected.setdefault(-(-100 * j // (percent * layers)), []).append(j - 1)
-    indices = [[k for columns in unit for k in range(columns.start, columns.stop)] for unit in units]
+    indices = [
+        [k for columns in unit for k in range(columns.start, columns.stop)] for unit in units
+    ]
     assert indices == [expected[s] for s in sorted(expected)]
     assert len(units) <= math.ceil(100 / percent)
 

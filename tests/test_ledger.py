@@ -1,4 +1,6 @@
-"""The ledger of reproduced exhibits: states derived from records, and the records of this repository."""
+"""The ledger of reproduced exhibits: states derived from records, and the records of this
+repository.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def record(values: dict[str, tuple[float | None, float | None]], *left_out: str)
         CellResult(CELLS[row], Measured(mean, std, 3, 3 if mean else 0, 300), left_out)
         for row, (mean, std) in values.items()
     )
-    return ExhibitRecord(A2.id, "fedloom reproduce fedumf.table-a2", "2026-01-02", {"torch": "2"}, results)
+    return ExhibitRecord(
+        A2.id, "fedloom reproduce fedumf.table-a2", "2026-01-02", {"torch": "2"}, results
+    )
 
 
 def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
@@ -38,7 +42,10 @@ def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
         (folder / f"{number}.json").write_text(exhibit_record.to_json())
     entries = {entry.exhibit.id: entry for entry in ledger(folder)}
     assert list(entries) == list(exhibits())
-    assert (entries["fedmr.table-1"].state, entries["fedmr.table-1"].reason) == ("not run", "no time")
+    assert (entries["fedmr.table-1"].state, entries["fedmr.table-1"].reason) == (
+        "not run",
+        "no time",
+    )
     return entries[A2.id]
 
 
@@ -57,9 +64,14 @@ def entry(folder: Path, *records: ExhibitRecord) -> LedgerEntry:
     ],
 )
 def test_states_follow_from_records(
-    tmp_path: Path, values: dict[str, tuple[float | None, float | None]], left_out: tuple[str, ...], state: str
+    tmp_path: Path,
+    values: dict[str, tuple[float | None, float | None]],
+    left_out: tuple[str, ...],
+    state: str,
 ) -> None:
-    printed = [cell.printed.mean for cell in (CELLS["FedAvg"], CELLS["FedDC"]) if cell.printed is not None]
+    printed = [
+        cell.printed.mean for cell in (CELLS["FedAvg"], CELLS["FedDC"]) if cell.printed is not None
+    ]
     assert printed == [40, 22]
     row = entry(tmp_path, record(values, *left_out))
     assert (row.state, row.reason) == (state, "because")
@@ -73,25 +85,39 @@ def test_a_later_record_does_not_hide_that_an_earlier_one_differs(tmp_path: Path
     assert (row.state, len(row.judged)) == ("differs", 2)
 
 
-def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(tmp_path: Path) -> None:
+def test_a_record_comes_back_from_its_file_without_the_folders_of_the_machine(
+    tmp_path: Path,
+) -> None:
     original = record({"FedAvg": (40.6, 1.0), "FedDC": (None, None)}, "2 of 3 seeds")
     command = "fedloom reproduce fedumf.table-a2 --data 'mnist=/home/me/my data' --directory /big/disk threads=1"
     path = tmp_path / "one.json"
-    path.write_text(ExhibitRecord(original.exhibit, command, original.date, {}, original.results, "a page").to_json())
+    path.write_text(
+        ExhibitRecord(
+            original.exhibit, command, original.date, {}, original.results, "a page"
+        ).to_json()
+    )
     read = ExhibitRecord.read(path)
     assert read.results == original.results
-    assert read.command == "fedloom reproduce fedumf.table-a2 --data mnist=FOLDER --directory FOLDER threads=1"
+    assert (
+        read.command
+        == "fedloom reproduce fedumf.table-a2 --data mnist=FOLDER --directory FOLDER threads=1"
+    )
     assert read.source == "a page"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"row": "FedAvgg"}, "is no record of a table or figure (('FedAvgg', 'MNIST IID 15% to 95%'))"),
+        (
+            {"row": "FedAvgg"},
+            "is no record of a table or figure (('FedAvgg', 'MNIST IID 15% to 95%'))",
+        ),
         ({"means": 1}, "is no record of a table or figure"),
     ],
 )
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_file_that_is_no_record_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     table = json.loads(record({"FedAvg": (40.6, 1.0)}).to_json())
     table["cells"][0] |= change
     (tmp_path / "one.json").write_text(json.dumps(table))
@@ -108,24 +134,35 @@ def test_records_of_long_runs_follow_from_their_folder() -> None:
         assert {row.cell.row for row in record.results} <= {"FedAvg", "FedMR"}
         for result in record.results:
             assert result.result is not None
-            assert (f"{result.result.rounds} of 1,000 rounds" in result.left_out) == (result.result.rounds < 1000)
+            assert (f"{result.result.rounds} of 1,000 rounds" in result.left_out) == (
+                result.result.rounds < 1000
+            )
 
 
 def test_a_cell_of_mcmahans_table_has_the_rate_that_the_search_chose() -> None:
     runs = mcmahan.recorded()
-    rates = {cell.column: cell.setting.training["learning_rate"] for cell in exhibit("mcmahan.table-1-2nn").cells}
+    rates = {
+        cell.column: cell.setting.training["learning_rate"]
+        for cell in exhibit("mcmahan.table-1-2nn").cells
+    }
     record = mcmahan.record(runs)
-    chosen = {column: mcmahan.rate(position) for column, (_, position) in mcmahan.tuned(runs).items()}
+    chosen = {
+        column: mcmahan.rate(position) for column, (_, position) in mcmahan.tuned(runs).items()
+    }
     assert {column: rates[column] for column in chosen} == chosen
     stored = ExhibitRecord.read(RECORDS / "mcmahan.table-1-2nn.json")
     assert stored.results == record.results
 
 
-def test_the_tables_of_the_successors_are_those_of_the_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_the_successors_are_those_of_the_record(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     successors.tables(successors.recorded(BENCHMARKS / "records" / "successors.jsonl"))
     printed = capsys.readouterr().out.splitlines()
     page = (BENCHMARKS / "RESULTS.md").read_text()
-    (section,) = re.findall(r"^## Do the successors help\?\n(.*?)\nOne round of the authors", page, re.M | re.S)
+    (section,) = re.findall(
+        r"^## Do the successors help\?\n(.*?)\nOne round of the authors", page, re.M | re.S
+    )
     rows = [line for line in section.splitlines() if line.startswith("|")]
     assert len(rows) > 20
     assert [row for row in rows if row not in printed] == []
@@ -134,7 +171,9 @@ def test_the_tables_of_the_successors_are_those_of_the_record(capsys: pytest.Cap
 def test_records_of_the_repository_are_explained_and_give_one_page() -> None:
     entries = ledger(RECORDS)
     unexplained = ("differs", "partial", "not run", "order")
-    assert [entry.exhibit.id for entry in entries if entry.state in unexplained and not entry.reason] == []
+    assert [
+        entry.exhibit.id for entry in entries if entry.state in unexplained and not entry.reason
+    ] == []
     assert {entry.exhibit.id for entry in entries if entry.records} >= {
         "fedmr.table-1",
         "fedumf.table-a2",
@@ -147,4 +186,6 @@ def test_records_of_the_repository_are_explained_and_give_one_page() -> None:
         assert f"| [{name}](#{anchor}) |" in page if row.records else f"| {name} |" in page
         for record in row.records:
             assert record.command in page
-            assert not re.search(r"[ =']/\w", record.command), f"{record.command} names a folder of somebody's machine"
+            assert not re.search(r"[ =']/\w", record.command), (
+                f"{record.command} names a folder of somebody's machine"
+            )

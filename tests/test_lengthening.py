@@ -1,4 +1,6 @@
-"""Lengthened runs: they continue from the last round and end like a run of that length from the start."""
+"""Lengthened runs: they continue from the last round and end like a run of that length from the
+start.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,29 @@ SHORT, LONG = 5, 9
 FINAL_FILES = {"result.json", "model.safetensors", "recording.json"}
 
 
-def run(folder: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **settings: Any) -> fl.Result:
+def run(
+    folder: Path, rounds: int, method: str = "scaffold", stop: int | None = None, **settings: Any
+) -> fl.Result:
     """Run with an evaluation in every fourth round; `stop` interrupts it after that round."""
 
     def stopping(record: dict[str, Any], timing: dict[str, Any]) -> None:
         if record["round"] == stop:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"evaluate_every": 4, "personal_every": 3, "checkpoint_every": 2, "seed": 3} | settings
+    options: dict[str, Any] = {
+        "evaluate_every": 4,
+        "personal_every": 3,
+        "checkpoint_every": 2,
+        "seed": 3,
+    } | settings
     return fl.run(
-        method, small_task(), rounds=rounds, participation=0.5, directory=folder, on_round=stopping, **options
+        method,
+        small_task(),
+        rounds=rounds,
+        participation=0.5,
+        directory=folder,
+        on_round=stopping,
+        **options,
     )
 
 
@@ -50,11 +65,14 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def assert_same(lengthened: Path, uninterrupted: Path) -> None:
-    """Assert equal models, checkpoints and figures, but for the evaluation in the last round of the shorter run."""
+    """Assert equal models, checkpoints and figures, but for the evaluation in the last round of the
+    shorter run.
+    """
     for name in ("model.safetensors", "configuration.json"):
         assert (lengthened / name).read_bytes() == (uninterrupted / name).read_bytes(), name
     state, expected = (
-        read_tensors(folder / f"checkpoint-{LONG:07d}.safetensors")[0] for folder in (lengthened, uninterrupted)
+        read_tensors(folder / f"checkpoint-{LONG:07d}.safetensors")[0]
+        for folder in (lengthened, uninterrupted)
     )
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
@@ -81,7 +99,11 @@ def test_a_lengthened_run_equals_one_of_that_length(
         f"{lengthened}: going on from round {SHORT} of {LONG}"
     ]
     assert_same(lengthened, uninterrupted)
-    assert len(result.history) == LONG == json.loads((lengthened / "result.json").read_text())["rounds"]
+    assert (
+        len(result.history)
+        == LONG
+        == json.loads((lengthened / "result.json").read_text())["rounds"]
+    )
     caplog.clear()
     run(lengthened, LONG, method)
     assert not caplog.records
@@ -97,11 +119,17 @@ def test_a_lengthened_run_is_unfinished_until_its_new_end(tmp_path: Path) -> Non
     assert {path.name for path in lengthened.iterdir()} >= FINAL_FILES
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, LONG, record=record, stop=SHORT + 1)
-    assert not {path.name for path in lengthened.iterdir()} & {*FINAL_FILES, "report.html", "landscape.json"}
+    assert not {path.name for path in lengthened.iterdir()} & {
+        *FINAL_FILES,
+        "report.html",
+        "landscape.json",
+    }
     assert RunDirectory(lengthened).rounds == LONG
     run(lengthened, LONG, record=record)
     assert_same(lengthened, uninterrupted)
-    assert (lengthened / "recording.json").read_bytes() == (uninterrupted / "recording.json").read_bytes()
+    assert (lengthened / "recording.json").read_bytes() == (
+        uninterrupted / "recording.json"
+    ).read_bytes()
 
 
 def test_a_longer_run_that_cannot_start_leaves_the_shorter_one_intact(
@@ -117,7 +145,9 @@ def test_a_longer_run_that_cannot_start_leaves_the_shorter_one_intact(
         patch.setattr("fedloom.engines.rows.RowsEngine.begin", failing)
         with pytest.raises(RuntimeError, match="no room"):
             run(tmp_path, LONG)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == original
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()
+    } == original
     run(tmp_path, LONG)
 
 
@@ -130,7 +160,9 @@ def test_an_interrupted_run_can_be_lengthened(stop: int, tmp_path: Path) -> None
     if stop < SHORT:  # and has no evaluation of its own
         run(lengthened, LONG)
         assert lines(lengthened) == lines(uninterrupted)
-        assert (lengthened / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
+        assert (lengthened / "model.safetensors").read_bytes() == (
+            uninterrupted / "model.safetensors"
+        ).read_bytes()
     else:
         run(lengthened, LONG)
         assert_same(lengthened, uninterrupted)
@@ -143,16 +175,23 @@ def test_without_the_last_checkpoint_it_resumes_from_the_one_before(tmp_path: Pa
     (lengthened / f"checkpoint-{SHORT:07d}.safetensors").unlink()
     result = run(lengthened, LONG)
     assert lines(lengthened) == lines(uninterrupted)
-    assert (lengthened / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
+    assert (lengthened / "model.safetensors").read_bytes() == (
+        uninterrupted / "model.safetensors"
+    ).read_bytes()
     assert len(result.history) == LONG
 
 
-@pytest.mark.parametrize("method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"])
-def test_a_method_that_depends_on_the_total_rounds_is_not_lengthened(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", ["fedphp", "fedasam(swa=true)", "ala(fedphp)", "stages(umf(fedavg):3, fedmr)"]
+)
+def test_a_method_that_depends_on_the_total_rounds_is_not_lengthened(
+    method: str, tmp_path: Path
+) -> None:
     run(tmp_path, 2, method)
     original = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(
-        CheckpointError, match=r"rounds = 2, not 4, and what .* does in a round depends on how many there"
+        CheckpointError,
+        match=r"rounds = 2, not 4, and what .* does in a round depends on how many there",
     ) as error:
         run(tmp_path, 4, method)
     assert "choose another name or directory, or start again with --fresh" in str(error.value)
@@ -162,7 +201,8 @@ def test_a_method_that_depends_on_the_total_rounds_is_not_lengthened(method: str
 def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
     run(tmp_path, SHORT)
     with pytest.raises(
-        CheckpointError, match=f"has done {SHORT} of {SHORT} rounds, so that rounds must be more than .*, not 4:"
+        CheckpointError,
+        match=f"has done {SHORT} of {SHORT} rounds, so that rounds must be more than .*, not 4:",
     ):
         run(tmp_path, 4)
     assert len(run(tmp_path, SHORT).history) == SHORT
@@ -174,7 +214,8 @@ def test_an_unfinished_run_can_be_shortened(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(lengthened, LONG, stop=3)
     with pytest.raises(
-        CheckpointError, match=f"has done 3 of {LONG} rounds, so that rounds must be more than 3, not 3:"
+        CheckpointError,
+        match=f"has done 3 of {LONG} rounds, so that rounds must be more than 3, not 3:",
     ):
         run(lengthened, 3)
     run(lengthened, SHORT)
@@ -186,7 +227,10 @@ def test_a_finished_run_without_checkpoints_is_not_lengthened(tmp_path: Path) ->
     run(tmp_path, SHORT)
     for path in tmp_path.glob("checkpoint-*"):
         path.unlink()
-    with pytest.raises(CheckpointError, match=f"holds no checkpoint any more, to go on from round {SHORT} of {LONG}:"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"holds no checkpoint any more, to go on from round {SHORT} of {LONG}:",
+    ):
         run(tmp_path, LONG)
     assert RunDirectory(tmp_path).finished
 
@@ -217,24 +261,38 @@ def test_a_comparison_is_lengthened_run_by_run(tmp_path: Path) -> None:
     run_configured(plan(tmp_path / "parts", 5), RunName("fedmr", 0), lambda event: None)
     events: list[Event] = []
     Comparison.of(plan(tmp_path / "parts", 5, algorithms=methods)).run(events.append)
-    assert [(event.kind, event.run.algorithm, event.finished) for event in events if event.kind != "round"] == [
+    assert [
+        (event.kind, event.run.algorithm, event.finished)
+        for event in events
+        if event.kind != "round"
+    ] == [
         ("skipped", "fedmr", 5),
         ("started", "fedavg", 3),
         ("ended", "fedavg", 5),
     ]
     for method in methods:
         for name in ("metrics.jsonl", "model.safetensors", "configuration.json"):
-            inside = run_directory(plan(tmp_path / "parts", 5), method, 0).path.relative_to(tmp_path / "parts") / name
-            assert (tmp_path / "parts" / inside).read_bytes() == (tmp_path / "whole" / inside).read_bytes()
-    assert {entry["directory"] for entry in json.loads((tmp_path / "parts/comparison.json").read_text())["runs"]} == {
-        str(tmp_path / "parts" / method / "seed-0") for method in methods
-    }
+            inside = (
+                run_directory(plan(tmp_path / "parts", 5), method, 0).path.relative_to(
+                    tmp_path / "parts"
+                )
+                / name
+            )
+            assert (tmp_path / "parts" / inside).read_bytes() == (
+                tmp_path / "whole" / inside
+            ).read_bytes()
+    assert {
+        entry["directory"]
+        for entry in json.loads((tmp_path / "parts/comparison.json").read_text())["runs"]
+    } == {str(tmp_path / "parts" / method / "seed-0") for method in methods}
 
 
 def test_a_comparison_that_cannot_be_lengthened_changes_nothing(tmp_path: Path) -> None:
     methods = ["fedavg", "fedphp"]
     Comparison.of(plan(tmp_path, 2, algorithms=methods)).run(lambda event: None)
-    with pytest.raises(CheckpointError, match="what fedphp does in a round depends on how many there are"):
+    with pytest.raises(
+        CheckpointError, match="what fedphp does in a round depends on how many there are"
+    ):
         Comparison.of(plan(tmp_path, 3, algorithms=methods)).run(lambda event: None)
     assert RunDirectory(tmp_path / "fedavg/seed-0").finished
 
@@ -265,6 +323,10 @@ def _source(kind: type) -> str:
 
 
 def test_the_methods_that_need_the_total_rounds() -> None:
-    assert {text for text in EVERY_METHOD if needs_total_rounds(build(text))} == {"apple", "fedphp", "umf(feddc)"}
+    assert {text for text in EVERY_METHOD if needs_total_rounds(build(text))} == {
+        "apple",
+        "fedphp",
+        "umf(feddc)",
+    }
     assert needs_total_rounds(build("stages(fedavg:2, fedasam(swa=true))"))
     assert not needs_total_rounds(build("umf(fedavg, simulate_all=true)"))

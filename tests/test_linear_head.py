@@ -1,4 +1,6 @@
-"""Shifts, prototypes and discriminants folded into a linear head, against their outputs; samples and features of a cohort."""
+"""Shifts, prototypes and discriminants folded into a linear head, against their outputs; samples
+and features of a cohort.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
-from fedloom.algorithms.linear_head import LinearHead, discriminant, nearest_prototype, shifted, two_heads
+from fedloom.algorithms.linear_head import (
+    LinearHead,
+    discriminant,
+    nearest_prototype,
+    shifted,
+    two_heads,
+)
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.local.cohort import Cohort
@@ -26,7 +34,9 @@ Z, WEIGHT, BIAS = drawn(7, 4), drawn(2, 3, 4, seed=1), drawn(2, 3, seed=2)
 
 
 def cohort_of(engine: type[RowsEngine], task: Task, clients: list[int]) -> Cohort:
-    return engine(task).cohort(World().round(1), [Job(i, slot, {}) for slot, i in enumerate(clients)])
+    return engine(task).cohort(
+        World().round(1), [Job(i, slot, {}) for slot, i in enumerate(clients)]
+    )
 
 
 def outputs(head: tuple[Tensor, Tensor]) -> Tensor:
@@ -36,7 +46,8 @@ def outputs(head: tuple[Tensor, Tensor]) -> Tensor:
 def test_two_heads_add_up() -> None:
     second_heads = drawn(2, 3, 4, seed=3), drawn(2, 3, seed=4)
     torch.testing.assert_close(
-        outputs(two_heads((WEIGHT, BIAS), second_heads)), outputs((WEIGHT, BIAS)) + outputs(second_heads)
+        outputs(two_heads((WEIGHT, BIAS), second_heads)),
+        outputs((WEIGHT, BIAS)) + outputs(second_heads),
     )
 
 
@@ -47,7 +58,10 @@ def test_a_shift_of_the_features_is_one_of_the_bias() -> None:
 
 
 def test_the_largest_output_is_that_of_the_nearest_prototype() -> None:
-    prototypes, present = drawn(2, 3, 4, seed=6), torch.tensor([[True, True, True], [True, False, True]])
+    prototypes, present = (
+        drawn(2, 3, 4, seed=6),
+        torch.tensor([[True, True, True], [True, False, True]]),
+    )
     distances = torch.stack([torch.cdist(Z, points) for points in prototypes])
     distances[1, :, 1] = torch.inf
     folded = outputs(nearest_prototype(prototypes, present))
@@ -57,14 +71,26 @@ def test_the_largest_output_is_that_of_the_nearest_prototype() -> None:
 
 
 def test_the_softmax_of_a_discriminant_is_the_posterior_of_gaussian_classes() -> None:
-    means, root, prior = drawn(3, 4, seed=7), drawn(4, 4, seed=8), torch.tensor([0.2, 0.0, 0.8], dtype=torch.float64)
+    means, root, prior = (
+        drawn(3, 4, seed=7),
+        drawn(4, 4, seed=8),
+        torch.tensor([0.2, 0.0, 0.8], dtype=torch.float64),
+    )
     covariance = root @ root.T + torch.eye(4)
     joint = torch.stack(
-        [p * MultivariateNormal(m, covariance).log_prob(Z).exp() for m, p in zip(means, prior, strict=True)], 1
+        [
+            p * MultivariateNormal(m, covariance).log_prob(Z).exp()
+            for m, p in zip(means, prior, strict=True)
+        ],
+        1,
     )
     weight, bias = discriminant(means, covariance, prior)
-    torch.testing.assert_close(F.softmax(Z @ weight.T + bias, 1), joint / joint.sum(1, keepdim=True))
-    both = discriminant(means.expand(2, -1, -1), torch.stack([covariance, covariance]), prior.expand(2, -1))
+    torch.testing.assert_close(
+        F.softmax(Z @ weight.T + bias, 1), joint / joint.sum(1, keepdim=True)
+    )
+    both = discriminant(
+        means.expand(2, -1, -1), torch.stack([covariance, covariance]), prior.expand(2, -1)
+    )
     torch.testing.assert_close(both[0][1], weight)
 
 
@@ -83,7 +109,9 @@ def test_a_head_is_read_and_written_in_rows() -> None:
 
 
 @pytest.mark.parametrize("engine", [RowsEngine, StackedEngine])
-def test_a_cohort_gives_samples_and_features_of_models_with_buffers(engine: type[RowsEngine]) -> None:
+def test_a_cohort_gives_samples_and_features_of_models_with_buffers(
+    engine: type[RowsEngine],
+) -> None:
     world = World(norm=True)
     task, clients = world.task(), [1] if engine is RowsEngine else [1, 3, 2]
     cohort = cohort_of(engine, task, clients)
@@ -103,5 +131,7 @@ def test_a_cohort_gives_samples_and_features_of_models_with_buffers(engine: type
         torch.testing.assert_close(features[k], z.detach())
         for c in range(world.classes):
             assert int(counts[k, c]) == int((y == c).sum())
-            expected = z[y == c].mean(0) if bool((y == c).any()) else torch.zeros(4, dtype=torch.float64)
+            expected = (
+                z[y == c].mean(0) if bool((y == c).any()) else torch.zeros(4, dtype=torch.float64)
+            )
             torch.testing.assert_close(means[k, c], expected.detach())

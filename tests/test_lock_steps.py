@@ -28,12 +28,18 @@ def loaders(sizes: list[int]) -> list[ClientLoader]:
     samples = Samples(total.float().unsqueeze(1), total)
     dataset = Dataset("numbers", samples, samples, sum(sizes))
     indices = total.split(sizes)
-    return [ClientLoader(Samples(samples.inputs[rows], samples.labels[rows]), dataset) for rows in indices]
+    return [
+        ClientLoader(Samples(samples.inputs[rows], samples.labels[rows]), dataset)
+        for rows in indices
+    ]
 
 
 def jobs(sizes: list[int], batch: int, epochs: int) -> list[list[tuple[Tensor, list[int]]]]:
     streams = [torch.Generator().manual_seed(client) for client in range(len(sizes))]
-    return [list(Passes(epochs, batch_size=batch).orders(n, stream)) for n, stream in zip(sizes, streams, strict=True)]
+    return [
+        list(Passes(epochs, batch_size=batch).orders(n, stream))
+        for n, stream in zip(sizes, streams, strict=True)
+    ]
 
 
 Steps = list[tuple[list[int], int]]
@@ -43,7 +49,9 @@ Steps = list[tuple[list[int], int]]
 def taken(
     sizes: list[int], batch: int, epochs: int, *, in_step: bool = False, pad: bool = False
 ) -> tuple[list[list[list[int]]], Steps]:
-    """Return the samples of each batch of each client, without padding, and the groups with their steps."""
+    """Return the samples of each batch of each client, without padding, and the groups with their
+    steps.
+    """
     batches: list[list[list[int]]] = [[] for _ in sizes]
     steps_of = []
     for group in lock_steps(
@@ -63,7 +71,8 @@ def taken(
                 if group_batch.share is not None:
                     share = group_batch.share[row]
                     real = real[share > 0]
-                    assert share[share > 0].tolist() == [1 / len(real)] * len(real)  # in double precision
+                    # in double precision
+                    assert share[share > 0].tolist() == [1 / len(real)] * len(real)
                 batches[client].append(real.tolist())
         steps_of.append((members, steps))
     return batches, steps_of
@@ -81,18 +90,25 @@ def test_every_client_takes_the_batches_it_would_take_alone(
     sizes: list[int], batch: int, epochs: int, in_step: bool, pad: bool
 ) -> None:
     batches, _ = taken(sizes, batch, epochs, in_step=in_step, pad=pad)
-    for loader, passes, taken_batches in zip(loaders(sizes), jobs(sizes, batch, epochs), batches, strict=True):
+    for loader, passes, taken_batches in zip(
+        loaders(sizes), jobs(sizes, batch, epochs), batches, strict=True
+    ):
         labels = loader.samples.labels
-        assert taken_batches == [batch.tolist() for order, counts in passes for batch in labels[order].split(counts)]
+        assert taken_batches == [
+            batch.tolist() for order, counts in passes for batch in labels[order].split(counts)
+        ]
 
 
 def test_full_batches_are_stacked_and_short_ones_are_not() -> None:
-    """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over each time."""
+    """17 and 13 samples in batches of 4: four and three full ones an epoch, with one sample over
+    each time.
+    """
     _, groups = taken([17, 13], 4, 2)
     together_steps = sum(steps for members, steps in groups if members == [0, 1])
     apart_steps = sum(steps for members, steps in groups if len(members) == 1)
     assert together_steps == 6  # the shorter client's full batches
-    assert apart_steps == 2 + 2 + 2  # everybody's last of each epoch, and what the longer client has more
+    # everybody's last of each epoch, and what the longer client has more
+    assert apart_steps == 2 + 2 + 2
 
 
 def test_padded_clients_step_together_until_one_has_finished() -> None:
@@ -104,7 +120,9 @@ def test_no_client_is_padded_if_that_doubles_the_work() -> None:
     assert taken([16, 2, 2], 16, 1, pad=True) == taken([16, 2, 2], 16, 1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}, {"steps": 7}, {"batch_size": None}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"momentum": 0.0}, {"steps": 7}, {"batch_size": None}], ids=str
+)
 def test_chains_of_unequal_clients_give_the_numbers_of_rows(changes: dict[str, object]) -> None:
     task = replace(world(epochs=3), model=perceptron(5, 7, 4))
     task = replace(task, training=replace(task.training, **changes))
@@ -121,12 +139,20 @@ def test_chains_of_unequal_clients_give_the_numbers_of_rows(changes: dict[str, o
     st.sampled_from([1, 2]),
 )
 def test_local_steps_are_those_that_clients_make(
-    samples: int, batch_size: int | None, epochs: int, steps: int | None, drop_last: bool, smallest: int
+    samples: int,
+    batch_size: int | None,
+    epochs: int,
+    steps: int | None,
+    drop_last: bool,
+    smallest: int,
 ) -> None:
     training = Training(batch_size=batch_size, epochs=epochs, steps=steps, drop_last=drop_last)
     orders = Passes(epochs, steps, batch_size, drop_last, smallest).orders(samples, None)
     expected = sum(len(sizes) for _, sizes in orders)
-    assert training.local_steps(torch.tensor([samples, samples]), smallest).tolist() == [expected, expected]
+    assert training.local_steps(torch.tensor([samples, samples]), smallest).tolist() == [
+        expected,
+        expected,
+    ]
 
 
 def test_a_mean_number_of_samples_makes_the_steps_of_its_parts() -> None:
@@ -149,5 +175,7 @@ def test_no_epochs_and_no_steps_train_nothing(options: PassOptions, local_schedu
     assert torch.equal(trained.model, start)
     assert trained.steps.tolist() == [0]
     assert trained.loss.isnan().all()
-    with pytest.raises(InvalidValue, match="batch_size of local training must be at least 1, not 0"):
+    with pytest.raises(
+        InvalidValue, match="batch_size of local training must be at least 1, not 0"
+    ):
         cohort.fit(start, batch_size=0)

@@ -1,4 +1,6 @@
-"""The memorisation recorder (accuracy on right and on wrong labels) against plain loops, and its figure."""
+"""The memorisation recorder (accuracy on right and on wrong labels) against plain loops, and its
+figure.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def test_recordings_equal_plain_loops(method: str) -> None:
     task = noisy_task("symmetric(0.5)")
     result = fl.run(method, task, rounds=2, **RUN)
     (recording,) = result.recorded
-    assert recording == {"kind": "memorisation", "rounds": [2], **naive(task, result.model, list(range(6)))}
+    assert recording == {
+        "kind": "memorisation",
+        "rounds": [2],
+        **naive(task, result.model, list(range(6))),
+    }
     assert 0 < recording["memorised"][0] < recording["corrected"][0] < 1
 
 
@@ -81,8 +87,22 @@ def test_without_wrong_labels_there_is_one_curve(noise: str) -> None:
 
 def test_a_resumed_run_records_the_same(tmp_path: Path) -> None:
     uninterrupted = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, **RUN)
-    fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=3, directory=tmp_path, checkpoint_every=1, **RUN)
-    resumed = fl.run("fedmr", noisy_task("symmetric(0.5)"), rounds=6, directory=tmp_path, checkpoint_every=1, **RUN)
+    fl.run(
+        "fedmr",
+        noisy_task("symmetric(0.5)"),
+        rounds=3,
+        directory=tmp_path,
+        checkpoint_every=1,
+        **RUN,
+    )
+    resumed = fl.run(
+        "fedmr",
+        noisy_task("symmetric(0.5)"),
+        rounds=6,
+        directory=tmp_path,
+        checkpoint_every=1,
+        **RUN,
+    )
     assert resumed.recorded == uninterrupted.recorded
     assert RunDirectory(tmp_path).summary().recorded == uninterrupted.recorded
 
@@ -92,15 +112,21 @@ def test_the_report_draws_a_curve_a_key_and_method_with_a_band_over_seeds() -> N
     for seed in (2, 3):
         for method in ("fedavg", "fedmr"):
             options = RUN | {"seed": seed}
-            runs.append(fl.run(method, noisy_task("symmetric(0.5)", seed), rounds=4, **options).summary)
+            runs.append(
+                fl.run(method, noisy_task("symmetric(0.5)", seed), rounds=4, **options).summary
+            )
     (drawing,) = recorded_figures(runs)
     lines = {trace.name: trace for trace in drawing.variants[""].data if trace.hoverinfo != "skip"}
     endings = {", right": "solid", ", wrong, true label": "dash", ", wrong, as given": "dot"}
     assert {name: line.line.dash for name, line in lines.items()} == {
-        f"{method}{ending}": dash for method in ("fedavg", "fedmr") for ending, dash in endings.items()
+        f"{method}{ending}": dash
+        for method in ("fedavg", "fedmr")
+        for ending, dash in endings.items()
     }
     mean = [
-        sum(run.recorded[0]["memorised"][k] for run in runs if run.algorithm == runs[0].algorithm) / 2 for k in (0, 1)
+        sum(run.recorded[0]["memorised"][k] for run in runs if run.algorithm == runs[0].algorithm)
+        / 2
+        for k in (0, 1)
     ]
     assert list(lines["fedavg, wrong, as given"].y) == pytest.approx(mean)
     assert len(drawing.variants[""].data) == 12  # a band for each

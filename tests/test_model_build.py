@@ -1,4 +1,6 @@
-"""Building a model by name or import path, and the structure of modules that are not the project's own."""
+"""Building a model by name or import path, and the structure of modules that are not the project's
+own.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,19 @@ NEWS = DataSpec((200,), 4, 1000)
         ("mlp", MNIST, {"hiden": [200]}, "mlp has no parameter 'hiden': did you mean 'hidden'?"),
         ("feddc_fcn", MNIST, {"hidden": 1.5}, "hidden must be a whole number, not 1.5"),
         ("fasttext", NEWS, {"width": True}, "width must be a whole number, not true"),
-        ("resnet18", CIFAR, {"stem": "cifa"}, "stem must be 'imagenet' or 'cifar', not 'cifa': did you mean 'cifar'?"),
+        (
+            "resnet18",
+            CIFAR,
+            {"stem": "cifa"},
+            "stem must be 'imagenet' or 'cifar', not 'cifa': did you mean 'cifar'?",
+        ),
         ("fedmr_cnn", CIFAR, {"variant": 3}, "variant must be 'auto', 'cifar' or 'femnist', not 3"),
         ("fedmr_vgg16", CIFAR, {"dropout": 1.0}, "dropout must be in [0, 1), not 1.0"),
     ],
 )
-def test_wrong_options_are_named(name: str, spec: DataSpec, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(
+    name: str, spec: DataSpec, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidValue) as caught:
         make_model(name, spec, 0, options)
     assert message in one_line(caught.value)
@@ -105,7 +114,11 @@ def test_a_model_is_built_from_an_import_path() -> None:
     [
         ("my_nets:", {}, "must be a registered name or 'package.module:callable'"),
         ("no_nets_here:Net", {}, "cannot import 'no_nets_here': ModuleNotFoundError"),
-        ("my_broken_nets:Net", {}, "cannot import 'my_broken_nets': ModuleNotFoundError: No module named 'no_such"),
+        (
+            "my_broken_nets:Net",
+            {},
+            "cannot import 'my_broken_nets': ModuleNotFoundError: No module named 'no_such",
+        ),
         ("my_nets:net", {}, "module 'my_nets' has no 'net': did you mean 'Net'?"),
         ("my_nets:number", {}, "'number' must be a function or class, not int"),
         ("my_nets:text", {}, "must return a torch.nn.Module, not str"),
@@ -144,7 +157,10 @@ def test_blocks_and_head_are_found_in_a_module_that_declares_none() -> None:
     tower = Tower()
     assert head_name(tower) == "classifier"
     layers = ("blocks.0", "blocks.1.0", "classifier")
-    assert block_parameters(tower) == (("token",), *((f"{layer}.weight", f"{layer}.bias") for layer in layers))
+    assert block_parameters(tower) == (
+        ("token",),
+        *((f"{layer}.weight", f"{layer}.bias") for layer in layers),
+    )
     assert head_name(nn.Linear(2, 2)) == ""
     assert block_parameters(nn.Linear(2, 2)) == (("weight", "bias"),)
 
@@ -196,6 +212,7 @@ def test_a_model_names_its_classifier() -> None:
     torch.testing.assert_close(module.first(features), outputs)
     module.head = "fist.0"
     with pytest.raises(
-        InvalidValue, match=r"^the head of Named is 'fist.0', which is no submodule of it: did you mean 'first.0'\?$"
+        InvalidValue,
+        match=r"^the head of Named is 'fist.0', which is no submodule of it: did you mean 'first.0'\?$",
     ):
         head_name(module)

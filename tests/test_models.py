@@ -1,4 +1,6 @@
-"""The papers' models: sizes as printed, forward passes, stacking, structure, and building them by name or path."""
+"""The papers' models: sizes as printed, forward passes, stacking, structure, and building them by
+name or path.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ CASES = [
 ]
 HEAVY = 10_000_000  # parameters above which a case is left out of the tests that need no size
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-light_case = pytest.mark.parametrize("case", [case for case in CASES if case.parameters < HEAVY], ids=str)
+light_case = pytest.mark.parametrize(
+    "case", [case for case in CASES if case.parameters < HEAVY], ids=str
+)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +137,9 @@ def test_head_is_applied_last_to_the_features(case: Case) -> None:
 def test_gradient_reaches_every_parameter(case: Case) -> None:
     module = copy.deepcopy(built(case)).eval()
     F.cross_entropy(module(batch(case.spec, 4)), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
-    unreached = {name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()}
+    unreached = {
+        name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()
+    }
     # FedMR's code has a batch norm that takes no part in the computation.
     assert unreached == ({"bn.weight", "bn.bias"} if case.name == "fedmr_resnet20" else set())
 
@@ -147,10 +153,14 @@ def test_seed_alone_decides_the_initial_weights(case: Case) -> None:
     other_seed = make_model(case.name, case.spec, 1, case.options)
     for name, value in built(case).state_dict().items():
         assert torch.equal(value, repeated.state_dict()[name]), name
-    assert not torch.equal(repeated.get_parameter("head.weight"), other_seed.get_parameter("head.weight"))
+    assert not torch.equal(
+        repeated.get_parameter("head.weight"), other_seed.get_parameter("head.weight")
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "resnet18" or case.options], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name != "resnet18" or case.options], ids=str
+)
 def test_stacked_models_equal_each_model_alone(case: Case) -> None:
     pair = [make_model(case.name, case.spec, seed, case.options).eval() for seed in (3, 4)]
     inputs = torch.stack([batch(case.spec), batch(case.spec).flip(0)])
@@ -167,8 +177,12 @@ def test_stacked_batch_norm_trains_as_each_model_alone(name: str) -> None:
     pair = [make_model(name, spec, seed, {}).train() for seed in (3, 4)]
     inputs = torch.stack([batch(spec, 4), batch(spec, 4).flip(0) + 1])
     parameters, buffers = stack_module_state(pair)
-    separate = torch.stack([copy.deepcopy(module)(x) for module, x in zip(pair, inputs, strict=True)])
-    stacked = vmap(lambda p, b, x: functional_call(pair[0], (p, b), (x,)))(parameters, buffers, inputs)
+    separate = torch.stack(
+        [copy.deepcopy(module)(x) for module, x in zip(pair, inputs, strict=True)]
+    )
+    stacked = vmap(lambda p, b, x: functional_call(pair[0], (p, b), (x,)))(
+        parameters, buffers, inputs
+    )
     torch.testing.assert_close(stacked, separate, rtol=1e-4, atol=1e-4)
     for module, x in zip(pair, inputs, strict=True):
         module(x)
@@ -181,17 +195,24 @@ def test_stacked_batch_norm_trains_as_each_model_alone(name: str) -> None:
 def test_blocks_hold_every_parameter_once(case: Case) -> None:
     module = built(case)
     assert all(name.startswith("head.") for name in block_parameters(module)[-1])
-    assert [name for block in block_parameters(module) for name in block] == [n for n, _ in module.named_parameters()]
+    assert [name for block in block_parameters(module) for name in block] == [
+        n for n, _ in module.named_parameters()
+    ]
 
 
 def test_blocks_are_those_of_the_tables() -> None:
     tables: dict[str, tuple[DataSpec, list[tuple[str, ...]]]] = {
-        "resnet18": (TINY, [("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("head",)]),
+        "resnet18": (
+            TINY,
+            [("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",), ("head",)],
+        ),
         "cnn4": (MNIST, [("conv1",), ("conv2",), ("fc",), ("head",)]),
         "fasttext": (NEWS, [("embedding",), ("hidden",), ("head",)]),
     }
     for name, (spec, expected) in tables.items():
-        for names, block in zip(block_parameters(make_model(name, spec, 0, {})), expected, strict=True):
+        for names, block in zip(
+            block_parameters(make_model(name, spec, 0, {})), expected, strict=True
+        ):
             assert {name.partition(".")[0] for name in names} == set(block)
 
 
@@ -199,7 +220,10 @@ def test_upper_blocks_have_the_sizes_of_fedalas_table_6() -> None:
     expected = {"cnn4": [582_026, 581_194, 529_930, 5_130], "fasttext": [3_157_508, 1_188, 132]}
     for name, counts in expected.items():
         module = make_model(name, NEWS if name == "fasttext" else MNIST, 0, {})
-        size = [sum(module.get_parameter(p).numel() for p in block) for block in block_parameters(module)]
+        size = [
+            sum(module.get_parameter(p).numel() for p in block)
+            for block in block_parameters(module)
+        ]
         assert [sum(size[i:]) for i in range(len(size))] == counts
 
 
@@ -221,7 +245,10 @@ def test_tokens_fit_no_other_model(name: str) -> None:
 def test_image_models_refuse_flat_features(name: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         make_model(name, DataSpec((30,), 5), 0, {})
-    assert one_line(caught.value) == f"{name} needs images (channels, height, width), not features of shape (30,)"
+    assert (
+        one_line(caught.value)
+        == f"{name} needs images (channels, height, width), not features of shape (30,)"
+    )
 
 
 def test_fasttext_refuses_images_and_features() -> None:
@@ -248,7 +275,9 @@ def test_fasttext_refuses_images_and_features() -> None:
         ("fedmr_vgg16", 32, {"variant": "cifar"}),
     ],
 )
-def test_smallest_image_works_and_a_smaller_one_is_refused(name: str, least: int, options: dict[str, Any]) -> None:
+def test_smallest_image_works_and_a_smaller_one_is_refused(
+    name: str, least: int, options: dict[str, Any]
+) -> None:
     spec = DataSpec((2, least, least + 3), 3)
     with torch.no_grad():
         assert make_model(name, spec, 0, options).eval()(batch(spec)).shape == (2, 3)
@@ -256,9 +285,7 @@ def test_smallest_image_works_and_a_smaller_one_is_refused(name: str, least: int
         return
     with pytest.raises(InvalidValue) as caught:
         make_model(name, DataSpec((2, least + 3, least - 1), 3), 0, options)
-    expected = (
-        f"{name} needs images of at least {least}x{least} pixels, not images of shape (2, {least + 3}, {least - 1})"
-    )
+    expected = f"{name} needs images of at least {least}x{least} pixels, not images of shape (2, {least + 3}, {least - 1})"
     assert one_line(caught.value) == expected
 
 
@@ -268,7 +295,9 @@ def test_zero_init_starts_with_equal_logits() -> None:
 
 
 def test_convolutions_pass_through_relu_then_maximum() -> None:
-    """Against the layers in the order in which the papers name them: convolution, ReLU, pooling, linear."""
+    """Against the layers in the order in which the papers name them: convolution, ReLU, pooling,
+    linear.
+    """
     module = make_model("fedmr_cnn", CIFAR, 0, {})
     x = batch(CIFAR)
     expected = x
@@ -298,13 +327,18 @@ def test_fedmr_resnet_starts_as_its_code_does() -> None:
 
 
 def test_fedmr_resnet_bottleneck_adds_the_branch_to_the_shortcut() -> None:
-    """Against the bottleneck written out from its definition, in train mode: statistics of the batch."""
+    """Against the bottleneck written out from its definition, in train mode: statistics of the
+    batch.
+    """
     block = make_model("fedmr_resnet20", CIFAR, 0, {}).get_submodule("layer2.0")
     weights = dict(block.named_parameters())
     x = torch.randn((4, 64, 6, 6), generator=torch.Generator().manual_seed(0))
     y = x
     for i, (stride, padding) in enumerate([(1, 0), (2, 1), (1, 0)], start=1):
-        mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), unbiased=False, keepdim=True)
+        mean, variance = (
+            y.mean((0, 2, 3), keepdim=True),
+            y.var((0, 2, 3), unbiased=False, keepdim=True),
+        )
         y = (y - mean) / (variance + 1e-5).sqrt() * 0.5
         y = F.conv2d(y.clamp(min=0), weights[f"conv{i}.weight"], stride=stride, padding=padding)
     expected = y + F.conv2d(x, weights["downsample.weight"], stride=2)

@@ -1,4 +1,6 @@
-"""Text for prediction of the next character or word: LEAF's files, plays, lines of users; and the recurrent model."""
+"""Text for prediction of the next character or word: LEAF's files, plays, lines of users; and the
+recurrent model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def make(name: str, folder: Path, **options: Any) -> Dataset:
 
 
 def letters(numbers: torch.Tensor) -> str:
-    return "".join(ALPHABET[n - 2] if n > 1 else {0: "_", 1: "?", -100: "."}[n] for n in numbers.tolist())
+    return "".join(
+        ALPHABET[n - 2] if n > 1 else {0: "_", 1: "?", -100: "."}[n] for n in numbers.tolist()
+    )
 
 
 def leaf(path: Path, users: dict[str, tuple[list[str], list[str]]]) -> None:
@@ -40,10 +44,18 @@ def test_the_alphabet_has_leafs_80_characters() -> None:
 
 
 def test_leafs_files_of_shakespeare_are_read(tmp_path: Path) -> None:
-    leaf(tmp_path / "train" / "a.json", {"ROMEO": (["abc", "bcd"], ["d", "e"]), "JULIET": (["xy~"], ["z"])})
+    leaf(
+        tmp_path / "train" / "a.json",
+        {"ROMEO": (["abc", "bcd"], ["d", "e"]), "JULIET": (["xy~"], ["z"])},
+    )
     leaf(tmp_path / "test" / "a.json", {"JULIET": (["zzz"], ["!"])})
     dataset = make("shakespeare", tmp_path, length=3)
-    assert (dataset.vocabulary, dataset.spec.shape, dataset.spec.outputs, dataset.objective.metric.name) == (
+    assert (
+        dataset.vocabulary,
+        dataset.spec.shape,
+        dataset.spec.outputs,
+        dataset.objective.metric.name,
+    ) == (
         82,
         (3,),
         82,
@@ -56,7 +68,11 @@ def test_leafs_files_of_shakespeare_are_read(tmp_path: Path) -> None:
     assert (dataset.train.groups.tolist(), dataset.test.groups.tolist()) == ([0, 0, 1], [1])
     last_places = make("shakespeare", tmp_path, length=3, places="last")
     assert [letters(row) for row in last_places.train.labels] == ["..d", "..e", "..z"]
-    assert [letters(row) for row in make("shakespeare", tmp_path, length=2).train.inputs] == ["bc", "cd", "y?"]
+    assert [letters(row) for row in make("shakespeare", tmp_path, length=2).train.inputs] == [
+        "bc",
+        "cd",
+        "y?",
+    ]
 
 
 PLAY = "ROMEO:\nabcdefgh\n\nJULIET:\nijklmnopq\nr\n\nExeunt\n\nROMEO:\nst\n"
@@ -65,8 +81,18 @@ PLAY = "ROMEO:\nabcdefgh\n\nJULIET:\nijklmnopq\nr\n\nExeunt\n\nROMEO:\nst\n"
 def test_plays_are_cut_by_speaker_and_their_ends_test(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_text(PLAY)
     dataset = make("shakespeare", tmp_path, length=4, test_fraction=0.33)
-    assert [letters(row).replace("\n", "/") for row in dataset.train.inputs] == ["abcd", "efgh", "ijkl", "mnop"]
-    assert [letters(row).replace("\n", "/") for row in dataset.train.labels] == ["bcde", "fgh/", "jklm", "nopq"]
+    assert [letters(row).replace("\n", "/") for row in dataset.train.inputs] == [
+        "abcd",
+        "efgh",
+        "ijkl",
+        "mnop",
+    ]
+    assert [letters(row).replace("\n", "/") for row in dataset.train.labels] == [
+        "bcde",
+        "fgh/",
+        "jklm",
+        "nopq",
+    ]
     assert [letters(row).replace("\n", "/") for row in dataset.test.inputs] == ["/s__", "q/__"]
     assert [letters(row).replace("\n", "/") for row in dataset.test.labels] == ["st..", "/r.."]
     (tmp_path / "play.txt").write_text("no names here, just text\n\nand more")
@@ -79,14 +105,21 @@ def lines(path: Path, *entries: Any) -> None:
 
 
 def test_each_user_of_a_file_of_lines_is_a_client(tmp_path: Path) -> None:
-    users = [{"user": 7, "texts": ["How do I sort a list?", "a list"]}, {"user": "b", "text": "sort a set"}]
+    users = [
+        {"user": 7, "texts": ["How do I sort a list?", "a list"]},
+        {"user": "b", "text": "sort a set"},
+    ]
     lines(tmp_path / "train.jsonl", *users)
     lines(tmp_path / "test.jsonl", {"user": "b", "text": "a tuple"})
     dataset = make("stackoverflow", tmp_path, length=5)
     assert dataset.train.groups is not None
     assert dataset.test.groups is not None
     assert (dataset.train.groups.tolist(), dataset.test.groups.tolist()) == ([0, 0, 1], [1])
-    begin, a, end = int(dataset.test.inputs[0, 0]), int(dataset.test.inputs[0, 1]), int(dataset.test.labels[0, 2])
+    begin, a, end = (
+        int(dataset.test.inputs[0, 0]),
+        int(dataset.test.inputs[0, 1]),
+        int(dataset.test.labels[0, 2]),
+    )
     assert dataset.test.inputs.tolist() == [[begin, a, 1, 0, 0]]  # begin a ?
     assert dataset.test.labels.tolist() == [[a, 1, end, -100, -100]]
     assert dataset.train.inputs[0, 1:].tolist() == dataset.train.labels[0, :4].tolist()
@@ -94,8 +127,13 @@ def test_each_user_of_a_file_of_lines_is_a_client(tmp_path: Path) -> None:
     assert make("stackoverflow", tmp_path, max_vocabulary=5).vocabulary == 5
 
 
-def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_testing(tmp_path: Path) -> None:
-    lines(tmp_path / "train.jsonl", *({"user": user, "text": f"word{user}{row}"} for user in "ab" for row in range(5)))
+def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_testing(
+    tmp_path: Path,
+) -> None:
+    lines(
+        tmp_path / "train.jsonl",
+        *({"user": user, "text": f"word{user}{row}"} for user in "ab" for row in range(5)),
+    )
     dataset = make("stackoverflow", tmp_path)
     assert dataset.test.groups is not None
     assert sorted(dataset.test.groups.tolist()) == [0, 1]
@@ -103,7 +141,9 @@ def test_the_vocabulary_is_of_the_training_texts_and_each_user_keeps_some_for_te
     assert dataset.test.inputs[:, 1].tolist() == [1, 1]  # unknown to the training texts
 
 
-def test_a_tokenizer_of_ones_own_splits_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_of_ones_own_splits_the_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "splits_text_for_the_test.py").write_text(
         "def letters(text): return list(text)\ndef numbers(text): return [1]\ndef fails(text): return 1 / 0\n"
     )
@@ -111,8 +151,14 @@ def test_a_tokenizer_of_ones_own_splits_the_texts(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.delitem(sys.modules, "splits_text_for_the_test", raising=False)
     lines(tmp_path / "train.jsonl", {"user": 1, "texts": ["abc", "abc"]})
-    assert make("stackoverflow", tmp_path, tokenizer="splits_text_for_the_test:letters").vocabulary == 7
-    for name, text in (("numbers", "must give a list of texts, not"), ("fails", "tokenizer failed .division by zero")):
+    assert (
+        make("stackoverflow", tmp_path, tokenizer="splits_text_for_the_test:letters").vocabulary
+        == 7
+    )
+    for name, text in (
+        ("numbers", "must give a list of texts, not"),
+        ("fails", "tokenizer failed .division by zero"),
+    ):
         with pytest.raises(DataError, match=text):
             make("stackoverflow", tmp_path, tokenizer=f"splits_text_for_the_test:{name}")
     with pytest.raises(InvalidValue, match="tokenizer 'letters' must be 'module:function'"):
@@ -134,7 +180,12 @@ def test_a_tokenizer_of_ones_own_splits_the_texts(tmp_path: Path, monkeypatch: p
             '{"users": ["a"], "user_data": {"a": {"x": ["a"], "y": []}}}',
             "x must be texts",
         ),
-        ("shakespeare", "all_data/a.json", '{"users": ["a"], "user_data": {}}', "no LEAF file (wanted users"),
+        (
+            "shakespeare",
+            "all_data/a.json",
+            '{"users": ["a"], "user_data": {}}',
+            "no LEAF file (wanted users",
+        ),
         ("shakespeare", "all_data/a.json", "{", "damaged json"),
         ("shakespeare", "a.txt", "", "no text to learn from"),
         ("shakespeare", "a.html", "", "put LEAF's train"),
@@ -150,7 +201,9 @@ def test_a_tokenizer_of_ones_own_splits_the_texts(tmp_path: Path, monkeypatch: p
         ("stackoverflow", "train.jsonl", "", "no text to learn from"),
     ],
 )
-def test_damaged_text_is_refused_in_one_line(name: str, file: str, content: str, text: str, tmp_path: Path) -> None:
+def test_damaged_text_is_refused_in_one_line(
+    name: str, file: str, content: str, text: str, tmp_path: Path
+) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)
     with pytest.raises(FedloomError) as caught:
@@ -159,7 +212,9 @@ def test_damaged_text_is_refused_in_one_line(name: str, file: str, content: str,
     assert "\n" not in str(caught.value)
 
 
-def test_sequences_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_take_no_more_memory_than_they_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines(tmp_path / "train.jsonl", {"user": 1, "texts": ["a"] * 100})
     monkeypatch.setenv("FEDLOOM_DATA_GIB", "0.01")
     with pytest.raises(DataError, match=r"80 sequences of 100000: takes 0.12 GiB"):
@@ -167,9 +222,14 @@ def test_sequences_take_no_more_memory_than_they_may(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_the_model_predicts_the_next_character_without_looking_ahead(cell: str, tmp_path: Path) -> None:
+def test_the_model_predicts_the_next_character_without_looking_ahead(
+    cell: str, tmp_path: Path
+) -> None:
     for name, text in (("A", "abcabcabcabcabc"), ("B", "bcabcabcabcabca")):
-        leaf(tmp_path / "all_data" / f"{name}.json", {name: ([text[k : k + 6] for k in range(9)], list(text[6:15]))})
+        leaf(
+            tmp_path / "all_data" / f"{name}.json",
+            {name: ([text[k : k + 6] for k in range(9)], list(text[6:15]))},
+        )
     task = fl.make_task(
         f"shakespeare(folder='{tmp_path}', length=6)",
         clients=0,
@@ -184,7 +244,9 @@ def test_the_model_predicts_the_next_character_without_looking_ahead(cell: str, 
         "fedavg", task, rounds=3, participation=1.0, engine="stacked"
     )  # for which PyTorch has no such layers
     (notice,) = stacked.federation.notices
-    assert notice.startswith("clients train one by one, since models of this kind cannot be stacked: ")
+    assert notice.startswith(
+        "clients train one by one, since models of this kind cannot be stacked: "
+    )
     assert torch.equal(stacked.federation.model(), result.federation.model())
     module = build_model(f"recurrent(cell={cell}, width=8)", task.dataset.spec, 0)
     sequence = task.train.inputs[:1].clone()
@@ -203,5 +265,7 @@ def test_leafs_model_has_the_size_of_its_layers() -> None:
 
 def test_a_model_of_next_tokens_refuses_classes() -> None:
     spec = fl.DataSpec((5,), 4, 10)
-    with pytest.raises(InvalidValue, match="recurrent predicts one of 10 tokens, but the data have 4 outputs: set"):
+    with pytest.raises(
+        InvalidValue, match="recurrent predicts one of 10 tokens, but the data have 4 outputs: set"
+    ):
         build_model("recurrent", spec, 0)

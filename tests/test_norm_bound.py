@@ -30,13 +30,17 @@ def test_updates_longer_than_the_radius_are_scaled_and_shorter_ones_stay_bit_for
     assert sum(length > radius for length in lengths) == 4
     for upload, row, length in zip(uploads, pool, lengths, strict=True):
         if length > radius:
-            assert torch.allclose(row, initial + (upload - initial) * radius / length, rtol=0, atol=1e-14)
+            assert torch.allclose(
+                row, initial + (upload - initial) * radius / length, rtol=0, atol=1e-14
+            )
         else:
             assert torch.equal(row, upload)
     assert bounded.history[0]["share_bounded"] == 4 / 9
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedmr", "fedrep", "fedbuff(fedavg, k=3)"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "fedmr", "fedrep", "fedbuff(fedavg, k=3)"]
+)
 def test_a_large_radius_is_the_method_itself(method: str) -> None:
     inside = method.replace("fedavg, k", "norm_bound(fedavg, radius=1e9), k")
     bounded = inside if inside != method else f"norm_bound({method}, radius=1e9)"

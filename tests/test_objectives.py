@@ -1,4 +1,6 @@
-"""Objectives: each against plain loops and in every engine; data, models and metrics that do not fit it."""
+"""Objectives: each against plain loops and in every engine; data, models and metrics that do not
+fit it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float
         return [(value, weights[int(target)])]
     if kind == "multilabel":
         chances = output.double().sigmoid().tolist()
-        return [(-math.log(p if t == 1 else 1 - p), 1.0) for p, t in zip(chances, target.tolist(), strict=True)]
+        return [
+            (-math.log(p if t == 1 else 1 - p), 1.0)
+            for p, t in zip(chances, target.tolist(), strict=True)
+        ]
     if kind == "sequence":
         rows = zip(output.double(), target.tolist(), strict=True)
         return [(-math.log(float(row.softmax(0)[t])), 1.0) for row, t in rows if t != -100]
@@ -74,7 +79,11 @@ def losses(kind: str, output: Tensor, target: Tensor) -> list[tuple[float, float
 
 
 def naive_loss(kind: str, outputs: Tensor, targets: Tensor) -> float:
-    pairs = [pair for output, target in zip(outputs, targets, strict=True) for pair in losses(kind, output, target)]
+    pairs = [
+        pair
+        for output, target in zip(outputs, targets, strict=True)
+        for pair in losses(kind, output, target)
+    ]
     return sum(value for value, _ in pairs) / sum(weight for _, weight in pairs)
 
 
@@ -83,12 +92,16 @@ def test_loss_and_reported_loss_equal_plain_loops(kind: str) -> None:
     samples, model, objective, _ = draw(kind)
     outputs = model(samples.inputs)
     expected = naive_loss(kind, prediction(outputs).detach(), samples.labels)
-    assert float(objective.loss(outputs, samples.labels).detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(objective.loss(outputs, samples.labels).detach()) == pytest.approx(
+        expected, rel=1e-5
+    )
     task = make(kind)
     result = fl.run("fedavg", task, rounds=1, participation=1.0)
     module = result.model
     trained = prediction(module(task.test.inputs)).detach()
-    assert result.history[-1]["loss"] == pytest.approx(naive_loss(kind, trained, task.test.labels), rel=1e-5)
+    assert result.history[-1]["loss"] == pytest.approx(
+        naive_loss(kind, trained, task.test.labels), rel=1e-5
+    )
 
 
 def figures(objective: Objective, outputs: Any, targets: Tensor) -> dict[str, float]:
@@ -111,7 +124,8 @@ def test_figures_of_classes() -> None:
 def test_figures_of_several_labels() -> None:
     outputs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
     targets = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    values = figures(Multilabel(), outputs, targets)  # 2 right, 1 too many, 1 missed; the third class is never right
+    # 2 right, 1 too many, 1 missed; the third class is never right
+    values = figures(Multilabel(), outputs, targets)
     assert values["f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert values["f1_macro"] == pytest.approx((1 + 1 + 0) / 3)
     assert values["exact"] == pytest.approx(1 / 3)
@@ -119,7 +133,9 @@ def test_figures_of_several_labels() -> None:
 
 def test_figures_of_numbers() -> None:
     generator = torch.Generator().manual_seed(1)
-    outputs, targets = (torch.randn(9, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    outputs, targets = (
+        torch.randn(9, 2, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     values = figures(Regression(), outputs, targets)
     error = outputs - targets
     assert values["rmse"] == pytest.approx(float(error.square().mean().sqrt()))
@@ -183,7 +199,9 @@ def test_r2_of_a_constant_column_is_0(value: float, clients: int) -> None:
 
 def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
     """Return r2 over clients of unequal size that count their samples apart."""
-    data = Dataset("far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression())
+    data = Dataset(
+        "far", Samples(outputs, targets), Samples(outputs, targets), objective=Regression()
+    )
     cuts = [0, *(len(targets) * k * k // clients**2 for k in range(1, clients)), len(targets)]
     partition = Partition.of([torch.arange(start, end).numpy() for start, end in pairwise(cuts)])
     evaluator = Evaluator(nn.Identity(), Layout(nn.Linear(1, 1)), data)
@@ -191,7 +209,9 @@ def _pooled_r2(outputs: Tensor, targets: Tensor, clients: int) -> float:
     evaluator.__dict__["module"] = nn.Identity()
     evaluator.layout.load = lambda module, row, integers: None  # type: ignore[method-assign]
     tally = evaluator.tally(torch.zeros(2), data.test, partition, range(clients))
-    per_client = Tally.joined([evaluator.tally(torch.zeros(2), data.test, partition, [k]) for k in range(clients)])
+    per_client = Tally.joined(
+        [evaluator.tally(torch.zeros(2), data.test, partition, [k]) for k in range(clients)]
+    )
     overall = tally.overall(data.objective)["r2"]
     assert per_client.overall(data.objective)["r2"] == pytest.approx(overall, rel=1e-9)
     assert evaluator.score(torch.zeros(2), data.test)["r2"] == pytest.approx(overall, rel=1e-5)
@@ -208,13 +228,17 @@ def row(result: fl.Result) -> Tensor:
 def test_weighted_and_smoothed_classes_are_those_of_pytorch() -> None:
     samples, model, objective, _ = draw("classification")
     logits = model(samples.inputs)
-    expected = F.cross_entropy(logits, samples.labels, torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1)
+    expected = F.cross_entropy(
+        logits, samples.labels, torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1
+    )
     assert torch.allclose(objective.loss(logits, samples.labels), expected)
 
 
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_engines_agree(kind: str, worker_processes: ProcessesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_agree(
+    kind: str, worker_processes: ProcessesEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = make(kind, metrics=[median_error] if kind == "huber" else [])
 
     def run(engine: LocalEngine) -> Federation:
@@ -245,7 +269,9 @@ def test_a_client_trains_as_plain_torch_does(kind: str) -> None:
         kind, samples, samples[:0], classes, vocabulary=5 if kind == "sequence" else None, objective=objective,
         standardise=False,
     )  # fmt: skip
-    training = fl.Training(learning_rate=0.2, weight_decay=0.01, momentum=0.9, batch_size=None, epochs=3)
+    training = fl.Training(
+        learning_rate=0.2, weight_decay=0.01, momentum=0.9, batch_size=None, epochs=3
+    )
     task = fl.make_task(data, clients=1, partition="iid", model=model, training=training)
     result = fl.run("fedavg", task, rounds=1, participation=1.0).model
     plain = task.module(task.initial)
@@ -271,15 +297,26 @@ def test_a_lengthened_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path)
 def test_clients_are_scored_separately(kind: str) -> None:
     samples, model, objective, classes = draw(kind)
     vocabulary = 5 if kind == "sequence" else None
-    data = Dataset(kind, samples[:40], samples[40:], classes, vocabulary=vocabulary, objective=objective)
+    data = Dataset(
+        kind, samples[:40], samples[40:], classes, vocabulary=vocabulary, objective=objective
+    )
     training = fl.Training(learning_rate=0.05, batch_size=5)
-    task = fl.make_task(data, clients=4, partition="iid", model=model, training=training, local_test=0.25)
+    task = fl.make_task(
+        data, clients=4, partition="iid", model=model, training=training, local_test=0.25
+    )
     result = fl.run("ditto", task, rounds=2, participation=1.0, personal_every=1)
     record, name = result.history[-1], task.objective.metric.name
-    assert {f"personal_{name}", f"personal_{name}_std", f"personal_{name}_worst", "personal_loss"} <= record.keys()
+    assert {
+        f"personal_{name}",
+        f"personal_{name}_std",
+        f"personal_{name}_worst",
+        "personal_loss",
+    } <= record.keys()
     assert record[f"personal_{name}_std"] > 0
     worse, better = sorted((record[f"personal_{name}_worst"], record[f"personal_{name}"]))
-    assert (worse == record[f"personal_{name}_worst"]) == objective.metric.higher_is_better or worse == better
+    assert (
+        worse == record[f"personal_{name}_worst"]
+    ) == objective.metric.higher_is_better or worse == better
 
 
 # --- names ---
@@ -312,18 +349,38 @@ def test_a_function_is_named_by_its_import_path() -> None:
 @pytest.mark.parametrize(
     ("make_it", "words"),
     [
-        (lambda: build_objective("regresion"), "unknown objective 'regresion': did you mean 'regression'?"),
+        (
+            lambda: build_objective("regresion"),
+            "unknown objective 'regresion': did you mean 'regression'?",
+        ),
         (lambda: build_objective("regression(kind=cubed)"), "kind must be"),
         (lambda: build_objective("no_such_module:loss"), "objective 'no_such_module:loss'"),
         (lambda: Classification(class_weights=(0.0, 0.0)), "class_weights must not all be 0"),
-        (lambda: Dataset("d", *_parts(torch.zeros(4)), 2), "needs labels [n] of int64, not [3] of float32"),
-        (lambda: Dataset("d", *_parts(torch.zeros(4).long()), objective=Regression()), "not [3] of int64"),
-        (lambda: Dataset("d", *_parts(torch.full((4,), torch.nan)), objective=Regression()), "NaN or infinite"),
-        (lambda: Dataset("d", *_parts(torch.full((4, 2), 2.0)), objective=Multilabel()), "of 0 and 1"),
-        (lambda: prediction({"scores": torch.zeros(1)}), "the model returns a dictionary of scores"),
+        (
+            lambda: Dataset("d", *_parts(torch.zeros(4)), 2),
+            "needs labels [n] of int64, not [3] of float32",
+        ),
+        (
+            lambda: Dataset("d", *_parts(torch.zeros(4).long()), objective=Regression()),
+            "not [3] of int64",
+        ),
+        (
+            lambda: Dataset("d", *_parts(torch.full((4,), torch.nan)), objective=Regression()),
+            "NaN or infinite",
+        ),
+        (
+            lambda: Dataset("d", *_parts(torch.full((4, 2), 2.0)), objective=Multilabel()),
+            "of 0 and 1",
+        ),
+        (
+            lambda: prediction({"scores": torch.zeros(1)}),
+            "the model returns a dictionary of scores",
+        ),
     ],
 )
-def test_labels_and_options_that_do_not_fit_are_refused_in_one_line(make_it: Callable[[], Any], words: str) -> None:
+def test_labels_and_options_that_do_not_fit_are_refused_in_one_line(
+    make_it: Callable[[], Any], words: str
+) -> None:
     with pytest.raises(FedloomError) as caught:
         make_it()
     assert words in str(caught.value)
@@ -341,7 +398,9 @@ def test_methods_and_recorders_that_need_classes_are_refused_before_the_run() ->
         fl.run("fedgen", task, rounds=1)
     with pytest.raises(InvalidValue, match="memorisation: the targets of 'squared' are no classes"):
         fl.run("fedavg", task, rounds=1, record=["memorisation"])
-    with pytest.raises(InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are no classes"):
+    with pytest.raises(
+        InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are no classes"
+    ):
         make("squared", label_noise="symmetric(0.4)")
 
 
@@ -382,21 +441,29 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     assert near is not None
     assert free is not None
     assert free.mean < near.mean
-    assert [(d.method, d.other) for d in comparison.tests["final"]] == [("fedprox(mu=50.0)", "fedavg")]
+    assert [(d.method, d.other) for d in comparison.tests["final"]] == [
+        ("fedprox(mu=50.0)", "fedavg")
+    ]
     for run in runs:
         errors = [record["rmse"] for record in run.records]
         assert best(run) == min(errors)
-        assert rounds_to(run, 0.85) == next((k for k, error in enumerate(errors, 1) if error <= 0.85), None)
+        assert rounds_to(run, 0.85) == next(
+            (k for k, error in enumerate(errors, 1) if error <= 0.85), None
+        )
         small = [number for number, record in enumerate(run.records, 1) if record["loss"] <= 0.6]
         assert rounds_to(run, "loss <= 0.6") == (small[0] if small else None)
     assert [reach.reached for reach in comparison.rows[1].reaches] == [2, 2, 0]
     titles = [column.title for column in comparison.table.columns]
-    assert [line[titles.index("Rounds to nobodys ≥ 1")].text for line in comparison.table.lines] == [
+    assert [
+        line[titles.index("Rounds to nobodys ≥ 1")].text for line in comparison.table.lines
+    ] == [
         "–",
         "–",
     ]  # never recorded
     assert comparison.table.best_lines[titles.index("Final RMSE")] == {1}
-    assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(titles)
+    assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(
+        titles
+    )
     text = (tmp_path / "report.html").read_text()
     conclusion = text.partition("<p class=conclusion>")[2].partition("</p>")[0]
     assert "RMSE" in conclusion
@@ -410,7 +477,9 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
 
 
 def test_a_search_takes_the_trial_of_least_error(tmp_path: Path) -> None:
-    search = Search(job(tmp_path, algorithm="fedavg"), {"training": {"learning_rate": [0.0001, 0.05]}})
+    search = Search(
+        job(tmp_path, algorithm="fedavg"), {"training": {"learning_rate": [0.0001, 0.05]}}
+    )
     trials = search.grid()
     run_trials(trials, SerialPool(), lambda event: None, lambda: False)
     errors = [trial.spread.mean for trial in trials if trial.spread is not None]
@@ -427,15 +496,23 @@ def test_a_search_takes_the_trial_of_least_error(tmp_path: Path) -> None:
         ),
         ({"objective": "regresion"}, "objective = 'regresion': unknown objective"),
         ({"objective": "regression", "targets": [-1.0]}, "targets"),
-        ({"targets": ["los <= 0.2"]}, "targets: 'los <= 0.2': no 'los' is recorded: did you mean 'loss'?"),
-        ({"targets": ["loss < 0.2"]}, "'loss < 0.2' is neither a number nor a figure with its limit"),
+        (
+            {"targets": ["los <= 0.2"]},
+            "targets: 'los <= 0.2': no 'los' is recorded: did you mean 'loss'?",
+        ),
+        (
+            {"targets": ["loss < 0.2"]},
+            "'loss < 0.2' is neither a number nor a figure with its limit",
+        ),
         (
             {"targets": ["client_accuracy >= 80"], "data": {"name": "wine", "clients": 5}},
             "targets: client_accuracy must be between 0 and 1",
         ),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_fit_is_refused(
+    keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(FedloomError, match=words):
         configuration(job(tmp_path, algorithm="fedavg", **keys)).task(0)
 
@@ -443,11 +520,17 @@ def test_a_configuration_that_does_not_fit_is_refused(keys: dict[str, Any], word
 def test_a_bare_target_is_a_value_of_the_objectives_metric(tmp_path: Path) -> None:
     configured = configuration(job(tmp_path, algorithm="fedavg", rounds=1, targets=[60, 1e-9]))
     run = run_configured(configured, RunName("fedavg", 0), lambda event: None)
-    assert [rounds_to(run, target) for target in (*configured.targets, "rmse <= 60")] == [1, None, 1]
+    assert [rounds_to(run, target) for target in (*configured.targets, "rmse <= 60")] == [
+        1,
+        None,
+        1,
+    ]
 
 
 def test_a_configuration_names_the_objective(tmp_path: Path) -> None:
-    configured = configuration(job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0]))
+    configured = configuration(
+        job(tmp_path, algorithm="fedavg", objective="regression(kind=huber)", targets=[60.0])
+    )
     assert configured.task(0).objective == Regression("huber")
     assert configured.resolved("fedavg", 0)["objective"] == "regression(kind=huber)"
 
@@ -479,7 +562,9 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
         return f1, roc_auc_score(labels, logits.softmax(1), average="weighted", multi_class="ovr")
 
     record = result.history[-1]
-    assert (record["f1_macro"], record["auroc_weighted"]) == pytest.approx(judged(task.test.inputs, task.test.labels))
+    assert (record["f1_macro"], record["auroc_weighted"]) == pytest.approx(
+        judged(task.test.inputs, task.test.labels)
+    )
     assert task.local_test is not None
     scores = []
     for indices in task.local_test:
@@ -488,7 +573,9 @@ def test_metrics_by_name_are_those_of_scikit_learn_on_the_test_set_and_client_by
         with torch.no_grad():
             logits = result.model(samples.inputs)
         both = torch.cat([present, logits.argmax(1)]).unique()
-        scores.append((len(indices), f1_score(samples.labels, logits.argmax(1), average="macro", labels=both)))
+        scores.append(
+            (len(indices), f1_score(samples.labels, logits.argmax(1), average="macro", labels=both))
+        )
     mean = sum(size * value for size, value in scores) / sum(size for size, _ in scores)
     assert record["personal_f1_macro"] == record["client_f1_macro"] == pytest.approx(mean)
 
@@ -500,8 +587,12 @@ def test_a_metric_may_be_a_users_function() -> None:
         for engine in ("rows", "stacked")
     ]
     objective = task.objective  # which says what the target's own units are
-    outputs, targets = map(objective.in_units, (runs[0].model(task.test.inputs).detach(), task.test.labels))
-    assert runs[0].history[-1]["median_error"] == pytest.approx(float(median_error(outputs, targets)), rel=1e-5)
+    outputs, targets = map(
+        objective.in_units, (runs[0].model(task.test.inputs).detach(), task.test.labels)
+    )
+    assert runs[0].history[-1]["median_error"] == pytest.approx(
+        float(median_error(outputs, targets)), rel=1e-5
+    )
     for name in ("median_error", "personal_median_error", "client_median_error"):
         assert runs[1].history[-1][name] == pytest.approx(runs[0].history[-1][name], rel=1e-4)
 
@@ -511,14 +602,20 @@ def test_a_metric_may_be_a_users_function() -> None:
     [
         ("classification", "f1_scor", "unknown metric 'f1_scor': did you mean 'f1_score'?"),
         ("classification", "r2", "unknown metric 'r2'"),
-        ("classification", "f1(averag='macro')", "f1 has no option 'averag': did you mean 'average'?"),
+        (
+            "classification",
+            "f1(averag='macro')",
+            "f1 has no option 'averag': did you mean 'average'?",
+        ),
         ("classification", "f1(average='macr')", "metrics: \"f1(average='macr')\": "),
         ("classification", "confusion_matrix", "confusion_matrix gives [3, 3], not one number"),
         ("squared", "mean_squared_eror", "did you mean 'mean_squared_error'?"),
         ("sequence", "f1", "metrics by name are for classification, multilabel and regression"),
     ],
 )
-def test_metrics_that_do_not_fit_are_refused_in_one_line(kind: str, metric: str, words: str) -> None:
+def test_metrics_that_do_not_fit_are_refused_in_one_line(
+    kind: str, metric: str, words: str
+) -> None:
     with pytest.raises(FedloomError) as caught:
         make(kind, metrics=[metric])
     assert words in str(caught.value)
@@ -533,9 +630,18 @@ def test_metrics_by_name_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> None:
     configured = configuration(
-        job(tmp_path, algorithm="fedavg", metrics=["pearson_corrcoef"], targets=["pearson_corrcoef >= 0.2"])
+        job(
+            tmp_path,
+            algorithm="fedavg",
+            metrics=["pearson_corrcoef"],
+            targets=["pearson_corrcoef >= 0.2"],
+        )
     )
     assert [metric.name for metric in configured.task(0).dataset.metrics] == ["pearson_corrcoef"]
     for objective in ("regression", None):  # what the data are
-        with pytest.raises(FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"):
-            configuration(job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"])).task(0)
+        with pytest.raises(
+            FedloomError, match="unknown metric 'pearson_corcoef': did you mean 'pearson_corrcoef'"
+        ):
+            configuration(
+                job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"])
+            ).task(0)

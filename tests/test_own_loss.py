@@ -1,4 +1,6 @@
-"""A loss of one's own in a classification, with accuracy and its friends: against a plain loop, everywhere, and used later."""
+"""A loss of one's own in a classification, with accuracy and its friends: against a plain loop,
+everywhere, and used later.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,15 @@ PATH = f"{__name__}:focal"
 
 
 def task(objective: Any = focal, metrics: Any = ("accuracy",), **options: Any) -> fl.Task:
-    usual = {"clients": 4, "partition": "iid", "model": "mlp(hidden=[12])", "training": {"learning_rate": 0.1}}
-    return fl.make_task("digits", objective=objective, metrics=list(metrics), **{**usual, **options})
+    usual = {
+        "clients": 4,
+        "partition": "iid",
+        "model": "mlp(hidden=[12])",
+        "training": {"learning_rate": 0.1},
+    }
+    return fl.make_task(
+        "digits", objective=objective, metrics=list(metrics), **{**usual, **options}
+    )
 
 
 def figures(result: fl.Result) -> list[dict[str, Any]]:
@@ -53,16 +62,23 @@ def test_it_trains_and_scores_as_a_plain_loop_does() -> None:
     for _ in range(4):
         optimizer.zero_grad()
         logits = model(one_client.train.inputs)
-        chance = torch.stack([logits[k].softmax(0)[label] for k, label in enumerate(one_client.train.labels)])
+        chance = torch.stack(
+            [logits[k].softmax(0)[label] for k, label in enumerate(one_client.train.labels)]
+        )
         (-((1 - chance) ** 2) * chance.log()).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for trained, expected in zip(result.model.parameters(), model.parameters(), strict=True):
         assert torch.allclose(trained, expected, atol=1e-5)
     with torch.no_grad():
         logits = model(one_client.test.inputs)
-    correct = [int(int(row.argmax()) == int(label)) for row, label in zip(logits, one_client.test.labels, strict=True)]
+    correct = [
+        int(int(row.argmax()) == int(label))
+        for row, label in zip(logits, one_client.test.labels, strict=True)
+    ]
     assert result.history[0]["accuracy"] == pytest.approx(sum(correct) / len(correct))
-    assert result.history[0]["loss"] == pytest.approx(float(focal(logits, one_client.test.labels).mean()), rel=1e-4)
+    assert result.history[0]["loss"] == pytest.approx(
+        float(focal(logits, one_client.test.labels).mean()), rel=1e-4
+    )
 
 
 def test_every_way_of_saying_it_gives_the_same_run(tmp_path: Path) -> None:
@@ -87,7 +103,9 @@ def test_every_way_of_saying_it_gives_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["rows", "stacked", "processes"])
-@pytest.mark.parametrize("loss", [focal, lambda outputs, targets: focal(outputs, targets)], ids=["function", "lambda"])
+@pytest.mark.parametrize(
+    "loss", [focal, lambda outputs, targets: focal(outputs, targets)], ids=["function", "lambda"]
+)
 def test_all_engines_give_the_figures_of_rows(engine: str, loss: Any) -> None:
     expected = figures(fl.run("fedavg", task(), **OPTIONS))
     for record, reference in zip(
@@ -96,10 +114,14 @@ def test_all_engines_give_the_figures_of_rows(engine: str, loss: Any) -> None:
         assert record == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["fedmr", "scaffold", "moon", "fedrod", "fedlc(fedavg)", "fedntd(fedavg)", "ditto"])
+@pytest.mark.parametrize(
+    "method", ["fedmr", "scaffold", "moon", "fedrod", "fedlc(fedavg)", "fedntd(fedavg)", "ditto"]
+)
 def test_methods_learn_by_it(method: str) -> None:
     options = {**OPTIONS, "rounds": 6} | ({"personal_every": 6} if method == "ditto" else {})
-    result = fl.run(method, task(local_test=0.25, training={"learning_rate": 0.5, "batch_size": 10}), **options)
+    result = fl.run(
+        method, task(local_test=0.25, training={"learning_rate": 0.5, "batch_size": 10}), **options
+    )
     assert result.history[-1]["personal_accuracy" if method == "ditto" else "accuracy"] > 0.5
 
 
@@ -118,7 +140,9 @@ class PerSample:
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-@pytest.mark.parametrize("loss", [PerSample(), PerSample().__call__, nn.CrossEntropyLoss(reduction="none")])
+@pytest.mark.parametrize(
+    "loss", [PerSample(), PerSample().__call__, nn.CrossEntropyLoss(reduction="none")]
+)
 def test_whatever_can_be_called_is_a_loss(loss: Any, tmp_path: Path) -> None:
     expected = figures(fl.run("fedavg", task(None), **OPTIONS))
     for record, reference in zip(
@@ -129,9 +153,16 @@ def test_whatever_can_be_called_is_a_loss(loss: Any, tmp_path: Path) -> None:
 
 def test_a_comparison_in_worker_processes_and_a_search_have_accuracies() -> None:
     result = fl.compare(["fedavg", "fedmr"], task(), seeds=[0, 1], workers=2, **OPTIONS)
-    expected = [fl.run("fedavg", task(), seed=seed, **OPTIONS).history[-1]["accuracy"] for seed in (0, 1)]
+    expected = [
+        fl.run("fedavg", task(), seed=seed, **OPTIONS).history[-1]["accuracy"] for seed in (0, 1)
+    ]
     assert result.frame().query("algorithm == 'fedavg'")["accuracy"].tolist() == expected
-    assert fl.tune("fedavg", task(), {"training.learning_rate": [0.01, 0.2]}, **OPTIONS).best.metric.name == "accuracy"
+    assert (
+        fl.tune(
+            "fedavg", task(), {"training.learning_rate": [0.01, 0.2]}, **OPTIONS
+        ).best.metric.name
+        == "accuracy"
+    )
 
 
 def test_its_model_predicts_and_is_exported(tmp_path: Path) -> None:
@@ -145,10 +176,17 @@ def test_its_model_predicts_and_is_exported(tmp_path: Path) -> None:
 
 
 def test_a_site_has_it_too_and_imports_nothing_that_only_the_server_names(tmp_path: Path) -> None:
-    np.savez(tmp_path / "own.npz", inputs=np.zeros((30, 1, 8, 8), np.float32), labels=np.arange(30) % 10)
+    np.savez(
+        tmp_path / "own.npz", inputs=np.zeros((30, 1, 8, 8), np.float32), labels=np.arange(30) % 10
+    )
     words = {"data": DataAgreement.of(make_dataset("digits")).words()}
     text = f"objective = '{PATH}'\nmetrics = ['accuracy']\nalgorithm = 'fedavg'\n[data]\nname = 'digits'\nclients = 2"
-    owner = {"partition-id": 0, "num-partitions": 2, "memory": str(tmp_path), "data": str(tmp_path / "own.npz")}
+    owner = {
+        "partition-id": 0,
+        "num-partitions": 2,
+        "memory": str(tmp_path),
+        "data": str(tmp_path / "own.npz"),
+    }
     site = Site.of({"configuration": text, "output": str(tmp_path)}, owner)
     assert site._task(words, 0).objective == Classification(criterion=focal)
     words["data"]["objective"] = "classification(criterion='shutil:rmtree')"
@@ -195,7 +233,11 @@ def regression_data() -> fl.Task:
 def classes_without_accuracy() -> None:
     samples = TensorDataset(torch.rand(60, 5), torch.arange(60) % 4)
     cross_entropy = nn.CrossEntropyLoss(reduction="none")
-    fl.run("fedavg", fl.make_task(samples, clients=3, model="logistic", objective=cross_entropy), **OPTIONS)
+    fl.run(
+        "fedavg",
+        fl.make_task(samples, clients=3, model="logistic", objective=cross_entropy),
+        **OPTIONS,
+    )
 
 
 def average(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -205,20 +247,32 @@ def average(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (lambda: task("classification(loss=my:loss)"), "no parameter 'loss': did you mean 'criterion'"),
+        (
+            lambda: task("classification(loss=my:loss)"),
+            "no parameter 'loss': did you mean 'criterion'",
+        ),
         (
             lambda: Classification(0.1, criterion=focal),
             "with criterion there is no cross entropy: leave out label_smoothing",
         ),
         (lambda: Classification(criterion=3), "criterion must be .*, not 3"),  # type: ignore[arg-type]
-        (lambda: task(f"classification(criterion={PATH}l)"), "has no 'focall': did you mean 'focal'"),
-        (lambda: task("classification(criterion=focal)"), "criterion 'focal' must be 'package.module:name'"),
+        (
+            lambda: task(f"classification(criterion={PATH}l)"),
+            "has no 'focall': did you mean 'focal'",
+        ),
+        (
+            lambda: task("classification(criterion=focal)"),
+            "criterion 'focal' must be 'package.module:name'",
+        ),
         (regression_data, r"needs labels \[n\] of int64, not \[353\] of float32"),
         (
             lambda: fl.run("fedavg", task(average), **OPTIONS),
             r"loss of each sample, \[b\], not \[\] .*reduction='none'",
         ),
-        (classes_without_accuracy, r"Target \d is out of bounds.*; a loss of classes goes with metrics=\['accuracy'\]"),
+        (
+            classes_without_accuracy,
+            r"Target \d is out of bounds.*; a loss of classes goes with metrics=\['accuracy'\]",
+        ),
         (lambda: task(nn.CrossEntropyLoss), "not the class CrossEntropyLoss"),
     ],
 )

@@ -73,7 +73,9 @@ def test_a_saved_partition_comes_back(tmp_path: Path) -> None:
         ([object()], [0, 1], "damaged, or neither an npz file .*Object arrays"),
     ],
 )
-def test_files_that_hold_no_partition_are_refused(tmp_path: Path, indices: Any, offsets: Any, text: str) -> None:
+def test_files_that_hold_no_partition_are_refused(
+    tmp_path: Path, indices: Any, offsets: Any, text: str
+) -> None:
     path = tmp_path / "split.npz"
     np.savez(path, indices=np.array(indices), offsets=np.array(offsets))
     with pytest.raises(DataError, match=text) as info:
@@ -121,7 +123,9 @@ def test_an_archive_that_claims_an_unknown_zip_version_is_refused(tmp_path: Path
     path = tmp_path / "split.npz"
     Partition.of([[0], [1]]).save(path)
     content = bytearray(path.read_bytes())
-    content[content.index(b"PK\x01\x02") + 6] = 255  # "version needed to extract" of the first member
+    content[content.index(b"PK\x01\x02") + 6] = (
+        255  # "version needed to extract" of the first member
+    )
     path.write_bytes(content)
     with pytest.raises(DataError, match="damaged, or neither an npz"):
         Partition.load(path)
@@ -138,7 +142,9 @@ def test_a_damaged_file_is_refused_or_read_right(data: st.DataObject) -> None:
         for position in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
             content[position] = data.draw(st.integers(0, 255))
         path.write_bytes(
-            bytes(content[: data.draw(st.integers(0, len(content)))]) if data.draw(st.booleans()) else content
+            bytes(content[: data.draw(st.integers(0, len(content)))])
+            if data.draw(st.booleans())
+            else content
         )
         try:
             loaded = Partition.load(path)
@@ -184,9 +190,13 @@ def test_a_split_depends_on_the_seed_and_the_clients_own_samples_alone() -> None
 
 
 def test_a_split_takes_every_sample_and_pair_equally_often() -> None:
-    """Two of 8 neighbours are for testing: each with chance 1/4, each pair with chance 1/28, over clients and seeds."""
+    """Two of 8 neighbours are for testing: each with chance 1/4, each pair with chance 1/28, over
+    clients and seeds.
+    """
     clients = 28_000
-    test = split_train_test(Partition.from_sizes(np.arange(8 * clients), np.full(clients, 8)), 11)[1]
+    test = split_train_test(Partition.from_sizes(np.arange(8 * clients), np.full(clients, 8)), 11)[
+        1
+    ]
     pairs = np.sort(test.indices.reshape(clients, 2) % 8, axis=1)
     counts = np.bincount(pairs[:, 0] * 8 + pairs[:, 1], minlength=64)
     assert stats.chisquare(counts[counts > 0]).pvalue > 1e-4

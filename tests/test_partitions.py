@@ -50,7 +50,9 @@ def test_all_partitions_are_registered_with_a_summary() -> None:
 def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
     labels = some_labels(600, 6)
     groups = some_labels(600, 12, seed=1)
-    partition, repeated, other_seed = (make(name, labels, 12, seed, groups, **OPTIONS[name]) for seed in (3, 3, 4))
+    partition, repeated, other_seed = (
+        make(name, labels, 12, seed, groups, **OPTIONS[name]) for seed in (3, 3, 4)
+    )
     assert np.array_equal(partition.indices, repeated.indices)
     assert np.array_equal(partition.offsets, repeated.offsets)
     assert not np.array_equal(partition.indices, other_seed.indices)
@@ -69,7 +71,9 @@ def test_a_partition_is_a_pure_function_of_the_seed(name: str) -> None:
 def test_every_sample_has_exactly_one_client_and_every_client_a_sample(
     name: str, clients: int, samples: int, classes: int, seed: int
 ) -> None:
-    partition = make(name, some_labels(samples, classes, seed % 97) * 3 + 1, clients, seed, **OPTIONS[name])
+    partition = make(
+        name, some_labels(samples, classes, seed % 97) * 3 + 1, clients, seed, **OPTIONS[name]
+    )
     assert_each_sample_once(partition, samples)
     assert len(partition) == clients
     assert partition.sizes.min() >= 1
@@ -81,7 +85,9 @@ def test_the_first_samples_of_a_client_are_a_fair_sample(name: str) -> None:
     labels = np.sort(some_labels(4000, 4))
     partition = make(name, labels, 4, 1, some_labels(4000, 4, seed=2), **OPTIONS[name])
     halves = [partition[client][: len(partition[client]) // 2] for client in range(4)]
-    low = sum(int((half < np.median(partition[client])).sum()) for client, half in enumerate(halves))
+    low = sum(
+        int((half < np.median(partition[client])).sum()) for client, half in enumerate(halves)
+    )
     assert abs(low / sum(map(len, halves)) - 0.5) < 0.06
 
 
@@ -103,13 +109,21 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
         ("dirichlet", {"alpha": math.nan}, "alpha must be between 1e-09"),
         ("dirichlet", {"alpha": math.inf}, "alpha must be between 1e-09"),
         ("dirichlet", {"minimum": 0}, "minimum must be at least 1, not 0"),
-        ("dirichlet", {"minimum": 21}, "10 clients with at least 21 .* need 210, but there are 200: at most 9 clients"),
+        (
+            "dirichlet",
+            {"minimum": 21},
+            "10 clients with at least 21 .* need 210, but there are 200: at most 9 clients",
+        ),
         ("class_prior", {"alpha": 0.0}, "alpha must be between 1e-09"),
         ("lognormal", {"sigma": -0.1}, "sigma must be between 0 and 100, not -0.1"),
         ("lognormal", {"sigma": math.inf}, "sigma must be between 0 and 100, not inf"),
         ("pathological", {"classes_per_client": 0}, "classes_per_client must be at least 1, not 0"),
         ("pathological", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
-        ("label_quantity", {"classes_per_client": 6}, "classes_per_client must be at most 5.*not 6"),
+        (
+            "label_quantity",
+            {"classes_per_client": 6},
+            "classes_per_client must be at most 5.*not 6",
+        ),
         ("pathological", {"least": 0}, "least must be at least 1"),
         ("quantity", {"alpha": 0.0}, "alpha must be between 1e-09"),
         ("exponential", {"rate": -1.0}, "rate must be between 0 and 100"),
@@ -121,7 +135,9 @@ def test_too_few_samples_or_clients_are_refused_in_one_line(name: str) -> None:
         ("natural", {}, "natural.*needs data that know whom each sample came from"),
     ],
 )
-def test_values_that_are_not_allowed_are_refused_in_one_line(name: str, options: dict[str, Any], text: str) -> None:
+def test_values_that_are_not_allowed_are_refused_in_one_line(
+    name: str, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InvalidValue, match=text) as info:
         make(name, some_labels(200, 5), 10, **options)
     assert "\n" not in str(info.value)
@@ -153,11 +169,17 @@ def test_iid_balanced_gives_five_images_of_each_of_100_classes_to_100_clients() 
 
 
 def test_iid_labels_are_hypergeometric() -> None:
-    """1,000 clients of 20 out of 20,000 samples, half of which are class 1: mean 10, variance 20/4 (N - 20)/(N - 1)."""
+    """1,000 clients of 20 out of 20,000 samples, half of which are class 1: mean 10, variance 20/4
+    (N - 20)/(N - 1).
+    """
     labels = np.arange(20_000) % 2
     class_counts = make("iid", labels, 1000).histogram(labels, 2)[:, 1]
     assert class_counts.mean() == 10
-    assert stats.chi2.ppf(1e-6, 999) < class_counts.var() * 1000 / (5 * 19_980 / 19_999) < stats.chi2.ppf(1 - 1e-6, 999)
+    assert (
+        stats.chi2.ppf(1e-6, 999)
+        < class_counts.var() * 1000 / (5 * 19_980 / 19_999)
+        < stats.chi2.ppf(1 - 1e-6, 999)
+    )
 
 
 # lognormal
@@ -169,8 +191,11 @@ def test_lognormal_sizes_follow_the_distribution() -> None:
     sizes = make("lognormal", labels, clients, sigma=sigma).sizes
     assert sizes.sum() == len(labels)
     logs = np.log(sizes)
-    # Scaled to the given sum, the logarithms centre on ln(n / N) - sigma^2 / 2, the mean of the distribution being 1.
-    assert logs.mean() == pytest.approx(math.log(500) - sigma**2 / 2, abs=5 * sigma / math.sqrt(clients))
+    # Scaled to the given sum, the logarithms centre on ln(n / N) - sigma^2 / 2, the mean of the
+    # distribution being 1.
+    assert logs.mean() == pytest.approx(
+        math.log(500) - sigma**2 / 2, abs=5 * sigma / math.sqrt(clients)
+    )
     assert logs.std() == pytest.approx(sigma, rel=0.08)
     assert stats.kstest((logs - logs.mean()) / logs.std(), "norm").pvalue > 1e-3
 
@@ -183,13 +208,18 @@ def test_lognormal_without_spread_is_balanced_and_with_much_keeps_everyone() -> 
 
 
 @PROPERTIES
-@given(weights=st.lists(st.integers(0, 99), min_size=1, max_size=12).filter(any), extra=st.integers(0, 80))
+@given(
+    weights=st.lists(st.integers(0, 99), min_size=1, max_size=12).filter(any),
+    extra=st.integers(0, 80),
+)
 def test_apportion_equals_exact_fractions(weights: list[int], extra: int) -> None:
     total = len(weights) + extra
     free = set(range(len(weights)))
     while True:
         shared_total = total - (len(weights) - len(free))
-        share = {i: Fraction(weights[i] * shared_total, sum(weights[j] for j in free)) for i in free}
+        share = {
+            i: Fraction(weights[i] * shared_total, sum(weights[j] for j in free)) for i in free
+        }
         if all(share[i] >= 1 for i in free):
             break
         free = {i for i in free if share[i] >= 1}
@@ -197,10 +227,14 @@ def test_apportion_equals_exact_fractions(weights: list[int], extra: int) -> Non
     counts = apportion(np.array(weights, dtype=np.float64), total).tolist()
     assert sum(counts) == total
     assert all(
-        math.floor(value) <= number <= math.floor(value) + 1 for value, number in zip(exact, counts, strict=True)
+        math.floor(value) <= number <= math.floor(value) + 1
+        for value, number in zip(exact, counts, strict=True)
     )
     remainders = sorted((value % 1 for value in exact), reverse=True)
-    raised = sorted((value % 1 for value, number in zip(exact, counts, strict=True) if number > value), reverse=True)
+    raised = sorted(
+        (value % 1 for value, number in zip(exact, counts, strict=True) if number > value),
+        reverse=True,
+    )
     assert raised == remainders[: len(raised)]
 
 
@@ -223,7 +257,9 @@ def test_natural_takes_a_random_choice_of_the_able_clients() -> None:
     groups = np.repeat(np.arange(20), np.arange(1, 21))
     chosen = set()
     for seed in range(10):
-        partition = make("natural", np.zeros(len(groups), dtype=np.int64), 4, seed, groups, minimum=11)
+        partition = make(
+            "natural", np.zeros(len(groups), dtype=np.int64), 4, seed, groups, minimum=11
+        )
         owners = [set(groups[partition[client]].tolist()) for client in range(4)]
         assert all(len(owner) == 1 for owner in owners)
         assert partition.sizes.tolist() == sorted(partition.sizes.tolist())
@@ -236,7 +272,8 @@ def test_natural_with_too_few_able_clients_is_refused() -> None:
     groups = np.array([0, 0, 0, 1, 1, 2])
     labels = np.zeros(6, dtype=np.int64)
     with pytest.raises(
-        InvalidValue, match="3 clients are asked for, but 2 of the 3 natural ones have at least 2 samples"
+        InvalidValue,
+        match="3 clients are asked for, but 2 of the 3 natural ones have at least 2 samples",
     ):
         make("natural", labels, 3, 0, groups, minimum=2)
     with pytest.raises(InvalidValue, match="but 0 of the 3 natural ones have at least 9"):
@@ -249,12 +286,16 @@ def test_natural_clients_may_be_several_groups_each() -> None:
     groups = np.random.default_rng(0).integers(0, 23, 600)
     labels = np.zeros(600, dtype=np.int64)
     partition = make("natural", labels, 0, 3, groups, together=4)
-    groups_of_clients = [sorted(set(groups[partition[client]].tolist())) for client in range(len(partition))]
+    groups_of_clients = [
+        sorted(set(groups[partition[client]].tolist())) for client in range(len(partition))
+    ]
     assert [len(some) for some in groups_of_clients] == [4, 4, 4, 4, 7]  # 23 = 5 x 4 + 3
     assert sorted(group for some in groups_of_clients for group in some) == list(range(23))
     assert_each_sample_once(partition, 600)
     few = make("natural", labels, 2, 3, groups, together=4)
-    assert all(sorted(set(groups[few[client]].tolist())) in groups_of_clients for client in range(2))
+    assert all(
+        sorted(set(groups[few[client]].tolist())) in groups_of_clients for client in range(2)
+    )
     with pytest.raises(InvalidValue, match="have at least 1 samples, and a client is 12 of them"):
         make("natural", labels, 2, 3, groups, together=12)
 
@@ -272,7 +313,9 @@ def test_natural_clients_may_be_several_groups_each() -> None:
         ("exponential", {"rate": 0.0}, np.ones(8)),
     ],
 )
-def test_sizes_follow_their_weights(name: str, options: dict[str, Any], weights: np.ndarray) -> None:
+def test_sizes_follow_their_weights(
+    name: str, options: dict[str, Any], weights: np.ndarray
+) -> None:
     sizes = make(name, some_labels(20_000, 4), 8, **options).sizes
     assert np.allclose(sizes, 20_000 * weights / weights.sum(), atol=1)
 
@@ -288,9 +331,16 @@ def test_extreme_sizes_leave_every_client_a_sample() -> None:
 
 
 def test_quantity_shares_follow_the_dirichlet_distribution() -> None:
-    """The N shares ~ Dir(a) have variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal sizes."""
+    """The N shares ~ Dir(a) have variance (N - 1) / (N^2 (N a + 1)); with a large alpha, equal
+    sizes.
+    """
     shares = (
-        np.concatenate([make("quantity", some_labels(50_000, 2), 20, seed, alpha=2.0).sizes for seed in range(60)])
+        np.concatenate(
+            [
+                make("quantity", some_labels(50_000, 2), 20, seed, alpha=2.0).sizes
+                for seed in range(60)
+            ]
+        )
         / 50_000
     )
     assert shares.var() == pytest.approx(19 / (400 * 41), rel=0.15)
@@ -318,8 +368,15 @@ def test_similarity_goes_from_one_run_of_the_sorted_labels_to_iid() -> None:
 
 
 @PROPERTIES
-@given(share=st.floats(0, 1), clients=st.integers(1, 12), samples=st.integers(12, 90), seed=st.integers(0, 99))
-def test_similarity_of_any_share_is_balanced(share: float, clients: int, samples: int, seed: int) -> None:
+@given(
+    share=st.floats(0, 1),
+    clients=st.integers(1, 12),
+    samples=st.integers(12, 90),
+    seed=st.integers(0, 99),
+)
+def test_similarity_of_any_share_is_balanced(
+    share: float, clients: int, samples: int, seed: int
+) -> None:
     partition = make("similarity", some_labels(samples, 5, seed), clients, seed, share=share)
     assert_each_sample_once(partition, samples)
     assert np.ptp(partition.sizes) <= 1

@@ -1,4 +1,6 @@
-"""The partitions with label skew, against naive recomputations and the distributions they draw from."""
+"""The partitions with label skew, against naive recomputations and the distributions they draw
+from.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PROPERTIES = settings(max_examples=25, deadline=None)
 # dirichlet
 
 
-def naive_dirichlet_counts(sizes: list[int], clients: int, alpha: float, rng: np.random.Generator) -> list[list[int]]:
+def naive_dirichlet_counts(
+    sizes: list[int], clients: int, alpha: float, rng: np.random.Generator
+) -> list[list[int]]:
     """Compute the definition in loops and lists, over the same draws."""
     holdings: list[list[int]] = [[] for _ in range(clients)]
     for label, size in enumerate(sizes):
@@ -46,9 +50,13 @@ def naive_dirichlet_counts(sizes: list[int], clients: int, alpha: float, rng: np
     seed=st.integers(0, 999),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6),
 )
-def test_dirichlet_counts_equal_the_naive_cut(alpha: float, clients: int, seed: int, sizes: list[int]) -> None:
+def test_dirichlet_counts_equal_the_naive_cut(
+    alpha: float, clients: int, seed: int, sizes: list[int]
+) -> None:
     counts = draw_counts(np.array(sizes), clients, alpha, numpy_stream(seed, "partition"))
-    assert counts.tolist() == naive_dirichlet_counts(sizes, clients, alpha, numpy_stream(seed, "partition"))
+    assert counts.tolist() == naive_dirichlet_counts(
+        sizes, clients, alpha, numpy_stream(seed, "partition")
+    )
     assert counts.sum(axis=0).tolist() == sizes
 
 
@@ -71,20 +79,26 @@ def test_dirichlet_shares_have_the_analytic_mean_and_variance(alpha: float) -> N
     """Client i's share of the first class is Beta(alpha, (N - 1) alpha)."""
     clients, repeats, size = 8, 4000, 10**9
     rng = np.random.default_rng(5)
-    shares = np.array([draw_counts(np.array([size]), clients, alpha, rng)[:, 0] for _ in range(repeats)]) / size
+    shares = (
+        np.array([draw_counts(np.array([size]), clients, alpha, rng)[:, 0] for _ in range(repeats)])
+        / size
+    )
     law = stats.beta(alpha, (clients - 1) * alpha)
     assert np.abs(shares.mean(axis=0) - law.mean()).max() < 5 * law.std() / math.sqrt(repeats)
     fourth = law.expect(lambda x: (x - law.mean()) ** 4)
     tolerance = 5 * math.sqrt((fourth - law.var() ** 2) / repeats)
     assert np.abs(shares.var(axis=0) - law.var()).max() < tolerance
-    edges = np.array([0, 1e-6, 1e-3, 0.01, 0.1, 0.4, 1])  # in bins: whole samples round the smallest shares to 0
+    # in bins: whole samples round the smallest shares to 0
+    edges = np.array([0, 1e-6, 1e-3, 0.01, 0.1, 0.4, 1])
     observed, expected = np.histogram(shares[:, 3], edges)[0], np.diff(law.cdf(edges)) * repeats
     observed, expected = observed[expected > 5], expected[expected > 5]
     assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
 
 
 def test_dirichlet_on_the_open_clients_is_the_renormalised_draw_over_all() -> None:
-    """The literal rule (draw for all, set to zero, renormalise) gives the same law of later classes as `draw_counts`."""
+    """The literal rule (draw for all, set to zero, renormalise) gives the same law of later classes
+    as `draw_counts`.
+    """
     sizes, clients, alpha, repeats = np.array([4000, 4000, 4000]), 4, 0.5, 3000
     rng = np.random.default_rng(6)
 
@@ -106,7 +120,8 @@ def test_dirichlet_on_the_open_clients_is_the_renormalised_draw_over_all() -> No
 
 def test_dirichlet_that_cannot_reach_the_minimum_stops_and_names_the_smallest_client() -> None:
     with pytest.raises(
-        InvalidValue, match=r"10000 draws the smallest client had at most 0 samples; use a smaller minimum"
+        InvalidValue,
+        match=r"10000 draws the smallest client had at most 0 samples; use a smaller minimum",
     ):
         make("dirichlet", np.zeros(100, dtype=np.int64), 10, alpha=1e-9, minimum=5)
 
@@ -150,7 +165,9 @@ def test_class_prior_equals_the_sequential_process(
 
 
 def test_turns_go_to_a_random_client_among_those_with_room() -> None:
-    """The law of all orders of 2 + 1 turns, by enumeration: 010 and 001 have chance 1/4 each, 100 has 1/2."""
+    """The law of all orders of 2 + 1 turns, by enumeration: 010 and 001 have chance 1/4 each, 100
+    has 1/2.
+    """
     rng = np.random.default_rng(1)
     jobs = ["".join(map(str, draw_turns(np.array([2, 1]), rng))) for _ in range(4000)]
     counts = [jobs.count(job) for job in ("001", "010", "100")]
@@ -159,13 +176,17 @@ def test_turns_go_to_a_random_client_among_those_with_room() -> None:
 
 
 def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
-    """A client's share of a class has the mean and variance of Dir(0.6), plus sampling, while no class is used up."""
+    """A client's share of a class has the mean and variance of Dir(0.6), plus sampling, while no
+    class is used up.
+    """
     clients, classes, alpha = 400, 5, 0.6
     priors = np.random.default_rng(2).dirichlet([alpha] * classes, size=clients)
     turns = np.repeat(np.arange(clients), 200)
     uniforms = np.random.default_rng(3).random(len(turns))
     drawn = draw_classes(priors, turns, uniforms, np.full(classes, len(turns)))
-    counts = np.bincount(turns * classes + drawn, minlength=clients * classes).reshape(clients, classes)
+    counts = np.bincount(turns * classes + drawn, minlength=clients * classes).reshape(
+        clients, classes
+    )
     expected = priors * 200
     spread = np.sqrt(np.maximum(200 * priors * (1 - priors), 1))
     assert (np.abs(counts - expected) / spread).max() < 6
@@ -175,7 +196,8 @@ def test_class_prior_has_equal_sizes_and_shares_like_its_prior() -> None:
     shares = partition.histogram(labels, classes) / partition.sizes[:, None]
     mean = 1 / classes
     variance = mean * (1 - mean) / (classes * alpha + 1)
-    expected_variance = variance + (mean * (1 - mean) - variance) / 50  # of the prior, and of 50 draws from it
+    # of the prior, and of 50 draws from it
+    expected_variance = variance + (mean * (1 - mean) - variance) / 50
     assert shares.var(axis=0).mean() == pytest.approx(expected_variance, rel=0.12)
 
 
@@ -187,13 +209,17 @@ def test_class_prior_ends_when_a_prior_is_zero_on_all_remaining_classes() -> Non
 # pathological and shards
 
 
-@pytest.mark.parametrize(("classes", "per_client", "clients"), [(10, 2, 20), (100, 10, 20), (10, 2, 50), (6, 3, 8)])
+@pytest.mark.parametrize(
+    ("classes", "per_client", "clients"), [(10, 2, 20), (100, 10, 20), (10, 2, 50), (6, 3, 8)]
+)
 @pytest.mark.parametrize("balanced", [False, True])
 def test_pathological_clients_form_groups_with_the_same_classes(
     classes: int, per_client: int, clients: int, balanced: bool
 ) -> None:
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), 120))
-    partition = make("pathological", labels, clients, 3, classes_per_client=per_client, balanced=balanced)
+    partition = make(
+        "pathological", labels, clients, 3, classes_per_client=per_client, balanced=balanced
+    )
     assert_each_sample_once(partition, len(labels))
     table = np.array(histogram_by_loops(partition, labels, classes))
     assert ((table > 0).sum(axis=1) == per_client).all()
@@ -212,7 +238,8 @@ def test_pathological_clients_form_groups_with_the_same_classes(
 
 
 @pytest.mark.parametrize(
-    ("classes", "per_client", "clients"), [(10, 2, 10), (10, 3, 10), (10, 1, 25), (4, 4, 6), (6, 2, 3)]
+    ("classes", "per_client", "clients"),
+    [(10, 2, 10), (10, 3, 10), (10, 1, 25), (4, 4, 6), (6, 2, 3)],
 )
 def test_label_quantity_gives_every_client_its_number_of_classes_in_equal_parts(
     classes: int, per_client: int, clients: int
@@ -242,15 +269,21 @@ def naive_pathological(
                 table[i][label] = rest_of_class
             else:
                 allowed = [
-                    x for x in range(size) if max(size / len(chosen) / 10, least / len(sizes)) <= x < size / len(chosen)
+                    x
+                    for x in range(size)
+                    if max(size / len(chosen) / 10, least / len(sizes)) <= x < size / len(chosen)
                 ]
                 table[i][label] = int(rng.integers(allowed[0], allowed[-1] + 1))
     return table
 
 
 @PROPERTIES
-@given(clients=st.integers(1, 25), classes=st.integers(2, 9), data=st.data(), seed=st.integers(0, 99))
-def test_pathological_equals_the_naive_loops(clients: int, classes: int, data: st.DataObject, seed: int) -> None:
+@given(
+    clients=st.integers(1, 25), classes=st.integers(2, 9), data=st.data(), seed=st.integers(0, 99)
+)
+def test_pathological_equals_the_naive_loops(
+    clients: int, classes: int, data: st.DataObject, seed: int
+) -> None:
     k = data.draw(st.integers(1, classes))
     labels = np.concatenate([np.repeat(np.arange(classes), 60), some_labels(40, classes, seed)])
     partition = make("pathological", labels, clients, seed, classes_per_client=k)
@@ -270,21 +303,28 @@ def test_pathological_leaves_out_classes_that_nobody_has_room_for() -> None:
 def test_pathological_takes_one_sample_a_part_and_refuses_fewer() -> None:
     labels = np.repeat(np.arange(3), 4)
     assert (make("pathological", labels, 4, classes_per_client=3).histogram(labels, 3) == 1).all()
-    with pytest.raises(InvalidValue, match=r"5 of 5 clients must share class number 0, which has 4 samples"):
+    with pytest.raises(
+        InvalidValue, match=r"5 of 5 clients must share class number 0, which has 4 samples"
+    ):
         make("pathological", labels, 5, classes_per_client=3)
 
 
 @PROPERTIES
 @given(clients=st.integers(1, 20), per_client=st.integers(1, 4), seed=st.integers(0, 999))
-def test_shards_are_runs_of_the_samples_sorted_by_label(clients: int, per_client: int, seed: int) -> None:
+def test_shards_are_runs_of_the_samples_sorted_by_label(
+    clients: int, per_client: int, seed: int
+) -> None:
     labels = some_labels(200, 5, seed)
     partition = make("shards", labels, clients, seed, per_client=per_client)
     shards = np.array_split(np.sort(labels), clients * per_client)
     assert_each_sample_once(partition, 200)
     assert np.ptp(partition.sizes) <= per_client
-    # Whatever shards a client holds, its classes are at most theirs; together the clients hold all shards.
+    # Whatever shards a client holds, its classes are at most theirs; together the clients hold all
+    # shards.
     widest = sorted((len(set(shard.tolist())) for shard in shards), reverse=True)[:per_client]
-    assert max(len(set(labels[partition[client]].tolist())) for client in range(clients)) <= sum(widest)
+    assert max(len(set(labels[partition[client]].tolist())) for client in range(clients)) <= sum(
+        widest
+    )
 
 
 def test_shards_of_mcmahan_give_at_most_two_classes_when_shards_end_with_classes() -> None:

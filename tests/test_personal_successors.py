@@ -1,4 +1,6 @@
-"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS, pFedFDA and FedAH against plain loops, and their limiting cases."""
+"""FedBABU, FedRoD, APFL, FedProto, FedDBE, FedPAC, FedAS, pFedFDA and FedAH against plain loops,
+and their limiting cases.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ PLAIN = Training(learning_rate=0.1, decay=0.9, epochs=2, batch_size=4)
 NEVER = -1e9
 
 
-def compare(world: World, expression: str, method: Callable[..., list[Moment]], **options: Any) -> Run:
+def compare(
+    world: World, expression: str, method: Callable[..., list[Moment]], **options: Any
+) -> Run:
     run = world.run(build(expression))
     assert not any(record["faults"] for record in run.federation.history)
     assert_same(run.moments, method(Setting(world, run.selected), **options), tolerance=1e-9)
@@ -54,7 +58,9 @@ def compare(world: World, expression: str, method: Callable[..., list[Moment]], 
 
 def label_counts(world: World, client: int) -> Tensor:
     labels = world.data(client)[1]
-    return torch.tensor([float((labels == c).sum()) for c in range(world.classes)], dtype=torch.float64)
+    return torch.tensor(
+        [float((labels == c).sum()) for c in range(world.classes)], dtype=torch.float64
+    )
 
 
 def parts_of(world: World) -> tuple[list[str], list[str]]:
@@ -91,7 +97,9 @@ def fedbabu(setting: Setting, *, epochs: int, scope: str = "full") -> list[Momen
             world.train(model, i, t, "finetune", epochs=epochs, names=names)
         return model
 
-    return shared_model(setting, lambda w, s, i, t: world.train(w, i, t, names=base), score, names=base)
+    return shared_model(
+        setting, lambda w, s, i, t: world.train(w, i, t, names=base), score, names=base
+    )
 
 
 def fedrod(setting: Setting, *, gamma: float = 1.0) -> list[Moment]:
@@ -109,7 +117,10 @@ def fedrod(setting: Setting, *, gamma: float = 1.0) -> list[Moment]:
             weight, bias = (p.requires_grad_() for p in private[i])
             private_loss = F.cross_entropy(logits.detach() + z.detach() @ weight.T + bias, y)
             slopes = torch.autograd.grad(private_loss, [weight, bias])
-            private[i] = [(p - world.rate(t) * g).detach() for p, g in zip((weight, bias), slopes, strict=True)]
+            private[i] = [
+                (p - world.rate(t) * g).detach()
+                for p, g in zip((weight, bias), slopes, strict=True)
+            ]
             return F.cross_entropy(logits + gamma * prior, y)
 
         world.train(start, i, t, loss=loss)
@@ -123,7 +134,10 @@ def fedrod(setting: Setting, *, gamma: float = 1.0) -> list[Moment]:
 
 def mixed(local: nn.Module, personal: nn.Module, share: float) -> nn.Module:
     result = copy.deepcopy(local)
-    tensors = [[t for t in [*m.parameters(), *m.buffers()] if t.is_floating_point()] for m in (result, local, personal)]
+    tensors = [
+        [t for t in [*m.parameters(), *m.buffers()] if t.is_floating_point()]
+        for m in (result, local, personal)
+    ]
     with torch.no_grad():
         for target, a, b in zip(*tensors, strict=True):
             target.copy_((1 - share) * a + share * b)
@@ -155,25 +169,37 @@ def apfl(setting: Setting, *, alpha: float, adaptive: bool = False) -> list[Mome
             if adaptive and k == 0:
                 shares[i] = min(1.0, max(0.0, shares[i] - world.rate(t) * slope))
 
-    return shared_model(setting, work, lambda m, i, t: mixed(m, personal[i], shares[i]) if i in trained else m)
+    return shared_model(
+        setting, work, lambda m, i, t: mixed(m, personal[i], shares[i]) if i in trained else m
+    )
 
 
-def prototype_head(prototypes: dict[int, Tensor], classes: int, width: int) -> tuple[Tensor, Tensor]:
-    weight, bias = torch.zeros(classes, width, dtype=torch.float64), torch.full((classes,), NEVER, dtype=torch.float64)
+def prototype_head(
+    prototypes: dict[int, Tensor], classes: int, width: int
+) -> tuple[Tensor, Tensor]:
+    weight, bias = (
+        torch.zeros(classes, width, dtype=torch.float64),
+        torch.full((classes,), NEVER, dtype=torch.float64),
+    )
     for c, p in prototypes.items():
         weight[c], bias[c] = 2 * p, -(p @ p)
     return weight, bias
 
 
 def pulled(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
-    """Return the mean square over batch and dimensions, 0 for samples of classes without a prototype."""
+    """Return the mean square over batch and dimensions, 0 for samples of classes without a
+    prototype.
+    """
     gaps = [
-        (z[k] - prototypes[c]).square().sum() if c in prototypes else 0 * z[k].sum() for k, c in enumerate(y.tolist())
+        (z[k] - prototypes[c]).square().sum() if c in prototypes else 0 * z[k].sum()
+        for k, c in enumerate(y.tolist())
     ]
     return torch.stack(gaps).sum() / z.numel()
 
 
-def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_head: bool = False) -> list[Moment]:
+def fedproto(
+    setting: Setting, *, strength: float, weighted: bool = False, by_head: bool = False
+) -> list[Moment]:
     world = setting.world
     models = [world.fresh() for _ in range(world.clients)]
     prototypes: dict[int, Tensor] = {}
@@ -183,7 +209,9 @@ def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_he
         for i in selected:
             sent, model = dict(prototypes), models[i]
 
-            def loss(x: Tensor, y: Tensor, model: Any = model, sent: dict[int, Tensor] = sent) -> Tensor:
+            def loss(
+                x: Tensor, y: Tensor, model: Any = model, sent: dict[int, Tensor] = sent
+            ) -> Tensor:
                 z = model.features(x)
                 return F.cross_entropy(model.head(z), y) + strength * pulled(z, y, sent)
 
@@ -193,7 +221,9 @@ def fedproto(setting: Setting, *, strength: float, weighted: bool = False, by_he
             having = [i for i in selected if c in means[i]]
             weights = [float(label_counts(world, i)[c]) if weighted else 1.0 for i in having]
             if having:
-                prototypes[c] = sum(w * means[i][c] for w, i in zip(weights, having, strict=True)) / sum(weights)
+                prototypes[c] = sum(
+                    w * means[i][c] for w, i in zip(weights, having, strict=True)
+                ) / sum(weights)
 
         def used(model: nn.Module) -> nn.Module:
             return with_head(model, *prototype_head(prototypes, world.classes, 4))
@@ -231,21 +261,32 @@ def feddbe(setting: Setting, *, pull: float, beta: float) -> list[Moment]:
                     return F.cross_entropy(model.head(z), y)
                 m = shift[i].clone().requires_grad_()
                 (slope,) = torch.autograd.grad(F.cross_entropy(model.head(z.detach() + m), y), m)
-                total = F.cross_entropy(model.head(z + shift[i]), y) + pull / 2 * (moved - target).square().mean()
+                total = (
+                    F.cross_entropy(model.head(z + shift[i]), y)
+                    + pull / 2 * (moved - target).square().mean()
+                )
                 shift[i] = shift[i] - rate * slope
                 return total
 
             world.train(models[i], i, number, loss=loss)
         sizes = [world.sizes[i] for i in selected]
         if consensus is None:
-            consensus = sum(n * running[i] for n, i in zip(sizes, selected, strict=True)) / sum(sizes)
+            consensus = sum(n * running[i] for n, i in zip(sizes, selected, strict=True)) / sum(
+                sizes
+            )
         else:
             average(server, [models[i] for i in selected], sizes, world.names)
         personal = []
         for i in range(world.clients):
             model = copy.deepcopy(models[i])
             copy_parameters(server, model)
-            personal.append(vector(with_head(model, model.head.weight, model.head.bias + model.head.weight @ shift[i])))
+            personal.append(
+                vector(
+                    with_head(
+                        model, model.head.weight, model.head.bias + model.head.weight @ shift[i]
+                    )
+                )
+            )
         moments.append(Moment(parameters(server), personal))
     return moments
 
@@ -265,7 +306,9 @@ def best_shares(quadratic: Tensor) -> Tensor:
     return best
 
 
-def fedpac(setting: Setting, *, strength: float, head_rate: float, head_epochs: int = 1) -> list[Moment]:
+def fedpac(
+    setting: Setting, *, strength: float, head_rate: float, head_epochs: int = 1
+) -> list[Moment]:
     world = setting.world
     base, head = parts_of(world)
     own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
@@ -281,14 +324,23 @@ def fedpac(setting: Setting, *, strength: float, head_rate: float, head_epochs: 
             before, shares = means_by_class(own[i], x, y), label_counts(world, i) / len(y)
             with torch.no_grad():
                 z = copy.deepcopy(own[i]).eval().features(x)
-            h[i] = torch.stack([shares[c] * before.get(c, torch.zeros(4).double()) for c in range(world.classes)])
-            squares = [z[y == c].square().sum(1).mean() * shares[c] - h[i][c].square().sum() for c in before]
+            h[i] = torch.stack(
+                [shares[c] * before.get(c, torch.zeros(4).double()) for c in range(world.classes)]
+            )
+            squares = [
+                z[y == c].square().sum(1).mean() * shares[c] - h[i][c].square().sum()
+                for c in before
+            ]
             variance[i] = sum(squares) / len(y)
             if head_epochs:
-                world.train(own[i], i, number, "head", names=head, epochs=head_epochs, rate=head_rate)
+                world.train(
+                    own[i], i, number, "head", names=head, epochs=head_epochs, rate=head_rate
+                )
             towards = {**before, **prototypes} if prototypes else {}
 
-            def loss(x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards) -> Tensor:
+            def loss(
+                x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards
+            ) -> Tensor:
                 z = model.features(x)
                 return F.cross_entropy(model.head(z), y) + strength * pulled(z, y, towards)
 
@@ -298,11 +350,16 @@ def fedpac(setting: Setting, *, strength: float, head_rate: float, head_epochs: 
             having = [i for i in selected if c in means[i]]
             weights = [float(label_counts(world, i)[c]) for i in having]
             if having:
-                prototypes[c] = sum(w * means[i][c] for w, i in zip(weights, having, strict=True)) / sum(weights)
+                prototypes[c] = sum(
+                    w * means[i][c] for w, i in zip(weights, having, strict=True)
+                ) / sum(weights)
         average(server, [own[i] for i in selected], [world.sizes[i] for i in selected], world.names)
         for i in selected:
             gaps = {j: (h[i] - h[j]).flatten() for j in selected}
-            exact = [[(gaps[j] @ gaps[k] + (variance[j] if j == k else 0.0)) for k in selected] for j in selected]
+            exact = [
+                [(gaps[j] @ gaps[k] + (variance[j] if j == k else 0.0)) for k in selected]
+                for j in selected
+            ]
             quadratic = torch.stack([torch.stack(row) for row in exact])
             shares = best_shares(quadratic)
             shares = torch.where(shares > 1e-3, shares, 0)
@@ -329,7 +386,9 @@ def fedas(setting: Setting, *, rate: float) -> list[Moment]:
             towards = means_by_class(own[i], x, y)
             copy_parameters(server, own[i], base)
 
-            def loss(x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards) -> Tensor:
+            def loss(
+                x: Tensor, y: Tensor, model: Any = own[i], towards: dict[int, Tensor] = towards
+            ) -> Tensor:
                 z = model.features(x)
                 return sum((z[y == c] - towards[c]).square().mean() for c in set(y.tolist()))
 
@@ -340,7 +399,10 @@ def fedas(setting: Setting, *, rate: float) -> list[Moment]:
             scored, trace = copy.deepcopy(own[i]).eval(), 0.0
             for k in range(len(y)):
                 one = F.cross_entropy(scored(x[k : k + 1]), y[k : k + 1])
-                trace += sum(float(g.square().sum()) for g in torch.autograd.grad(one, list(scored.parameters())))
+                trace += sum(
+                    float(g.square().sum())
+                    for g in torch.autograd.grad(one, list(scored.parameters()))
+                )
             weights.append(trace / len(y))
         average(server, [own[i] for i in selected], weights, base)
         personal = []
@@ -353,7 +415,9 @@ def fedas(setting: Setting, *, rate: float) -> list[Moment]:
     return moments
 
 
-def estimate(z: Tensor, y: Tensor, means: Tensor, least: int, ridge: float) -> tuple[Tensor, Tensor]:
+def estimate(
+    z: Tensor, y: Tensor, means: Tensor, least: int, ridge: float
+) -> tuple[Tensor, Tensor]:
     own = means.clone()
     for c in set(y.tolist()):
         if int((y == c).sum()) >= least:
@@ -365,16 +429,22 @@ def estimate(z: Tensor, y: Tensor, means: Tensor, least: int, ridge: float) -> t
 
 def lda(means: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
     width = len(covariance)
-    shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.trace() / width * torch.eye(width, dtype=torch.float64)
+    shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.trace() / width * torch.eye(
+        width, dtype=torch.float64
+    )
     weight = means @ torch.linalg.inv(shrunk)
-    return weight, torch.stack([p.log() - m @ w / 2 for p, m, w in zip(prior, means, weight, strict=True)])
+    return weight, torch.stack(
+        [p.log() - m @ w / 2 for p, m, w in zip(prior, means, weight, strict=True)]
+    )
 
 
 def pfedfda(setting: Setting, *, shares: tuple[float, float], ridge: float) -> list[Moment]:
     world = setting.world
     base, _ = parts_of(world)
     own, server = [world.fresh() for _ in range(world.clients)], world.fresh()
-    means = torch.rand(world.classes, 4, generator=stream(world.seed, "pfedfda"), dtype=torch.float64)
+    means = torch.rand(
+        world.classes, 4, generator=stream(world.seed, "pfedfda"), dtype=torch.float64
+    )
     covariance = torch.eye(4, dtype=torch.float64)
 
     def mixture(model: Any, i: int) -> tuple[Tensor, Tensor]:
@@ -398,7 +468,9 @@ def pfedfda(setting: Setting, *, shares: tuple[float, float], ridge: float) -> l
             world.train(own[i], i, number, names=base)
             uploads.append(mixture(own[i], i))
         sizes = [world.sizes[i] for i in selected]
-        means, covariance = (sum(n * u[k] for n, u in zip(sizes, uploads, strict=True)) / sum(sizes) for k in (0, 1))
+        means, covariance = (
+            sum(n * u[k] for n, u in zip(sizes, uploads, strict=True)) / sum(sizes) for k in (0, 1)
+        )
         average(server, [own[i] for i in selected], sizes, base)
         personal = []
         for i in range(world.clients):
@@ -406,7 +478,9 @@ def pfedfda(setting: Setting, *, shares: tuple[float, float], ridge: float) -> l
             copy_parameters(server, whole, base)
             personal.append(vector(with_head(whole, *lda(*mixture(whole, i), prior(i)))))
         even = torch.full((world.classes,), 1 / world.classes, dtype=torch.float64)
-        moments.append(Moment(parameters(with_head(server, *lda(means, covariance, even))), personal))
+        moments.append(
+            Moment(parameters(with_head(server, *lda(means, covariance, even))), personal)
+        )
     return moments
 
 
@@ -421,7 +495,9 @@ class TestAgainstLoops:
         run = compare(World(norm), expression, fedbabu, epochs=2, scope=scope)
         head = run.federation.task.layout.unit(lambda tensor: tensor.layer == "head")
         for columns in head:
-            assert torch.equal(run.federation.model()[columns], run.federation.task.initial[columns])
+            assert torch.equal(
+                run.federation.model()[columns], run.federation.task.initial[columns]
+            )
 
     def test_fedrod(self, norm: bool) -> None:
         compare(World(norm), "fedrod(gamma=0.8)", fedrod, gamma=0.8)
@@ -442,7 +518,14 @@ class TestAgainstLoops:
 
     def test_fedpac(self, norm: bool) -> None:
         compare(World(norm), "fedpac(strength=0.6)", fedpac, strength=0.6, head_rate=0.1)
-        compare(World(norm), "fedpac(head_rate=0.3, head_epochs=2)", fedpac, strength=1.0, head_rate=0.3, head_epochs=2)
+        compare(
+            World(norm),
+            "fedpac(head_rate=0.3, head_epochs=2)",
+            fedpac,
+            strength=1.0,
+            head_rate=0.3,
+            head_epochs=2,
+        )
 
     def test_fedas(self, norm: bool) -> None:
         compare(World(norm), "fedas(align_rate=0.05)", fedas, rate=0.05)
@@ -458,10 +541,16 @@ def test_fedah_is_ala_on_the_head_of_a_fedrep_whose_heads_travel() -> None:
     world = World(norm=True)
     run = world.run(build("fedah"))
     inner = "fedrep(head_epochs=1, upload_head=true)"
-    assert_same(run.moments, world.run(build(f"ala({inner}, percent=100, max_epochs=1)")).moments, 1e-12)
+    assert_same(
+        run.moments, world.run(build(f"ala({inner}, percent=100, max_epochs=1)")).moments, 1e-12
+    )
     blend = Blend(world, parts_of(world)[1], percent=100, most=1)
     work = naive_whole_fedrep(world)
-    assert_same(run.moments, shared_model(Setting(world, run.selected, blend), work, lambda m, i, t: m), 1e-9)
+    assert_same(
+        run.moments,
+        shared_model(Setting(world, run.selected, blend), work, lambda m, i, t: m),
+        1e-9,
+    )
 
 
 def naive_whole_fedrep(world: World) -> Callable[[nn.Module, nn.Module, int, int], None]:
@@ -504,7 +593,9 @@ def test_apfl_is_silobn_at_alpha_0_and_local_training_at_alpha_1() -> None:
     for number in range(1, 4):
         for i, model in enumerate(local):
             everyone.train(model, i, number)
-    for row, model in zip(everyone.run(build("apfl(alpha=1.0)")).moments[-1].personal, local, strict=True):
+    for row, model in zip(
+        everyone.run(build("apfl(alpha=1.0)")).moments[-1].personal, local, strict=True
+    ):
         torch.testing.assert_close(row, vector(model), rtol=1e-9, atol=1e-9)
 
 
@@ -541,31 +632,52 @@ def test_feddbe_spends_its_first_round_on_the_consensus() -> None:
 def test_head_shares_at_both_ends() -> None:
     means = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     noisy = head_shares(means, torch.full((4,), 1e9))
-    torch.testing.assert_close(noisy, torch.full((4, 4), 0.25, dtype=torch.float64), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(head_shares(1e6 * means, torch.ones(4)), torch.eye(4, dtype=torch.float64))
-    torch.testing.assert_close(head_shares(means, torch.zeros(4)), torch.eye(4, dtype=torch.float64))
+    torch.testing.assert_close(
+        noisy, torch.full((4, 4), 0.25, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        head_shares(1e6 * means, torch.ones(4)), torch.eye(4, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        head_shares(means, torch.zeros(4)), torch.eye(4, dtype=torch.float64)
+    )
 
 
-def test_fedpac_of_lone_heads_is_fedrep_with_one_head_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedpac_of_lone_heads_is_fedrep_with_one_head_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, epochs=2, batch_size=4))
-    monkeypatch.setattr("fedloom.algorithms.fedpac.head_shares", lambda means, _: torch.eye(len(means)).double())
-    run, expected = world.run(build("fedpac(strength=0)")), world.run(build("fedrep(head_epochs=1)"))
+    monkeypatch.setattr(
+        "fedloom.algorithms.fedpac.head_shares", lambda means, _: torch.eye(len(means)).double()
+    )
+    run, expected = (
+        world.run(build("fedpac(strength=0)")),
+        world.run(build("fedrep(head_epochs=1)")),
+    )
     base = expected.federation.task.layout.unit(lambda tensor: tensor.layer != "head")[0]
     for one, two in zip(run.moments, expected.moments, strict=True):
         torch.testing.assert_close(one.parameters[base], two.parameters[base], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(torch.stack(one.personal), torch.stack(two.personal), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.stack(one.personal), torch.stack(two.personal), rtol=1e-9, atol=1e-9
+        )
 
 
-def test_fedas_without_alignment_and_with_equal_weights_is_fedper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedas_without_alignment_and_with_equal_weights_is_fedper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(sizes=(9, 9, 9, 9, 9))
-    monkeypatch.setattr("fedloom.algorithms.fedas.fisher_traces", lambda cohort, rows: rows.new_ones(len(rows)))
+    monkeypatch.setattr(
+        "fedloom.algorithms.fedas.fisher_traces", lambda cohort, rows: rows.new_ones(len(rows))
+    )
     run = world.run(build("fedas(align_rate=0)"))
     expected = world.run(build("fedper"))
     for one, two in zip(run.moments, expected.moments, strict=True):
         torch.testing.assert_close(one.parameters, two.parameters, rtol=1e-9, atol=1e-9)
 
 
-def test_clients_of_fedas_that_have_nothing_to_learn_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_of_fedas_that_have_nothing_to_learn_count_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     models = []
     for trace in (1.0, 0.0):
         monkeypatch.setattr(
@@ -579,7 +691,9 @@ def test_clients_of_fedas_that_have_nothing_to_learn_count_alike(monkeypatch: py
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_pfedfda_at_both_ends(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(participation=1.0)
-    monkeypatch.setattr("fedloom.algorithms.pfedfda.validated_shares", lambda *_: torch.full((2,), share).double())
+    monkeypatch.setattr(
+        "fedloom.algorithms.pfedfda.validated_shares", lambda *_: torch.full((2,), share).double()
+    )
     run = world.run(build("pfedfda"))
     weights = torch.stack([row[-15:-3] for row in run.moments[-1].personal])
     same_head = torch.allclose(weights, weights[:1].expand_as(weights), atol=1e-9)
@@ -593,7 +707,10 @@ def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:
     labels = torch.arange(3).repeat(8)
     means = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     z = means[labels] + 0.7 * torch.randn(24, 4, generator=generator, dtype=torch.float64)
-    received = means + 1.5 * torch.randn(3, 4, generator=generator, dtype=torch.float64), torch.eye(4).double()
+    received = (
+        means + 1.5 * torch.randn(3, 4, generator=generator, dtype=torch.float64),
+        torch.eye(4).double(),
+    )
     gaussians = torch.cat(received)
     prior = torch.full((3,), 1 / 3, dtype=torch.float64)
     found = validated_shares(z, labels, gaussians, 1e-4, prior)
@@ -603,7 +720,9 @@ def test_pfedfda_validates_the_shares_better_than_a_grid() -> None:
         halves = [torch.arange(24)[torch.arange(24) // 3 % 2 == fold] for fold in (0, 1)]
         for seen, left in (halves, halves[::-1]):
             own = estimate(z[seen], labels[seen], received[0], 2, 1e-4)
-            mean, spread = (s * m + (1 - s) * g for s, m, g in zip((a, b), own, received, strict=True))
+            mean, spread = (
+                s * m + (1 - s) * g for s, m, g in zip((a, b), own, received, strict=True)
+            )
             weight, bias = lda(mean, spread, prior)
             total += float(F.cross_entropy(z[left] @ weight.T + bias, labels[left]))
         return total
@@ -628,7 +747,10 @@ def test_engines_agree(expression: str) -> None:
         task = world.task()
         local_engine = engine(task)
         federation = Federation(
-            build(expression), task, local_engine, Schedule(rounds=3, participation=0.6, seed=world.seed)
+            build(expression),
+            task,
+            local_engine,
+            Schedule(rounds=3, participation=0.6, seed=world.seed),
         )
         federation.run()
         rows.append([federation.model(), *local_engine.memory().values()])
@@ -680,7 +802,9 @@ def test_traffic(expression: str, down: int, up: int) -> None:
 def test_a_head_without_a_bias_is_refused(expression: str) -> None:
     world = World()
     world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
-    with pytest.raises(InvalidValue, match=rf"^{expression} needs a classifier with a bias, and head has none$"):
+    with pytest.raises(
+        InvalidValue, match=rf"^{expression} needs a classifier with a bias, and head has none$"
+    ):
         world.run(build(expression))
 
 
@@ -688,7 +812,9 @@ def test_a_head_without_a_bias_is_refused(expression: str) -> None:
 def test_a_model_that_is_all_classifier_is_refused(expression: str) -> None:
     world = World()
     world.module = nn.Sequential(nn.Linear(5, 3, dtype=torch.float64))
-    with pytest.raises(InvalidValue, match=r"needs a base under the classifier, and Sequential is a single layer$"):
+    with pytest.raises(
+        InvalidValue, match=r"needs a base under the classifier, and Sequential is a single layer$"
+    ):
         world.run(build(expression))
 
 

@@ -25,7 +25,16 @@ from fedloom.rounds.engine import Job, inbox_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
-from naive_personal import Moment, Run, Setting, World, assert_same, parameters, shared_model, vector
+from naive_personal import (
+    Moment,
+    Run,
+    Setting,
+    World,
+    assert_same,
+    parameters,
+    shared_model,
+    vector,
+)
 from small_task import TRAIN_SIZES, small_task
 
 Method = Callable[..., list[Moment]]
@@ -57,51 +66,75 @@ def assert_personal(run: Run) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 class TestPartialParticipation:
     def test_fedavg_c_equals_plain_loops(self, norm: bool) -> None:
-        assert_personal(require_definition(World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3))
+        assert_personal(
+            require_definition(
+                World(norm), "fedavg_c(finetune_epochs=3)", methods.fine_tuned, epochs=3
+            )
+        )
 
     def test_fedavg_c_for_scoring_only_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm)
         expression = "fedavg_c(finetune_epochs=3, finetune_scope=eval_only)"
-        assert_personal(require_definition(world, expression, methods.fine_tuned, epochs=3, scoring_only=True))
+        assert_personal(
+            require_definition(world, expression, methods.fine_tuned, epochs=3, scoring_only=True)
+        )
 
     def test_fedprox_c_equals_plain_loops(self, norm: bool) -> None:
         assert_personal(
             require_definition(
-                World(norm), "fedprox_c(finetune_epochs=2, mu=0.3)", methods.fine_tuned, epochs=2, mu=0.3
+                World(norm),
+                "fedprox_c(finetune_epochs=2, mu=0.3)",
+                methods.fine_tuned,
+                epochs=2,
+                mu=0.3,
             )
         )
 
     def test_per_fedavg_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm, sizes=(9, 14, 11, 21, 12))
         assert_personal(
-            require_definition(world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2)
+            require_definition(
+                world, "per_fedavg(alpha=0.2, passes=2)", methods.per_fedavg, alpha=0.2, passes=2
+            )
         )
 
     def test_fedrep_equals_plain_loops(self, norm: bool) -> None:
-        assert_personal(require_definition(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3))
+        assert_personal(
+            require_definition(World(norm), "fedrep(head_epochs=3)", methods.fedrep, head_epochs=3)
+        )
 
     def test_pfedme_equals_plain_loops(self, norm: bool) -> None:
         world = World(norm, training=PLAIN)
         expression = "pfedme(regularisation=5, personal_rate=0.05, inner_steps=3, beta=0.7)"
         assert_personal(
-            require_definition(world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7)
+            require_definition(
+                world, expression, methods.pfedme, strength=5.0, rate=0.05, steps=3, beta=0.7
+            )
         )
 
     def test_ditto_equals_plain_loops(self, norm: bool) -> None:
         expression = "ditto(regularisation=0.5, personal_epochs=3)"
-        assert_personal(require_definition(World(norm), expression, methods.ditto, strength=0.5, epochs=3))
+        assert_personal(
+            require_definition(World(norm), expression, methods.ditto, strength=0.5, epochs=3)
+        )
 
     def test_fedfomo_equals_plain_loops(self, norm: bool) -> None:
-        assert_personal(require_definition(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5))
+        assert_personal(
+            require_definition(World(norm, rounds=5), "fedfomo", methods.fedfomo, most=5)
+        )
 
     def test_fedfomo_with_two_downloads_equals_plain_loops(self, norm: bool) -> None:
-        assert_personal(require_definition(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2))
+        assert_personal(
+            require_definition(World(norm, rounds=5), "fedfomo(models=2)", methods.fedfomo, most=2)
+        )
 
     @pytest.mark.parametrize("exploration", [0.5, 1.0])
     def test_fedfomo_that_explores_equals_plain_loops(self, norm: bool, exploration: float) -> None:
         expression = f"fedfomo(models=2, exploration={exploration})"
         assert_personal(
-            require_definition(World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration)
+            require_definition(
+                World(norm, rounds=5), expression, methods.fedfomo, most=2, exploration=exploration
+            )
         )
 
     def test_fedper_lg_fedavg_and_silobn_equal_plain_loops(self, norm: bool) -> None:
@@ -118,7 +151,11 @@ class TestPartialParticipation:
 def test_fedphp_equals_plain_loops(deployed: str) -> None:
     world = World(norm=True, training=Training(learning_rate=0.1, batch_size=4, momentum=0.5))
     expression = f"fedphp(mu=0.8, transfer=0.4, deployed={deployed})"
-    assert_personal(require_definition(world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed))
+    assert_personal(
+        require_definition(
+            world, expression, methods.fedphp, mu=0.8, transfer=0.4, deployed=deployed
+        )
+    )
 
 
 def test_partialfed_equals_plain_loops() -> None:
@@ -127,7 +164,9 @@ def test_partialfed_equals_plain_loops() -> None:
         world, "partialfed(model_batches=3, strategy_batches=2)", methods.partialfed, pattern=(3, 2)
     )
     assert_personal(run)
-    strategies = torch.stack([run.engine.store.read(i)["partialfed_strategy"] for i in run.selected[0]])
+    strategies = torch.stack(
+        [run.engine.store.read(i)["partialfed_strategy"] for i in run.selected[0]]
+    )
     assert bool((strategies[:, :, 0] > 0).any())
     assert bool((strategies[:, :, 0] < 0).any())
 
@@ -143,7 +182,9 @@ def test_fedbn_keeps_its_batch_norm_layer() -> None:
 def test_fedamp_equals_plain_loops(norm: bool, alpha: float, sigma: float) -> None:
     expression = f"fedamp(alpha={alpha}, sigma={sigma}, regularisation=0.04)"
     assert_personal(
-        require_definition(everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04)
+        require_definition(
+            everybody(norm), expression, methods.fedamp, alpha=alpha, sigma=sigma, strength=0.04
+        )
     )
 
 
@@ -151,7 +192,9 @@ def test_fedamp_with_the_plain_norm_equals_plain_loops() -> None:
     world = everybody()
     expression = "fedamp(alpha=0.05, sigma=0.5, regularisation=0.04, norm=plain)"
     assert_personal(
-        require_definition(world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True)
+        require_definition(
+            world, expression, methods.fedamp, alpha=0.05, sigma=0.5, strength=0.04, plain=True
+        )
     )
 
 
@@ -159,14 +202,24 @@ def test_fedamp_with_the_plain_norm_equals_plain_loops() -> None:
 def test_apple_equals_plain_loops(norm: bool) -> None:
     world = everybody(norm, PLAIN)
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8)"
-    run = require_definition(world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8)
+    run = require_definition(
+        world, expression, methods.apple, relation_rate=0.2, mu=0.3, decline=0.8
+    )
     assert_personal(run)
 
 
 def test_apple_as_pfllib_has_it() -> None:
     expression = "apple(relation_rate=0.2, mu=0.3, decline=0.8, initial=uniform, variant=pfllib)"
-    options: dict[str, Any] = {"relation_rate": 0.2, "mu": 0.3, "decline": 0.8, "start": "uniform", "pfllib": True}
-    assert_personal(require_definition(everybody(training=PLAIN), expression, methods.apple, **options))
+    options: dict[str, Any] = {
+        "relation_rate": 0.2,
+        "mu": 0.3,
+        "decline": 0.8,
+        "start": "uniform",
+        "pfllib": True,
+    }
+    assert_personal(
+        require_definition(everybody(training=PLAIN), expression, methods.apple, **options)
+    )
 
 
 def test_per_fedavg_without_the_hessian_follows_the_exact_product() -> None:
@@ -199,7 +252,9 @@ def test_ditto_without_pull_is_local_training_beside_fedavg() -> None:
     world = everybody(norm=True)
     run = world.run(build("ditto(regularisation=0, personal_epochs=2)"))
     assert_models_equal(run.moments[-1].personal, local_training(world, 2, "personal"))
-    torch.testing.assert_close(run.moments[-1].parameters, world.run(build("silobn")).moments[-1].parameters)
+    torch.testing.assert_close(
+        run.moments[-1].parameters, world.run(build("silobn")).moments[-1].parameters
+    )
 
 
 def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
@@ -211,12 +266,16 @@ def test_fedrep_without_head_epochs_leaves_the_heads() -> None:
     assert not torch.allclose(run.moments[-1].parameters[:-15], vector(world.module)[:-15])
 
 
-def test_one_pass_through_the_base_serves_all_epochs_of_fedreps_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_through_the_base_serves_all_epochs_of_fedreps_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = everybody()
     passed = []
     features = FlatModule.features
 
-    def counting(module: FlatModule, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
+    def counting(
+        module: FlatModule, rows: torch.Tensor, inputs: torch.Tensor
+    ) -> torch.Tensor | None:
         layer_inputs = features(module, rows, inputs)
         passed.append(0 if layer_inputs is None else inputs.shape[1])
         return layer_inputs
@@ -248,7 +307,9 @@ def test_apple_with_a_one_hot_relation_is_local_training() -> None:
 
 
 class Decided(PartialFed):
-    """PartialFed with a fixed strategy: `bias` puts the download's logits 1000 above or below the local ones."""
+    """PartialFed with a fixed strategy: `bias` puts the download's logits 1000 above or below the
+    local ones.
+    """
 
     bias = 1000.0
 
@@ -305,7 +366,9 @@ def test_fedphp_without_transfer_uploads_what_fedavg_does() -> None:
 def test_pfedme_without_regularisation_leaves_the_global_model() -> None:
     world = World(training=PLAIN)
     run = world.run(build("pfedme(regularisation=0)"))
-    torch.testing.assert_close(run.moments[-1].parameters, parameters(world.module), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        run.moments[-1].parameters, parameters(world.module), rtol=0, atol=1e-12
+    )
 
 
 def test_averaged_buffers_make_silobn_fedavg() -> None:
@@ -376,10 +439,17 @@ def test_traffic_is_that_many_models_down_and_up(expression: str, down: int, up:
 def test_batch_norm_counters_stay_with_the_clients_of_partly_private_models(
     method: str, engine: type[RowsEngine]
 ) -> None:
-    """Each client's counter is the number of its own batches; it is neither sent nor counted as traffic."""
+    """Each client's counter is the number of its own batches; it is neither sent nor counted as
+    traffic.
+    """
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
     local_engine = engine(task)
-    run = Federation(build(method), task, local_engine, Schedule(rounds=4, participation=0.5, seed=1, personal_every=1))
+    run = Federation(
+        build(method),
+        task,
+        local_engine,
+        Schedule(rounds=4, participation=0.5, seed=1, personal_every=1),
+    )
     run.run()
     assert task.layout.integers == 1
     expected = run.algorithm.expects(run._first)["model"][0]
@@ -401,14 +471,22 @@ def test_batch_norm_counters_stay_with_the_clients_of_partly_private_models(
 
 def test_counters_of_batch_norm_travel_with_whole_models() -> None:
     task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
-    run = Federation(build("silobn(buffers=average)"), task, RowsEngine(task), Schedule(rounds=2, participation=1.0))
+    run = Federation(
+        build("silobn(buffers=average)"),
+        task,
+        RowsEngine(task),
+        Schedule(rounds=2, participation=1.0),
+    )
     run.run()
-    assert run.history[0]["bytes_down"] == run.history[0]["bytes_up"] == 6 * (4 * task.layout.size + 8)
+    assert (
+        run.history[0]["bytes_down"] == run.history[0]["bytes_up"] == 6 * (4 * task.layout.size + 8)
+    )
     assert run.integers.tolist() == [2 * 3]
 
 
 @pytest.mark.parametrize(
-    ("expression", "parameters"), [("fedrep", 64), ("ala(fedrep)", 64), ("fedper", 64), ("lg_fedavg", 15)]
+    ("expression", "parameters"),
+    [("fedrep", 64), ("ala(fedrep)", 64), ("fedper", 64), ("lg_fedavg", 15)],
 )
 def test_only_shared_layers_travel(expression: str, parameters: int) -> None:
     record = everybody().run(build(expression)).federation.history[-1]
@@ -487,9 +565,13 @@ def test_an_absent_client_keeps_its_last_model_in_the_mixtures() -> None:
         ("fedmr", False),
     ],
 )
-def test_a_notice_names_layers_that_never_leave_the_clients(expression: str, private_layers: bool) -> None:
+def test_a_notice_names_layers_that_never_leave_the_clients(
+    expression: str, private_layers: bool
+) -> None:
     task = World().task()
-    federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0))
+    federation = Federation(
+        build(expression), task, RowsEngine(task), Schedule(rounds=1, participation=1.0)
+    )
     named = [text for text in federation.notices if "as drawn at first" in text]
     assert len(named) == private_layers
     if private_layers:

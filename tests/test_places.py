@@ -1,8 +1,10 @@
-"""One method object, every place: rows, processes, stacks, Ray and Flower end with the same model and count the same bytes.
+"""One method object, every place: rows, processes, stacks, Ray and Flower end with the same model
+and count the same bytes.
 
-Five rounds on the digits, six clients of which three take part in each, a model with statistics, integer buffers and dropout.
-Flower is its app's own functions with messages that travel as bytes; real processes are in test_flower_sites.py. A
-representative set of methods runs in `make test`, the others in `make chaos`.
+Five rounds on the digits, six clients of which three take part in each, a model with statistics,
+integer buffers and dropout. Flower is its app's own functions with messages that travel as bytes;
+real processes are in test_flower_sites.py. A representative set of methods runs in `make test`, the
+others in `make chaos`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def _settings(algorithm: str, model: str) -> Deployment:
 
 
 def _in(engine: Engine, algorithm: str, model: str) -> Federation:
-    federation = Federation(build(algorithm), task(model), engine, schedule(_settings(algorithm, model)))
+    federation = Federation(
+        build(algorithm), task(model), engine, schedule(_settings(algorithm, model))
+    )
     federation.run()
     return federation
 
@@ -77,7 +81,9 @@ SHARED = {"processes": "worker_processes", "ray": "ray_actors"}
 
 
 QUICK = {"ray": ("fedmr", "umf(feddc)"), "processes": ("fedmr", "umf(feddc)", "secure(fedmr)")}
-"""Of the representative methods, what runs in `make test`; test_processes.py runs all methods, on another model."""
+"""Of the representative methods, what runs in `make test`; test_processes.py runs all methods, on
+another model.
+"""
 
 
 def _cases() -> Iterator[Any]:
@@ -86,7 +92,9 @@ def _cases() -> Iterator[Any]:
         for method, model in [*methods, *((method, "NormNet") for method in OTHERS)]:
             seldom = method in OTHERS or method not in QUICK.get(place, REPRESENTATIVE)
             groups = [pytest.mark.xdist_group(GROUPS[place])] if place in GROUPS else []
-            yield pytest.param(place, method, model, marks=[pytest.mark.minutes, *groups] if seldom else groups)
+            yield pytest.param(
+                place, method, model, marks=[pytest.mark.minutes, *groups] if seldom else groups
+            )
 
 
 @pytest.mark.parametrize(("place", "algorithm", "model"), [*_cases()])
@@ -94,13 +102,20 @@ def test_every_place_gives_the_numbers_of_rows(
     place: str, algorithm: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if place == "flower" and next(pipelines(build(algorithm))).waits:
-        pytest.skip("bytes and counters of batches come with another round: tests/test_flower_asynchronous.py")
-    if place == "flower" and getattr(build(algorithm), "ask", False):  # sites are asked nothing before a round
+        pytest.skip(
+            "bytes and counters of batches come with another round: tests/test_flower_asynchronous.py"
+        )
+    # sites are asked nothing before a round
+    if place == "flower" and getattr(build(algorithm), "ask", False):
         algorithm = f"{algorithm.removesuffix(')')}, ask=false)"
     if place == "flower":
         federation = _over_flower(algorithm, model, tmp_path)
     else:
-        engine = request.getfixturevalue(SHARED[place]) if place in SHARED else StackedEngine(task(model))
+        engine = (
+            request.getfixturevalue(SHARED[place])
+            if place in SHARED
+            else StackedEngine(task(model))
+        )
         federation = _in(engine, algorithm, model)
     expected = on_rows(algorithm, model)
     # What real sites exchange is counted as it is carried, in envelopes.
@@ -119,9 +134,12 @@ WRAPPED = [
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=pytest.mark.xdist_group(group)) for place, group in GROUPS.items()]
+    "place",
+    [pytest.param(place, marks=pytest.mark.xdist_group(group)) for place, group in GROUPS.items()],
 )
-def test_clients_draw_the_same_noise_in_other_processes(place: str, request: pytest.FixtureRequest) -> None:
+def test_clients_draw_the_same_noise_in_other_processes(
+    place: str, request: pytest.FixtureRequest
+) -> None:
     training = Training(learning_rate=0.1, batch_size=20)
     digits = make_task("digits", clients=6, model="mlp(hidden=[4])", training=training)
 

@@ -71,7 +71,9 @@ def test_no_field_has_the_value_that_a_receiver_would_fill_in(values: Any, kind:
             default = field.default_factory()
         if default is not MISSING:
             value = described(values)[field.name]
-            assert value != described(replace(values, **{field.name: default}))[field.name], field.name
+            assert value != described(replace(values, **{field.name: default}))[field.name], (
+                field.name
+            )
 
 
 @pytest.mark.parametrize(
@@ -83,13 +85,17 @@ def test_no_field_has_the_value_that_a_receiver_would_fill_in(values: Any, kind:
         pytest.param("ray", marks=pytest.mark.xdist_group("waiting")),
     ],
 )
-def test_clients_see_every_field_of_the_plan_and_of_the_round(place: str, request: pytest.FixtureRequest) -> None:
+def test_clients_see_every_field_of_the_plan_and_of_the_round(
+    place: str, request: pytest.FixtureRequest
+) -> None:
     if place == "rows":
         engine: LocalEngine = RowsEngine(TASK)
     elif place == "stacked":
         engine = StackedEngine(TASK)
     else:
-        engine = request.getfixturevalue({"processes": "worker_processes", "ray": "ray_actors"}[place])
+        engine = request.getfixturevalue(
+            {"processes": "worker_processes", "ray": "ray_actors"}[place]
+        )
     expected = {"plan": described(PLAN), "round": described(ROUND)}
     for seen in seen_by_clients(engine):
         assert seen == expected

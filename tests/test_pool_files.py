@@ -1,4 +1,6 @@
-"""Pools in files: the bits of those in memory, two copies between rounds, and intact whatever happens in a round."""
+"""Pools in files: the bits of those in memory, two copies between rounds, and intact whatever
+happens in a round.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ BUDGET = 2 * ROW
 """Two models: a pool of six lies in a file, and so does a pool of six and a mean."""
 
 
-def federation(method: Any, directory: Path | None = None, budget: int | None = BUDGET, **settings: Any) -> Federation:
+def federation(
+    method: Any, directory: Path | None = None, budget: int | None = BUDGET, **settings: Any
+) -> Federation:
     task = small_task()
     options = {"rounds": 4, "seed": 3, "evaluate_every": 2, "personal_every": 2} | settings
     schedule = Schedule(participation=1.0, pool_budget=budget, **options)
@@ -39,7 +43,11 @@ def federation(method: Any, directory: Path | None = None, budget: int | None = 
 
 def outcome(run: Federation) -> tuple[dict[str, Any], Any, Any]:
     state = {name: tensor.clone() for name, tensor in run.server_state().items()}
-    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}, run.history, run.client_history
+    return (
+        {name: tensor.numpy().tobytes() for name, tensor in state.items()},
+        run.history,
+        run.client_history,
+    )
 
 
 def files(directory: Path) -> list[Path]:
@@ -67,7 +75,10 @@ def in_files(run: Federation) -> set[str]:
 def test_numbers_are_those_of_a_pool_in_memory(
     method: str, settings: dict[str, Any], tensors: set[str], tmp_path: Path
 ) -> None:
-    in_memory, on_disk = federation(method, budget=None, **settings), federation(method, tmp_path, **settings)
+    in_memory, on_disk = (
+        federation(method, budget=None, **settings),
+        federation(method, tmp_path, **settings),
+    )
     in_memory.run()
     on_disk.run()
     assert outcome(in_memory) == outcome(on_disk)
@@ -80,7 +91,9 @@ def test_numbers_are_those_of_a_pool_in_memory(
     assert in_files(repeated) == tensors
 
 
-def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_two_between_rounds_and_three_within_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = []
 
     def counted(self: FedMR, round: Any, replies: Replies) -> None:
@@ -96,7 +109,9 @@ def test_files_are_two_between_rounds_and_three_within_one(tmp_path: Path, monke
 
 
 def test_a_checkpoint_keeps_every_matrix_that_it_moves_to_a_file(tmp_path: Path) -> None:
-    """Making room for the second one must not take the first one's file, which no tensor of the run lies in."""
+    """Making room for the second one must not take the first one's file, which no tensor of the run
+    lies in.
+    """
     federation("fedbuff(fedavg, k=2)", tmp_path).run()
     assert len(files(tmp_path)) == 2
     repeated = federation("fedbuff(fedavg, k=2)", tmp_path)
@@ -104,7 +119,9 @@ def test_a_checkpoint_keeps_every_matrix_that_it_moves_to_a_file(tmp_path: Path)
     assert in_files(repeated) == {"replies", "sent"}
 
 
-def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_not_changed_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = federation("fedmr", tmp_path)
     run.run()
     digested = []
@@ -121,7 +138,9 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("when", ["training", "recombination", "blend"])
-def test_a_killed_round_leaves_the_pool_before_it(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_round_leaves_the_pool_before_it(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = "fedmr(blend=0.3)"
     uninterrupted = federation(method, tmp_path / "whole")
     uninterrupted.run()
@@ -192,7 +211,9 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
     newest.write_bytes(content)
     repeated = federation("fedmr", tmp_path)
     assert repeated.finished == 3
-    assert repeated.notices == [f"{newest} is damaged: it does not match its digest: going on after round 3"]
+    assert repeated.notices == [
+        f"{newest} is damaged: it does not match its digest: going on after round 3"
+    ]
     repeated.run()
     assert outcome(repeated) == expected
     del repeated
@@ -200,7 +221,10 @@ def test_a_damaged_file_sends_the_run_back_to_the_checkpoint_before(tmp_path: Pa
         path.unlink()
     restarted = federation("fedmr", tmp_path)
     assert (restarted.finished, len(restarted.notices)) == (0, 2)
-    assert "cannot be read (No such file or directory): starting again from round 1" in restarted.notices[0]
+    assert (
+        "cannot be read (No such file or directory): starting again from round 1"
+        in restarted.notices[0]
+    )
     assert not older.exists()
 
 
@@ -243,7 +267,9 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_the_round_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(DiskFull, match=rf"rows-\d+ cannot be written: it needs {6 * ROW:,} bytes"):
+        with pytest.raises(
+            DiskFull, match=rf"rows-\d+ cannot be written: it needs {6 * ROW:,} bytes"
+        ):
             run.step()
     assert outcome(run) == original
     run.run()
@@ -259,7 +285,11 @@ def test_replies_by_slot_leave_others_as_they_were() -> None:
         expected = torch.stack([sent[0], matrix[1], sent[2 % len(sent)], matrix[3]])
         original = sent.clone()
         replies = Replies(
-            {"model": matrix}, slots, slots, slots, Exchange(round, Selection(round.selected), {"model": sent})
+            {"model": matrix},
+            slots,
+            slots,
+            slots,
+            Exchange(round, Selection(round.selected), {"model": sent}),
         )
         assert torch.equal(replies["model"], torch.tensor([[10.0, 10], [30, 30]]))
         assert torch.equal(replies.by_slot("model"), expected)

@@ -26,10 +26,18 @@ LABELS = torch.arange(10).repeat(3)
 
 
 def rounds(
-    accuracy: list[float], loss: list[float], training_loss: float = 0.5, similarity: float | None = 0.5
+    accuracy: list[float],
+    loss: list[float],
+    training_loss: float = 0.5,
+    similarity: float | None = 0.5,
 ) -> Iterator[dict[str, Any]]:
     for number, (share, entropy) in enumerate(zip(accuracy, loss, strict=True), 1):
-        figures = {"round": number, "accuracy": share, "loss": entropy, "training_loss": training_loss}
+        figures = {
+            "round": number,
+            "accuracy": share,
+            "loss": entropy,
+            "training_loss": training_loss,
+        }
         yield figures if similarity is None else figures | {"pool_cosine": similarity}
 
 
@@ -43,7 +51,11 @@ def notices(*phases: Iterator[dict[str, Any]], labels: torch.Tensor = LABELS) ->
 
 
 GUESSING, LEARNT, FALLEN = [0.1] * 8, [0.8] * 8, [0.4] * 8
-FLAT, FALLING, RISING = [2.3] * 8, [2.3 - 0.1 * k for k in range(8)], [1.0 + 0.1 * k for k in range(8)]
+FLAT, FALLING, RISING = (
+    [2.3] * 8,
+    [2.3 - 0.1 * k for k in range(8)],
+    [1.0 + 0.1 * k for k in range(8)],
+)
 
 
 def test_a_model_that_stays_at_chance_while_clients_learn() -> None:
@@ -58,8 +70,10 @@ def test_a_model_that_stays_at_chance_while_clients_learn() -> None:
 
 def test_a_model_that_loses_half_of_what_it_had_learned() -> None:
     assert notices(rounds(LEARNT, FALLING), rounds(FALLEN, RISING)) == [CAME_APART]
-    assert notices(rounds(LEARNT, FALLING, similarity=None), rounds(FALLEN, RISING)) == [CAME_APART]  # before the pool
-    assert notices(rounds(LEARNT, FALLING), rounds([0.5] * 8, RISING)) == []  # (0.1 + 0.8) / 2 is the limit
+    # before the pool
+    assert notices(rounds(LEARNT, FALLING, similarity=None), rounds(FALLEN, RISING)) == [CAME_APART]
+    # (0.1 + 0.8) / 2 is the limit
+    assert notices(rounds(LEARNT, FALLING), rounds([0.5] * 8, RISING)) == []
     assert notices(rounds(FALLEN, RISING)) == []
 
 
@@ -86,12 +100,18 @@ def early(progress: list[float | None], rounds: int = 40, every: int = 1) -> lis
     """The notices of a run of `rounds` that shows these T / S at its evaluations."""
     watch = PoolWatch(LABELS, rounds)
     for k, ratio in enumerate(progress, 1):
-        watch.see({"round": k * every, "accuracy": 0.5} | ({} if ratio is None else {"pool_progress": ratio}))
+        watch.see(
+            {"round": k * every, "accuracy": 0.5}
+            | ({} if ratio is None else {"pool_progress": ratio})
+        )
     return watch.notices
 
 
-def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_rounds_is_noticed_once() -> None:
-    (notice,) = early([0.2] * 5 + [0.79] + [0.3] * 30)  # the first evaluation that counts is that of round 6 of 40
+def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_rounds_is_noticed_once() -> (
+    None
+):
+    # the first evaluation that counts is that of round 6 of 40
+    (notice,) = early([0.2] * 5 + [0.79] + [0.3] * 30)
     assert "T / S = 0.79 after 6 of 40 rounds" in notice
     assert early([0.2] * 5 + [0.8] + [0.3] * 30) == []
     assert early([0.2] * 5) == []
@@ -102,12 +122,19 @@ def test_a_pool_with_more_spread_than_common_progress_after_15_percent_of_the_ro
 
 
 def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> None:
-    run = Federation(build("fedmr"), task := small_task(), StackedEngine(task), Schedule(4, 0.5, evaluate_every=2))
+    run = Federation(
+        build("fedmr"),
+        task := small_task(),
+        StackedEngine(task),
+        Schedule(4, 0.5, evaluate_every=2),
+    )
     run.run()
     pool, initial = run.algorithm.state["pool"].double(), task.initial.double()
     mean = sum(pool) / len(pool)
     common = sum(float((mean[p] - initial[p]) ** 2) for p in range(task.layout.trainable))
-    spread = sum(float((row[p] - mean[p]) ** 2) for row in pool for p in range(task.layout.trainable)) / len(pool)
+    spread = sum(
+        float((row[p] - mean[p]) ** 2) for row in pool for p in range(task.layout.trainable)
+    ) / len(pool)
     assert run.history[-1]["pool_progress"] == pytest.approx(common / spread, rel=1e-5)
     assert "pool_progress" not in run.history[0]
     blended = fl.run("fedmr(blend=0.5)", small_task(), rounds=1, evaluate_every=1)
@@ -117,12 +144,19 @@ def test_the_ratio_is_the_common_progress_over_the_variance_of_the_pool() -> Non
 
 
 def digits(method: str, rate: float, until: int, alpha: float = 0.1) -> Federation:
-    """Twenty clients, ten a round, whose labels differ; until the pool comes apart or for `until` rounds."""
+    """Twenty clients, ten a round, whose labels differ; until the pool comes apart or for `until`
+    rounds.
+    """
     task = make_task(
         "digits", clients=20, partition=f"dirichlet({alpha})", model="mlp(hidden=[64, 64, 64])",
         training=Training(learning_rate=rate, epochs=5, batch_size=50),
     )  # fmt: skip
-    run = Federation(build(method), task, StackedEngine(task), Schedule(until, 0.5, evaluate_every=1, personal_every=0))
+    run = Federation(
+        build(method),
+        task,
+        StackedEngine(task),
+        Schedule(until, 0.5, evaluate_every=1, personal_every=0),
+    )
     while run.finished < until and CAME_APART not in run.notices:
         run.step()
     return run
@@ -133,7 +167,8 @@ def test_long_steps_drive_a_pool_apart_and_the_run_says_so() -> None:
     assert run.notices[1:] == [CAME_APART]
     assert "T / S = 0." in run.notices[0]  # of round 30, long before
     accuracies = [record["accuracy"] for record in run.history]
-    assert accuracies[-1] < 0.6 * max(accuracies)  # where the pool goes depends on how a processor rounds
+    # where the pool goes depends on how a processor rounds
+    assert accuracies[-1] < 0.6 * max(accuracies)
     assert run.history[-1]["pool_cosine"] < 0.7
 
 
@@ -151,7 +186,14 @@ def test_a_pool_that_does_well_and_averaging_are_left_in_peace(
 
 @pytest.mark.parametrize(
     "method",
-    ["fedmr", "indep", "stages(fedavg:1, fedmr)", "secure(fedmr)", "umf(fedmr, simulate_all=true)", "ala(fedmr)"],
+    [
+        "fedmr",
+        "indep",
+        "stages(fedavg:1, fedmr)",
+        "secure(fedmr)",
+        "umf(fedmr, simulate_all=true)",
+        "ala(fedmr)",
+    ],
 )
 def test_the_terminal_the_record_and_the_report_say_it_once(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -160,16 +202,26 @@ def test_the_terminal_the_record_and_the_report_say_it_once(
     monkeypatch.setattr(pool_watch, "EVALUATIONS", 2)
     monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
     for number in (4, 6):  # the second time it goes on after round 4
-        result = fl.run(method, small_task(), rounds=number, participation=0.5, evaluate_every=1, directory=tmp_path)
+        result = fl.run(
+            method,
+            small_task(),
+            rounds=number,
+            participation=0.5,
+            evaluate_every=1,
+            directory=tmp_path,
+        )
     lines = json_lines(tmp_path / "timings.jsonl")
     rounds = [line["round"] for line in lines if CAME_APART in line.get("notices", ())]
     assert rounds == [2]
-    assert [record.message for record in caplog.records].count(CAME_APART) == 2  # and where the run goes on
+    # and where the run goes on
+    assert [record.message for record in caplog.records].count(CAME_APART) == 2
     page = render("A run", [result.summary])
     assert page.count("(seed 0 in round 2): the models of the pool have come apart") == 1
 
 
-def test_a_method_without_a_pool_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_without_a_pool_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PoolWatch, "_has_come_apart", lambda self: True)
     monkeypatch.setattr(pool_watch, "EVALUATIONS", 2)
     assert fl.run("fedavg", small_task(), rounds=4, evaluate_every=1).federation.notices == []

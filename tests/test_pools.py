@@ -1,4 +1,6 @@
-"""Pools of runs: what stops, fails or is killed does so alone, and nothing outlives the process that started it."""
+"""Pools of runs: what stops, fails or is killed does so alone, and nothing outlives the process
+that started it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def jobs(folder: Path, rounds: int = ROUNDS) -> list[RunJob]:
 def rounds(job: RunJob) -> list[int]:
     """The rounds of a run whose figures were written."""
     file = job.path / "metrics.jsonl"
-    return [json.loads(line)["round"] for line in file.read_text().splitlines()] if file.exists() else []
+    return (
+        [json.loads(line)["round"] for line in file.read_text().splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
@@ -55,17 +61,26 @@ def test_a_worker_that_dies_fails_its_run_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["serial", "processes"])
-def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(tmp_path: Path, kind: str) -> None:
+def test_when_runs_are_to_stop_the_round_under_way_is_finished_and_no_run_begun(
+    tmp_path: Path, kind: str
+) -> None:
     pool = SerialPool() if kind == "serial" else ProcessPool(1, 1)
     heard: list[Event] = []
     begun, waiting = jobs(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        pool.run([begun, waiting], heard.append, False, lambda: any(event.kind == "round" for event in heard))
+        pool.run(
+            [begun, waiting],
+            heard.append,
+            False,
+            lambda: any(event.kind == "round" for event in heard),
+        )
     pool.close()
     assert rounds(begun) == list(range(1, len(rounds(begun)) + 1))
     assert 1 <= len(rounds(begun)) <= ROUNDS
     assert not any(event.run == waiting.name for event in heard)
-    failed = (serial := SerialPool()).run([begun, waiting], lambda event: None, False, lambda: False)
+    failed = (serial := SerialPool()).run(
+        [begun, waiting], lambda event: None, False, lambda: False
+    )
     serial.close()
     assert failed == {}
     assert rounds(begun) == rounds(waiting) == list(range(1, ROUNDS + 1))
@@ -87,7 +102,9 @@ if __name__ == "__main__":
     print(*engine.processes, *(process.pid for process in pool.processes.values()), flush=True)
     sys.stdin.read()
 """
-"""A program whose workers find another torch, under the folder given, and never come to an end of importing it."""
+"""A program whose workers find another torch, under the folder given, and never come to an end of
+importing it.
+"""
 
 
 def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -> None:
@@ -99,7 +116,9 @@ def test_workers_that_are_still_starting_end_with_their_parent(tmp_path: Path) -
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "endless")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert len(workers) == 3

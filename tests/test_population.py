@@ -44,7 +44,8 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
     units = units_of(width, seed)
     original = rows.clone()
     result = recombine_(rows.clone(), units, torch.Generator().manual_seed(seed))
-    assert torch.equal(rows, original)  # the input is left alone, and shares no memory with the result
+    # the input is left alone, and shares no memory with the result
+    assert torch.equal(rows, original)
     assert result.data_ptr() != rows.data_ptr()
     generator = torch.Generator().manual_seed(seed)
     for unit in units:
@@ -60,24 +61,32 @@ def test_recombination_is_one_permutation_a_unit(count: int, width: int, seed: i
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 30), GENERATOR_SEEDS)
-def test_recombination_preserves_sums_and_squared_distances(count: int, width: int, seed: int) -> None:
+def test_recombination_preserves_sums_and_squared_distances(
+    count: int, width: int, seed: int
+) -> None:
     """Lemma 4.4, in exact arithmetic: math.fsum does not round on the way."""
     rows = rows_of(count, width, seed).double()
     result = recombine_(rows.clone(), units_of(width, seed), torch.Generator().manual_seed(seed))
     anchor = rows_of(1, width, seed + 1)[0].double()
     for column in range(width):
         assert math.fsum(rows[:, column].tolist()) == math.fsum(result[:, column].tolist())
-    distances, distances_after = ((block - anchor).square().reshape(-1).tolist() for block in (rows, result))
+    distances, distances_after = (
+        (block - anchor).square().reshape(-1).tolist() for block in (rows, result)
+    )
     assert math.fsum(distances) == math.fsum(distances_after)
 
 
 def test_a_pool_of_one_model_is_unchanged() -> None:
     rows = rows_of(1, 10, 0)
-    assert torch.equal(recombine_(rows.clone(), [(slice(0, 10),)], torch.Generator().manual_seed(3)), rows)
+    assert torch.equal(
+        recombine_(rows.clone(), [(slice(0, 10),)], torch.Generator().manual_seed(3)), rows
+    )
 
 
 def test_permutations_are_uniform() -> None:
-    """The source of model 0's unit is uniform over 3,000 draws: chi-square with 3 degrees of freedom, 0.1 % level."""
+    """The source of model 0's unit is uniform over 3,000 draws: chi-square with 3 degrees of
+    freedom, 0.1 % level.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(4.0)[:, None].expand(4, 2).contiguous()
     counts = [[0] * 4 for _ in range(2)]
@@ -98,12 +107,18 @@ def test_means_and_distances_equal_plain_loops(count: int, width: int, seed: int
     for column in range(width):
         values = [float(rows[k, column]) for k in range(count)]
         expected = sum(float(weights[k]) * values[k] for k in range(count)) / total
-        assert math.isclose(float(weighted_mean(rows, weights)[column]), expected, rel_tol=1e-6, abs_tol=1e-6)
-        assert math.isclose(float(weighted_mean(rows)[column]), sum(values) / count, rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(
+            float(weighted_mean(rows, weights)[column]), expected, rel_tol=1e-6, abs_tol=1e-6
+        )
+        assert math.isclose(
+            float(weighted_mean(rows)[column]), sum(values) / count, rel_tol=1e-9, abs_tol=1e-12
+        )
     distance = squared_distances(rows)
     for i in range(count):
         for j in range(count):
-            expected = sum((x - y) ** 2 for x, y in zip(rows[i].tolist(), rows[j].tolist(), strict=True))
+            expected = sum(
+                (x - y) ** 2 for x, y in zip(rows[i].tolist(), rows[j].tolist(), strict=True)
+            )
             assert math.isclose(float(distance[i, j]), expected, rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -112,7 +127,9 @@ def mean_of_pairs(rows: torch.Tensor) -> float:
     cosines = []
     for a, b in itertools.combinations(rows.double().tolist(), 2):
         lengths = math.hypot(*a) * math.hypot(*b)
-        cosines.append(math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0)
+        cosines.append(
+            math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+        )
     return math.fsum(cosines) / len(cosines) if cosines else 1.0
 
 
@@ -128,21 +145,27 @@ def mean_of_pairs(rows: torch.Tensor) -> float:
 def test_the_mean_cosine_in_one_pass_equals_all_pairs(
     count: int, width: int, alike: float, with_zeros: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    rows = rows_of(count, width + 3, seed).to(dtype) + alike * rows_of(1, width + 3, seed + 1).to(dtype)
+    rows = rows_of(count, width + 3, seed).to(dtype) + alike * rows_of(1, width + 3, seed + 1).to(
+        dtype
+    )
     if with_zeros:
         rows[::3] = 0
     rows = rows[:, :width]  # a part of longer rows, as the trainable parameters are
     cosine = mean_cosine_similarity(rows)
     assert cosine.dtype == dtype
     assert -1 <= float(cosine) <= 1
-    assert math.isclose(float(cosine), mean_of_pairs(rows), abs_tol=1e-6 if dtype == torch.float32 else 1e-12)
+    assert math.isclose(
+        float(cosine), mean_of_pairs(rows), abs_tol=1e-6 if dtype == torch.float32 else 1e-12
+    )
 
 
 def test_a_pool_of_equal_and_one_of_opposite_models() -> None:
     row = rows_of(1, 1000, 3)
     assert float(mean_cosine_similarity(row.repeat(50, 1))) == pytest.approx(1, abs=1e-6)
     assert float(mean_cosine_similarity(torch.cat([row, -row]))) == pytest.approx(-1, abs=1e-6)
-    assert float(mean_cosine_similarity(torch.cat([row, torch.zeros_like(row)]))) == pytest.approx(0, abs=1e-6)
+    assert float(mean_cosine_similarity(torch.cat([row, torch.zeros_like(row)]))) == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 class Largest(TorchDispatchMode):

@@ -1,4 +1,6 @@
-"""Preprocessing of raw data to model inputs: fitted, saved as JSON, compared, and applied to new rows."""
+"""Preprocessing of raw data to model inputs: fitted, saved as JSON, compared, and applied to new
+rows.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,32 @@ def patients(rows: int = 60, seed: int = 0) -> pd.DataFrame:
 
 
 def fitted(frame: pd.DataFrame, **options: Any) -> tuple[fl.Task, Preprocessing]:
-    task = fl.make_task(frame, target="cost", clients=3, partition="iid", model="logistic", **options)
+    task = fl.make_task(
+        frame, target="cost", clients=3, partition="iid", model="logistic", **options
+    )
     return task, task.dataset.preprocessing
 
 
 def test_new_rows_are_encoded_like_training_rows() -> None:
     frame = patients()
     task, preprocessing = fitted(frame)
-    inputs, notices = preprocessing.apply(frame.drop(columns=["cost"])[["ward", "smoker", "pressure", "age"]])
+    inputs, notices = preprocessing.apply(
+        frame.drop(columns=["cost"])[["ward", "smoker", "pressure", "age"]]
+    )
     assert not notices
     rows = {tuple(row) for row in inputs.float().tolist()}
     assert rows == {tuple(row) for row in torch.cat([task.train.inputs, task.test.inputs]).tolist()}
     all_rows = frame.iloc[: len(frame)]
     assert preprocessing.outputs.name == "cost"
     trained = task.train.labels[torch.from_numpy(task.partition.indices)]
-    assert (float(trained.mean()), float(trained.std(correction=0))) == pytest.approx((0, 1), abs=1e-5)
-    in_units = preprocessing.outputs.in_units(torch.cat([task.train.labels, task.test.labels])).sort().values
+    assert (float(trained.mean()), float(trained.std(correction=0))) == pytest.approx(
+        (0, 1), abs=1e-5
+    )
+    in_units = (
+        preprocessing.outputs.in_units(torch.cat([task.train.labels, task.test.labels]))
+        .sort()
+        .values
+    )
     assert in_units.tolist() == pytest.approx(sorted(all_rows.cost), rel=1e-5)
 
 
@@ -63,7 +75,13 @@ def test_json_holds_all_of_it_and_refuses_what_was_changed() -> None:
     values["inputs"]["columns"][0]["mean"] = [0.0]
     with pytest.raises(DataError, match="a file: not as it was written"):
         Preprocessing.from_json(json.dumps(values), "a file")
-    for damage in (text[:40], "3", "{}", '{"inputs": {"kind": "magic"}}', text.replace('"number"', '"magic"')):
+    for damage in (
+        text[:40],
+        "3",
+        "{}",
+        '{"inputs": {"kind": "magic"}}',
+        text.replace('"number"', '"magic"'),
+    ):
         with pytest.raises(DataError) as caught:
             Preprocessing.from_json(damage, "a file")
         assert "\n" not in str(caught.value)
@@ -99,9 +117,14 @@ def test_differences_name_the_columns() -> None:
     as_text = fitted(patients().assign(age=lambda frame: frame.age.astype(str)))[1]
     assert preprocessing.differences(as_text)[0].startswith("column 'age': {'categories': None")
     other_rows = fitted(patients(seed=3))[1]
-    assert any(line.startswith("column 'pressure': ") for line in preprocessing.differences(other_rows))
+    assert any(
+        line.startswith("column 'pressure': ") for line in preprocessing.differences(other_rows)
+    )
     assert any(line.startswith("outputs, mean: ") for line in preprocessing.differences(other_rows))
-    swapped = replace(preprocessing, inputs=replace(preprocessing.inputs, columns=preprocessing.inputs.columns[::-1]))  # type: ignore[union-attr]
+    swapped = replace(
+        preprocessing,
+        inputs=replace(preprocessing.inputs, columns=preprocessing.inputs.columns[::-1]),
+    )  # type: ignore[union-attr]
     assert "another order" in preprocessing.differences(swapped)[0]
     assert preprocessing.differences(replace(preprocessing, inputs=PictureInputs((1, 2, 2))))
 
@@ -110,9 +133,18 @@ def test_differences_name_the_columns() -> None:
     ("change", "line"),
     [
         (lambda f: f.drop(columns=["age"]), "no column 'age', which the model was trained on"),
-        (lambda f: f.rename(columns={"pressure": "presure"}), "no column 'pressure'.*: did you mean 'presure'"),
-        (lambda f: f.assign(age=[None, *f.age[1:]]), "column 'age' is empty in row 0, and in 1 in all: fill it"),
-        (lambda f: f.assign(age="old"), "column 'age' is text, and the model was trained on numbers"),
+        (
+            lambda f: f.rename(columns={"pressure": "presure"}),
+            "no column 'pressure'.*: did you mean 'presure'",
+        ),
+        (
+            lambda f: f.assign(age=[None, *f.age[1:]]),
+            "column 'age' is empty in row 0, and in 1 in all: fill it",
+        ),
+        (
+            lambda f: f.assign(age="old"),
+            "column 'age' is text, and the model was trained on numbers",
+        ),
         (lambda f: f.assign(age=np.inf), "column 'age': a NaN or infinity"),
         (lambda f: f.to_numpy(), "the model was trained on a table: give one, not ndarray"),
     ],
@@ -145,7 +177,8 @@ def test_empty_cells_become_the_mean_if_training_filled_them_so() -> None:
     inputs, notices = task.dataset.preprocessing.apply(frame.iloc[[2, 3]].drop(columns=["cost"]))
     assert not notices
     assert inputs[0, 0] == 0
-    assert inputs[1, 1:5].tolist() in ([0, 1, 0, 0], [1, 0, 0, 0])  # a category of its own: None, between N and e
+    # a category of its own: None, between N and e
+    assert inputs[1, 1:5].tolist() in ([0, 1, 0, 0], [1, 0, 0, 0])
     assert bool(torch.isfinite(task.train.inputs).all())
 
 
@@ -167,9 +200,14 @@ def test_pictures_are_decoded_scaled_and_normalised(tmp_path: Path) -> None:
     inputs = preprocessing.apply([tmp_path / "a.png", str(tmp_path / "b.png")])[0]
     assert inputs[0].equal(samples.inputs[0])
     assert tuple(inputs.shape) == (2, 1, 6, 6)
-    assert preprocessing.prepare(inputs)[0].tolist() == dataset.prepare(samples.inputs[:1])[0].tolist()
+    assert (
+        preprocessing.prepare(inputs)[0].tolist() == dataset.prepare(samples.inputs[:1])[0].tolist()
+    )
     assert preprocessing.apply(pixels[:, 0])[0].equal(samples.inputs)
-    with pytest.raises(InvalidValue, match=r"was trained on \[n, 1, 6, 6\] of uint8, not on \[1, 1, 5, 5\] of uint8"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"was trained on \[n, 1, 6, 6\] of uint8, not on \[1, 1, 5, 5\] of uint8",
+    ):
         preprocessing.apply(np.zeros((1, 5, 5), np.uint8))
     with pytest.raises(InvalidValue, match=r"of uint8, not on .* of float32"):
         preprocessing.apply(pixels / 255)
@@ -183,7 +221,9 @@ def test_texts_become_word_numbers() -> None:
     preprocessing = task.dataset.preprocessing
     assert isinstance(preprocessing.inputs, TextInputs)
     assert preprocessing.apply(["Good new film"])[0][0, :4].tolist() == [4, 1, 2, 0]
-    assert preprocessing.apply(frame[["text"]].head(1))[0].equal(preprocessing.apply("good film")[0])
+    assert preprocessing.apply(frame[["text"]].head(1))[0].equal(
+        preprocessing.apply("good film")[0]
+    )
     assert Preprocessing.from_json(preprocessing.to_json()) == preprocessing
     foreign = replace(preprocessing, inputs=replace(preprocessing.inputs, tokenizer="os:system"))
     with pytest.raises(InvalidValue, match=r"its tokenizer is your own \(os:system\)"):

@@ -1,4 +1,6 @@
-"""Differential privacy: clipping, the amount and the source of the noise, its cost in epsilon, and refused methods."""
+"""Differential privacy: clipping, the amount and the source of the noise, its cost in epsilon, and
+refused methods.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,25 @@ def task(clients: int = 12) -> Task:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    return make_task("digits", clients=clients, model=model, training=Training(learning_rate=0.1, batch_size=20))
+    return make_task(
+        "digits", clients=clients, model=model, training=Training(learning_rate=0.1, batch_size=20)
+    )
 
 
 def federation(
-    expression: Any, rounds: int = 4, participation: float = 0.5, mode: Any = "poisson", **options: Any
+    expression: Any,
+    rounds: int = 4,
+    participation: float = 0.5,
+    mode: Any = "poisson",
+    **options: Any,
 ) -> Federation:
     schedule = Schedule(
-        rounds=rounds, participation=participation, participation_mode=mode, evaluate_every=1, seed=2, **options
+        rounds=rounds,
+        participation=participation,
+        participation_mode=mode,
+        evaluate_every=1,
+        seed=2,
+        **options,
     )
     return Federation(build(expression), task(), RowsEngine(task()), schedule)
 
@@ -64,7 +77,9 @@ def run_federation(expression: Any, **options: Any) -> Federation:
 
 
 class Recorded(FedAvg):
-    """FedAvg with client updates of norm `length`; stores the replies that the server half received."""
+    """FedAvg with client updates of norm `length`; stores the replies that the server half
+    received.
+    """
 
     length = 1.0
 
@@ -81,19 +96,28 @@ class Recorded(FedAvg):
 
 
 @given(
-    st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=3, max_size=3), min_size=1),
+    st.lists(
+        st.lists(
+            st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=3, max_size=3
+        ),
+        min_size=1,
+    ),
     st.floats(1e-3, 1e3),
 )
 @settings(max_examples=50, deadline=None)
 def test_no_clients_update_is_longer_than_the_clip(rows: list[list[float]], clip: float) -> None:
     clipped_rows, lengths = clipped(torch.tensor(rows, dtype=torch.float32), clip)
-    for row, clipped_row, length in zip(rows, clipped_rows.double().tolist(), lengths.tolist(), strict=True):
+    for row, clipped_row, length in zip(
+        rows, clipped_rows.double().tolist(), lengths.tolist(), strict=True
+    ):
         assert length == pytest.approx(math.hypot(*row), rel=1e-9)
         assert math.hypot(*clipped_row) <= clip * (1 + 1e-6)
         if math.hypot(*row) <= clip:
             assert clipped_row == row
         else:
-            assert clipped_row == pytest.approx([x * clip / math.hypot(*row) for x in row], rel=1e-6, abs=1e-30)
+            assert clipped_row == pytest.approx(
+                [x * clip / math.hypot(*row) for x in row], rel=1e-6, abs=1e-30
+            )
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
@@ -125,13 +149,15 @@ def noise_of(method: Accounted, inner: Recorded, participation: float = 0.5) -> 
 def test_noise_has_the_stated_variance() -> None:
     inner = Recorded()
     central = noise_of(Private(inner, clip=0.5, noise=2.0), inner)
-    assert bool((central == central[0]).all())  # the inner method receives the noisy mean in place of every reply
+    # the inner method receives the noisy mean in place of every reply
+    assert bool((central == central[0]).all())
     assert float(central[0].std()) == pytest.approx(2.0 * 0.5 / 6, rel=0.1)
     assert abs(float(central[0].mean())) < 4 * 2.0 * 0.5 / 6 / math.sqrt(650)
     inner = Recorded()
     local = noise_of(LocalPrivate(inner, clip=0.5, noise=2.0), inner)
     assert float(local.std()) == pytest.approx(2.0 * 0.5, rel=0.05)
-    assert float(torch.corrcoef(local).fill_diagonal_(0).abs().max()) < 0.2  # each client adds its own
+    # each client adds its own
+    assert float(torch.corrcoef(local).fill_diagonal_(0).abs().max()) < 0.2
 
 
 def test_noise_without_a_generator_is_normal_and_never_repeats() -> None:
@@ -141,7 +167,8 @@ def test_noise_without_a_generator_is_normal_and_never_repeats() -> None:
         ordered = values.sort().values
         expected = torch.distributions.Normal(0, 1).cdf(ordered.float())
         distance = (expected - (torch.arange(4000) + 0.5) / 4000).abs().max()
-        assert float(distance) < 1.95 / math.sqrt(4000)  # Kolmogorov and Smirnov: one failure in a thousand
+        # Kolmogorov and Smirnov: one failure in a thousand
+        assert float(distance) < 1.95 / math.sqrt(4000)
 
 
 def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
@@ -155,7 +182,9 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
         return trained.model()
 
     for expression in ("private(fedavg, noise=1.0)", "local_private(fedavg, noise=1.0)"):
-        assert torch.equal(model(RowsEngine(task()), expression), model(RowsEngine(task()), expression))
+        assert torch.equal(
+            model(RowsEngine(task()), expression), model(RowsEngine(task()), expression)
+        )
         assert not torch.equal(model(Sites(task()), expression), model(Sites(task()), expression))
 
 
@@ -165,9 +194,12 @@ def test_a_simulation_repeats_its_noise_and_real_sites_do_not() -> None:
 def test_poisson_sampling_selects_clients_independently() -> None:
     opening = Round(1, 400, 7, 10, 3, 0.1, 0.1, poisson=True)
     drawn = [set(uniform(opening.at(number))) for number in range(1, 401)]
-    counts = torch.tensor([[client in clients for client in range(10)] for clients in drawn]).double()
+    counts = torch.tensor(
+        [[client in clients for client in range(10)] for clients in drawn]
+    ).double()
     assert bool(((counts.mean(0) - 0.3).abs() < 4 * math.sqrt(0.21 / 400)).all())
-    assert float(counts.sum(1).var()) == pytest.approx(10 * 0.21, rel=0.3)  # fixed participation has none
+    # fixed participation has none
+    assert float(counts.sum(1).var()) == pytest.approx(10 * 0.21, rel=0.3)
     pairs = torch.cov(counts.T).fill_diagonal_(0)
     assert float(pairs.abs().max()) < 4 * 0.21 / math.sqrt(400)
 
@@ -176,7 +208,9 @@ def test_a_round_without_clients_counts_as_a_release() -> None:
     trained = run_federation(Private(Recorded(), noise=1.0), participation=1 / 12, rounds=12)
     counts = [len(record["clients"]) for record in trained.history]
     assert 0 in counts
-    assert [record["epsilon"] for record in trained.history] == [epsilon(1.0, 1 / 12, k, 1e-5) for k in range(1, 13)]
+    assert [record["epsilon"] for record in trained.history] == [
+        epsilon(1.0, 1 / 12, k, 1e-5) for k in range(1, 13)
+    ]
     models = [record["loss"] for record in trained.history]
     assert len(set(models)) == len(models)  # each round moved the model
 
@@ -191,7 +225,8 @@ def test_methods_that_need_as_many_clients_in_every_round_are_refused() -> None:
 # --- cost in epsilon ---
 
 PUBLISHED = [
-    # McMahan et al. 2018, table 1: users, clients in a round, epsilon after 5000 rounds with noise 1 at delta 1e-9
+    # McMahan et al. 2018, table 1: users, clients in a round, epsilon after 5000 rounds with noise
+    # 1 at delta 1e-9
     (763_430, 5000, 4.634),
     (763_430, 1667, 2.314),
     (763_430, 1250, 2.038),
@@ -206,7 +241,8 @@ def test_epsilon_equals_a_published_table(users: int, clients: int, published: f
     accountant = rdp.RdpAccountant(ORDERS)
     event = library.PoissonSampledDpEvent(clients / users, library.GaussianDpEvent(1.0))
     accountant.compose(event, 5000)
-    # The paper turns Renyi divergences into epsilon as Abadi et al. 2016 did; today's theorem gives less.
+    # The paper turns Renyi divergences into epsilon as Abadi et al. 2016 did; today's theorem gives
+    # less.
     as_then = min(
         divergence + math.log(1e9) / (order - 1)
         for divergence, order in zip(accountant._rdp, accountant._orders, strict=True)
@@ -218,7 +254,9 @@ def test_epsilon_equals_a_published_table(users: int, clients: int, published: f
 
 
 def test_epsilon_equals_the_librarys_example() -> None:
-    """Abadi et al. 2016 and the library's documentation: q = 0.01, noise 4, 10,000 steps; tight by FFT: 0.947."""
+    """Abadi et al. 2016 and the library's documentation: q = 0.01, noise 4, 10,000 steps; tight by
+    FFT: 0.947.
+    """
     assert epsilon(4.0, 0.01, 10_000, 1e-5) == pytest.approx(1.0355, abs=1e-4)
     assert epsilon(0.0, 0.01, 1, 1e-5) == math.inf
     assert epsilon(4.0, 0.01, 0, 1e-5) == 0
@@ -254,8 +292,11 @@ def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) ->
     done = len(result.history)
     assert 2 < done < 30
     assert result.history[-1]["epsilon"] <= 3.0 < epsilon(2.0, 0.5, done + 1, 1e-5)
-    assert result.history[-1]["accuracy"] == result.accuracy  # evaluated although no evaluation was due
-    assert any("budget is spent" in text for timing in result.timings for text in timing.get("notices", ()))
+    # evaluated although no evaluation was due
+    assert result.history[-1]["accuracy"] == result.accuracy
+    assert any(
+        "budget is spent" in text for timing in result.timings for text in timing.get("notices", ())
+    )
     longer = budgeted_run(60)
     assert longer.history == result.history
     (row,) = summarise([longer.summary])
@@ -267,7 +308,9 @@ def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) ->
 @pytest.mark.parametrize("wrapper", ["private", "local_private", "dp_sgd"])
 def test_a_budget_too_small_for_one_round_is_refused_before_it(wrapper: str) -> None:
     trained = federation(f"{wrapper}(fedavg, noise=1.0, target_epsilon=0.1)")
-    with pytest.raises(InvalidValue, match="one round costs more epsilon than target_epsilon: give more noise"):
+    with pytest.raises(
+        InvalidValue, match="one round costs more epsilon than target_epsilon: give more noise"
+    ):
         trained.run()
     assert trained.history == []
 
@@ -294,13 +337,16 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
     inner = Recorded()
     inner.length = 3.0
     trained = federation(
-        Private(inner, clip=0.1, noise=0.1, quantile=0.5, clip_learning_rate=0.5), rounds=40, participation=1.0
+        Private(inner, clip=0.1, noise=0.1, quantile=0.5, clip_learning_rate=0.5),
+        rounds=40,
+        participation=1.0,
     )
     clips = []
     for _ in range(40):
         trained.step()
         clips.append(trained.history[-1]["clip"])
-    assert clips[0] == pytest.approx(0.1 * math.exp(-0.5 * (0 - 0.5)), rel=0.15)  # nobody was below, up to noise
+    # nobody was below, up to noise
+    assert clips[0] == pytest.approx(0.1 * math.exp(-0.5 * (0 - 0.5)), rel=0.15)
     assert 2 < clips[-1] < 5
     assert trained.history[-1]["epsilon"] == epsilon(0.1, 1.0, 40, 1e-5)
 
@@ -313,7 +359,10 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
     [
         ("private(fedmr, noise=1)", "private: fedmr needs the single replies"),
         ("private(fedexp, noise=1)", "private: fedexp needs the single replies"),
-        ("private(secure(fedavg(weighted=false)), noise=1)", "an upload holds layers of several clients, unclipped"),
+        (
+            "private(secure(fedavg(weighted=false)), noise=1)",
+            "an upload holds layers of several clients, unclipped",
+        ),
         ("private(fedavg)", "give noise, such as 0.8"),
         ("private(fedavg, clip=none, noise=1)", "clip must be a number"),
         ("private(fedavg, noise=-1)", "noise must be"),
@@ -322,7 +371,9 @@ def test_the_clip_follows_the_lengths_of_updates() -> None:
         ("stages(private(fedavg, noise=1):3, fedavg)", "put private around stages"),
     ],
 )
-def test_expressions_that_would_break_the_guarantee_are_refused(expression: str, message: str) -> None:
+def test_expressions_that_would_break_the_guarantee_are_refused(
+    expression: str, message: str
+) -> None:
     with pytest.raises(InvalidValue, match=message):
         build(expression)
 
@@ -352,7 +403,9 @@ def test_plans_that_would_break_the_guarantee_are_refused() -> None:
         small = small_task()
         with pytest.raises(InvalidValue, match="counts its batches"):
             Federation(build(f"{wrapper}(fedavg, noise=1)"), small, RowsEngine(small), Schedule())
-    with pytest.raises(InvalidValue, match="set participation_mode to poisson, or participation to 1, not 6 of 12"):
+    with pytest.raises(
+        InvalidValue, match="set participation_mode to poisson, or participation to 1, not 6 of 12"
+    ):
         federation("private(fedavg, noise=1)", mode="fixed").step()
     with pytest.raises(InvalidValue, match="quantile needs more than 10 clients in a round, not 6"):
         federation("private(fedavg, noise=1, quantile=0.5)").step()
@@ -374,7 +427,12 @@ def test_privacy_combines_with_other_methods(expression: str) -> None:
 
 
 def test_secure_recombination_of_private_uploads_reports_epsilon() -> None:
-    assert run_federation("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1]["epsilon"] > 0
+    assert (
+        run_federation("secure(local_private(fedmr, noise=0.1))", mode="fixed").history[-1][
+            "epsilon"
+        ]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -385,12 +443,18 @@ def test_secure_recombination_of_private_uploads_reports_epsilon() -> None:
         "dp_sgd(fedmr, clip=1.0, noise={})",
     ],
 )
-def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, tmp_path: Path) -> None:
+def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(
+    method: str, tmp_path: Path
+) -> None:
     def config(noise: float, folder: str) -> dict[str, Any]:
         options = run_config(method.format(noise), tmp_path / folder, rounds=2)
         text = options["configuration"].replace('"flower_support:NormNet"', '"mlp(hidden=[4])"')
-        text = text.replace("batch_size = 8", "batch_size = 1000")  # all samples: sites draw batches of their own
-        return {**options, "configuration": text.replace("participation = 0.5", "participation = 1.0")}
+        # all samples: sites draw batches of their own
+        text = text.replace("batch_size = 8", "batch_size = 1000")
+        return {
+            **options,
+            "configuration": text.replace("participation = 0.5", "participation = 1.0"),
+        }
 
     def model(noise: float, folder: str) -> Tensor:
         options = config(noise, folder)
@@ -402,7 +466,9 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, 
     def in_a_simulation(noise: float) -> Tensor:
         settings = deployment(config(noise, "rows"))
         site_task = settings.configuration.task(3)
-        trained = Federation(build(settings.algorithm), site_task, RowsEngine(site_task), schedule(settings))
+        trained = Federation(
+            build(settings.algorithm), site_task, RowsEngine(site_task), schedule(settings)
+        )
         trained.run()
         return trained.model()
 
@@ -414,5 +480,7 @@ def test_over_flower_sites_clip_alike_and_nobody_repeats_the_noise(method: str, 
 def test_without_the_library_a_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
     epsilon.cache_clear()
-    with pytest.raises(FedloomError, match=r"accounted for by 'dp-accounting': pip install -e '.\[privacy\]'"):
+    with pytest.raises(
+        FedloomError, match=r"accounted for by 'dp-accounting': pip install -e '.\[privacy\]'"
+    ):
         federation("private(fedavg, noise=1.0)")

@@ -1,4 +1,6 @@
-"""The processes engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind, however it ends."""
+"""The processes engine gives the numbers of the rows engine, whatever dies; and leaves nothing
+behind, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def engine(worker_processes: ProcessesEngine) -> ProcessesEngine:
 
 
 @pytest.mark.parametrize("expression", EVERY_METHOD)
-def test_methods_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine, expression: str) -> None:
+def test_methods_give_the_numbers_of_the_rows_engine(
+    engine: ProcessesEngine, expression: str
+) -> None:
     settings = {"personal_every": 2, "dropout": 0.2}
     federation = run(build(expression), engine, **settings)
     assert_same(federation, run(build(expression), RowsEngine(TASK), **settings))
@@ -84,10 +88,15 @@ def test_a_run_goes_on_from_its_checkpoint(engine: ProcessesEngine, tmp_path: Pa
 
 def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: ProcessesEngine) -> None:
     small = small_task()
-    double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
+    double = replace(
+        small,
+        model=small.model.double(),
+        train=replace(small.train, inputs=small.train.inputs.double()),
+    )
     double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
     assert_same(
-        run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
+        run(KeepsClientMemory(), engine, task=double),
+        run(KeepsClientMemory(), RowsEngine(double), task=double),
     )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
 
@@ -98,7 +107,9 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
     monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
     monkeypatch.setattr(engine, "workers_fold", False)
     samples = len(TASK.train)
-    many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
+    many = replace(
+        TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2))
+    )
     created: list[weakref.ref[Tensor]] = []
     live, empty = 0, engine._empty
 
@@ -111,20 +122,30 @@ def test_replies_are_folded_block_by_block_and_few_blocks_are_begun(
         return tensor
 
     monkeypatch.setattr(engine, "_empty", counted)
-    federation = run(Deadly(victim=9, times=1, directory=str(tmp_path)), engine, task=many, rounds=2)
+    federation = run(
+        Deadly(victim=9, times=1, directory=str(tmp_path)), engine, task=many, rounds=2
+    )
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(many), task=many, rounds=2))
     blocks = samples // 4
     assert len(created) == 2 * blocks  # in two rounds
     assert live <= 3 < blocks  # two workers, two clients ahead for each
 
 
-@pytest.mark.parametrize(("method", "share"), [("deadly", 1.0), ("fedexp", 1.0), ("umf(scaffold)", 0.5)])
+@pytest.mark.parametrize(
+    ("method", "share"), [("deadly", 1.0), ("fedexp", 1.0), ("umf(scaffold)", 0.5)]
+)
 def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
-    engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, share: float
+    engine: ProcessesEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    share: float,
 ) -> None:
     monkeypatch.setattr("fedloom.records.MOST_SLOTS", 2)
     samples = len(TASK.train)
-    many = replace(TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2)))
+    many = replace(
+        TASK, partition=Partition.from_sizes(torch.arange(samples).numpy(), [2] * (samples // 2))
+    )
     results: list[Answer | Fault | FoldedBlock] = []
     train = engine.train
 
@@ -134,7 +155,9 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
             yield result
 
     monkeypatch.setattr(engine, "train", noted)
-    folded = Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
+    folded = (
+        Deadly(victim=9, times=1, directory=str(tmp_path)) if method == "deadly" else build(method)
+    )
     plain = KeepsClientMemory() if method == "deadly" else build(method)
     federation = run(folded, engine, task=many, rounds=2, participation=share)
     assert_same(federation, run(plain, RowsEngine(many), task=many, rounds=2, participation=share))
@@ -145,13 +168,17 @@ def test_blocks_are_folded_where_their_clients_train_to_the_same_bits(
         for result in results
         if isinstance(result, Answer) and result.job.slot is not None and result.tensors
     ]
-    assert (len(blocks_folded), len(single)) == ((2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0))
+    assert (len(blocks_folded), len(single)) == (
+        (2 * blocks - 1, 2) if method == "deadly" else (2 * blocks, 0)
+    )
 
 
 # --- deaths and failures ---
 
 
-def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(engine: ProcessesEngine, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_replaced_and_its_client_trains_again(
+    engine: ProcessesEngine, tmp_path: Path
+) -> None:
     list(engine.train(set_up(engine, FedAvg()), *jobs(engine)))
     times = 2
     processes = set(engine.processes)
@@ -185,14 +212,20 @@ def test_workers_killed_between_two_rounds_are_replaced(engine: ProcessesEngine)
     assert_same(federation, run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
-def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(engine: ProcessesEngine) -> None:
+def test_clients_that_fail_are_named_with_the_reasons_of_the_rows_engine(
+    engine: ProcessesEngine,
+) -> None:
     federation = run(Failing(), engine)
     position = federation.history[0]["clients"].index
-    assert [fault["client"] for fault in federation.history[0]["faults"]] == sorted((0, 1, 2, 3), key=position)
+    assert [fault["client"] for fault in federation.history[0]["faults"]] == sorted(
+        (0, 1, 2, 3), key=position
+    )
     assert_same(federation, run(Failing(), RowsEngine(TASK), participation=1.0))
 
 
-def test_a_round_in_which_everybody_fails_raises_the_first_clients_error(engine: ProcessesEngine) -> None:
+def test_a_round_in_which_everybody_fails_raises_the_first_clients_error(
+    engine: ProcessesEngine,
+) -> None:
     with pytest.raises(ZeroDivisionError):
         run(Failing(), engine, rounds=1, participation=0.17, seed=_seed_that_selects(0))
     with pytest.raises(RuntimeError, match="1 and 2"):
@@ -206,7 +239,9 @@ def _seed_that_selects(client: int) -> int:
     raise AssertionError("no seed selects the client")
 
 
-def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(engine: ProcessesEngine) -> None:
+def test_a_wrong_setting_ends_the_round_and_leaves_the_engine_usable(
+    engine: ProcessesEngine,
+) -> None:
     with pytest.raises(InvalidValue, match="mu must be at least 0, not -1"):
         run(Misconfigured(), engine)
     assert_same(run(FedAvg(), engine), run(FedAvg(), RowsEngine(TASK)))
@@ -227,11 +262,15 @@ def test_a_round_left_early_disturbs_nothing(engine: ProcessesEngine) -> None:
     assert_same(run(KeepsClientMemory(), engine), run(KeepsClientMemory(), RowsEngine(TASK)))
 
 
-def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_with_more_samples_go_first(
+    engine: ProcessesEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     algorithm = set_up(engine, FedAvg())
     began: list[int] = []
     read = engine.store.read
-    monkeypatch.setattr(engine.store, "read", lambda client: (began.append(client), read(client))[1])
+    monkeypatch.setattr(
+        engine.store, "read", lambda client: (began.append(client), read(client))[1]
+    )
     assert len(list(engine.train(algorithm, *jobs(engine)))) == CLIENTS
     assert began == sorted(range(CLIENTS), key=lambda client: -TRAIN_SIZES[client])
 
@@ -239,7 +278,9 @@ def test_clients_with_more_samples_go_first(engine: ProcessesEngine, monkeypatch
 def test_methods_that_cannot_travel_are_refused_in_one_line(engine: ProcessesEngine) -> None:
     method = FedAvg()
     method.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValue, match="engine 'processes' cannot send this to its workers: ") as caught:
+    with pytest.raises(
+        InvalidValue, match="engine 'processes' cannot send this to its workers: "
+    ) as caught:
         run(method, engine)
     assert "\n" not in str(caught.value)
 
@@ -262,7 +303,10 @@ def test_a_method_may_be_defined_inside_a_function(engine: ProcessesEngine) -> N
             {"workers": 100_000},
             f"processes: workers must be between 1 and {MOST_WORKERS}, not 100000",
         ),
-        ({"threads": 100_000}, f"processes: threads must be between 1 and {MOST_WORKERS}, not 100000.*"),
+        (
+            {"threads": 100_000},
+            f"processes: threads must be between 1 and {MOST_WORKERS}, not 100000.*",
+        ),
         ({"threads": -1}, f"processes: threads must be between 1 and {MOST_WORKERS}, not -1"),
         ({"workers": 2.5}, "processes: workers must be a whole number, not 2.5"),
         ({"workers": True}, "processes: workers must be a whole number, not true"),
@@ -272,7 +316,9 @@ def test_a_method_may_be_defined_inside_a_function(engine: ProcessesEngine) -> N
         ({"worker": 2}, "processes has no parameter 'worker': .*"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_in_one_line(options: dict[str, Any], reason: str) -> None:
+def test_options_that_do_not_fit_are_refused_in_one_line(
+    options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(InvalidValue, match=f"^{reason}$"):
         make_engine("processes", TASK, **options)
 
@@ -280,7 +326,9 @@ def test_options_that_do_not_fit_are_refused_in_one_line(options: dict[str, Any]
 # --- shared memory ---
 
 
-def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(engine: ProcessesEngine) -> None:
+def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(
+    engine: ProcessesEngine,
+) -> None:
     assert engine.shared_memory.find(engine.task.train.inputs.data_ptr()) is not None
     schedule = Schedule(rounds=12, participation=1.0, seed=3, evaluate_every=20)
     method = FedMR()
@@ -305,7 +353,9 @@ def test_replies_and_samples_lie_in_shared_memory_and_regions_are_used_again(eng
 def test_replies_stay_as_they_are_when_later_rounds_run(engine: ProcessesEngine) -> None:
     algorithm = set_up(engine, KeepsClientMemory())
     round, work = jobs(engine)
-    replies = [result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)]
+    replies = [
+        result for result in engine.train(algorithm, round, work) if not isinstance(result, Fault)
+    ]
     copies = [reply.tensors["model"].clone() for reply in replies]
     assert len(replies) == CLIENTS
     for number in (2, 3, 4):
@@ -337,7 +387,9 @@ def channels() -> tuple[Channel, Channel]:
     assert isinstance(ours, Connection)
     assert isinstance(theirs, Connection)
     near, far = SharedMemory(anonymous_file()), SharedMemory(anonymous_file())
-    return Channel(ours, near, os.dup(far.descriptor)), Channel(theirs, far, os.dup(near.descriptor))
+    return Channel(ours, near, os.dup(far.descriptor)), Channel(
+        theirs, far, os.dup(near.descriptor)
+    )
 
 
 TENSORS: dict[str, Tensor] = {
@@ -425,7 +477,9 @@ def shared_files() -> set[str]:
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, sent_signal: signal.Signals) -> None:
+def test_workers_end_with_their_parent_however_it_ends(
+    tmp_path: Path, sent_signal: signal.Signals
+) -> None:
     original = shared_files()
     command = script(tmp_path, GUARDED, seconds=0.3, workers=2)
     with subprocess.Popen(
@@ -441,7 +495,8 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path, sent_sign
         output = parent.stderr.read()
         assert parent.wait() == -sent_signal
     assert gone_soon(workers), "a worker outlived its parent"
-    assert output.count("Traceback") == (1 if sent_signal == signal.SIGINT else 0)  # the script's own
+    # the script's own
+    assert output.count("Traceback") == (1 if sent_signal == signal.SIGINT else 0)
     assert "leaked" not in output
     assert "Warning" not in output
     assert shared_files() <= original
@@ -455,10 +510,15 @@ def is_alive(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(tmp_path: Path) -> None:
+def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(
+    tmp_path: Path,
+) -> None:
     """Neither a guard around what starts the run nor even a file is needed."""
     program = HEAD.format(seconds=0.0, workers=1) + "work(Own())\n"
-    for command in (script(tmp_path, "work(Own())\n"), [sys.executable, "-W", "error", "-c", program]):
+    for command in (
+        script(tmp_path, "work(Own())\n"),
+        [sys.executable, "-W", "error", "-c", program],
+    ):
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert done.stdout.endswith("trained\n")
         assert done.stdout.count("trained") == 1
@@ -466,7 +526,9 @@ def test_a_program_may_define_its_own_method_and_is_not_run_again_in_workers(tmp
 
 
 def test_settings_that_hold_already_are_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long as PyTorch itself."""
+    """To set whether algorithms are deterministic imports PyTorch's compiler, which takes as long
+    as PyTorch itself.
+    """
     calls: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     for deterministic in (False, True):

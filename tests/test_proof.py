@@ -1,5 +1,6 @@
-"""Every engine trains as a plain PyTorch loop, for any module and settings; shortcuts that do not are left out, with a
-notice."""
+"""Every engine trains as a plain PyTorch loop, for any module and settings; shortcuts that do not
+are left out, with a notice.
+"""
 
 from __future__ import annotations
 
@@ -47,25 +48,40 @@ def task_of(module: nn.Module, training: Training = TRAINING) -> Task:
     inputs = torch.randn(sum(SIZES), FEATURES, generator=draw, dtype=torch.float64).to(dtype)
     samples = Samples(inputs, torch.randint(CLASSES, (sum(SIZES),), generator=draw))
     data = Dataset("random", samples, samples, CLASSES)
-    return Task(data, samples, samples, Partition.from_sizes(torch.arange(sum(SIZES)).numpy(), SIZES), module, training)
+    return Task(
+        data,
+        samples,
+        samples,
+        Partition.from_sizes(torch.arange(sum(SIZES)).numpy(), SIZES),
+        module,
+        training,
+    )
 
 
 def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
     """Train every client by a loop of torch.optim; return the mean model, weighted by samples."""
     models, training = [], task.training
-    settled = {name: getattr(training, name) for name in ("batch_size", "epochs", "steps", "drop_last")}
+    settled = {
+        name: getattr(training, name) for name in ("batch_size", "epochs", "steps", "drop_last")
+    }
     for client, size in enumerate(SIZES):
         module, samples = copy.deepcopy(task.model).train(), task.samples(client)
         trained = [p for p in module.parameters() if p.requires_grad]
         for p in trained:
             p.grad = torch.zeros_like(p)
-        kind = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}[training.optimizer]
+        kind = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim)}[
+            training.optimizer
+        ]
         options = dict(training.optimizer_options)
         if training.momentum:
             options["momentum"] = training.momentum
-        optimizer = kind(trained, lr=training.learning_rate, weight_decay=training.weight_decay, **options)
+        optimizer = kind(
+            trained, lr=training.learning_rate, weight_decay=training.weight_decay, **options
+        )
         norms = any(isinstance(layer, nn.BatchNorm1d) for layer in module.modules())
-        order = batch_order(size, stream(seed, "batches", round=1, client=client), smallest=1 + norms, **settled)
+        order = batch_order(
+            size, stream(seed, "batches", round=1, client=client), smallest=1 + norms, **settled
+        )
         with torch.random.fork_rng():
             torch.set_rng_state(stream(seed, "layers", round=1, client=client).get_state())
             for batch in order:
@@ -77,14 +93,18 @@ def by_plain_pytorch(task: Task, seed: int) -> dict[str, Tensor]:
         models.append({**dict(module.named_parameters()), **dict(module.named_buffers())})
     share = [size / sum(SIZES) for size in SIZES]
     return {
-        name: sum(weight * model[name].detach() for weight, model in zip(share, models, strict=True))
+        name: sum(
+            weight * model[name].detach() for weight, model in zip(share, models, strict=True)
+        )
         if tensor.is_floating_point()
         else torch.stack([model[name] for model in models]).amax(0)
         for name, tensor in models[0].items()
     }
 
 
-def assert_plain(task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str, Tensor] | None = None) -> None:
+def assert_plain(
+    task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str, Tensor] | None = None
+) -> None:
     """Assert that one round of FedAvg over all clients equals plain PyTorch."""
     schedule = Schedule(rounds=1, participation=1.0, seed=seed)
     federation = Federation(build("fedavg"), task, engine, schedule)
@@ -95,7 +115,11 @@ def assert_plain(task: Task, engine: LocalEngine, seed: int = 0, plain: dict[str
     tolerance = 1e-9 if task.layout.dtype == torch.float64 else 1e-5
     for name, tensor in (plain or by_plain_pytorch(task, seed)).items():
         torch.testing.assert_close(
-            state[name].detach(), tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            state[name].detach(),
+            tensor,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -128,7 +152,8 @@ SETTINGS = st.one_of(
         momentum=st.sampled_from([0.5, 0.9]),
         optimizer_options=st.sampled_from([{}, {"dampening": 0.3}, {"nesterov": True}]),
     ),
-    # With a large eps, since these divide by the size of the gradient, and that of a bias before a norm is rounding alone.
+    # With a large eps, since these divide by the size of the gradient, and that of a bias before a
+    # norm is rounding alone.
     st.builds(
         dict,
         optimizer=st.sampled_from(["adam", "adamw", "adagrad", "rmsprop", "adamax"]),
@@ -171,7 +196,9 @@ def test_every_engine_trains_as_plain_pytorch(
     task = task_of(module, training)
     plain = by_plain_pytorch(task, seed)
     assume(
-        all(float(tensor.abs().max()) < 3 for tensor in plain.values() if tensor.is_floating_point())
+        all(
+            float(tensor.abs().max()) < 3 for tensor in plain.values() if tensor.is_floating_point()
+        )
     )  # no divergence
     assert_plain(task, RowsEngine(task), seed, plain)
     assert_plain(task, StackedEngine(task), seed, plain)
@@ -247,16 +274,24 @@ def spoilt_layout(monkeypatch: pytest.MonkeyPatch) -> Task:
         module = nn.Sequential(Strided(1, 2, 1), Strided(2, 2, 1), nn.Flatten(), head).double()
     task = task_of(module)
     images = Samples(task.train.inputs.view(-1, 1, 1, FEATURES), task.train.labels)
-    return replace(task, train=images, test=images, dataset=replace(task.dataset, train=images, test=images))
+    return replace(
+        task, train=images, test=images, dataset=replace(task.dataset, train=images, test=images)
+    )
 
 
 SPOILT: dict[str, tuple[Callable[[pytest.MonkeyPatch], Task], str]] = {
-    "folded": (spoilt_fold, "linear layers train by autograd: without it, after 3 steps the numbers are"),
+    "folded": (
+        spoilt_fold,
+        "linear layers train by autograd: without it, after 3 steps the numbers are",
+    ),
     "joint": (
         spoilt_joint_optimizer,
         "each client has an optimizer of its own: with one, after 3 steps the numbers are",
     ),
-    "stacked": (spoilt_stack, "clients train one by one, since models of this kind cannot be stacked: after 3 steps"),
+    "stacked": (
+        spoilt_stack,
+        "clients train one by one, since models of this kind cannot be stacked: after 3 steps",
+    ),
     "layout": (
         spoilt_layout,
         "images keep their layout in memory: with the channels last, after 3 steps the numbers are",
@@ -279,7 +314,9 @@ def test_a_shortcut_that_gives_other_numbers_is_left_out_and_named(
 def test_workers_do_not_repeat_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of(build_module(("linear",)))
     proof = StackedEngine(task).proof
-    monkeypatch.setattr("fedloom.engines.rows.prove", lambda *args, **kwargs: pytest.fail("proven again"))
+    monkeypatch.setattr(
+        "fedloom.engines.rows.prove", lambda *args, **kwargs: pytest.fail("proven again")
+    )
     assert StackedEngine(task, proof).proof is proof
 
 

@@ -1,4 +1,6 @@
-"""Comparisons in Python: the same runs as the command, with objects of a script or a notebook, and their results."""
+"""Comparisons in Python: the same runs as the command, with objects of a script or a notebook, and
+their results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from fedloom.report.summary import mean_of_last
 from fedloom.state.tensors import read_tensors
 from small_task import small_task
 
-OPTIONS: dict[str, Any] = {"rounds": 3, "participation": 0.5, "evaluate_every": 1, "workers": 1, "quiet": True}
+OPTIONS: dict[str, Any] = {
+    "rounds": 3,
+    "participation": 0.5,
+    "evaluate_every": 1,
+    "workers": 1,
+    "quiet": True,
+}
 
 SCRIPT = """\
 from dataclasses import dataclass
@@ -66,9 +74,22 @@ def seeded(seed: int) -> fl.Task:
 
 
 def test_it_makes_the_same_runs_as_the_command(tmp_path: Path) -> None:
-    result = fl.compare(["fedavg", "fedmr"], seeded, seeds=range(2), directory=tmp_path / "python", **OPTIONS)
-    keys = {"rounds": 3, "participation": 0.5, "evaluate_every": 1, "seeds": [0, 1], "algorithms": ["fedavg", "fedmr"]}
-    table = {**keys, "model": "mlp(hidden=[4])", "data": {"clients": 5}, "directory": str(tmp_path / "command")}
+    result = fl.compare(
+        ["fedavg", "fedmr"], seeded, seeds=range(2), directory=tmp_path / "python", **OPTIONS
+    )
+    keys = {
+        "rounds": 3,
+        "participation": 0.5,
+        "evaluate_every": 1,
+        "seeds": [0, 1],
+        "algorithms": ["fedavg", "fedmr"],
+    }
+    table = {
+        **keys,
+        "model": "mlp(hidden=[4])",
+        "data": {"clients": 5},
+        "directory": str(tmp_path / "command"),
+    }
     Comparison.of(configuration(table)).run(lambda event: None)
     for run in result.runs:
         reference = tmp_path / "command" / run.path.relative_to(tmp_path / "python")
@@ -76,14 +97,20 @@ def test_it_makes_the_same_runs_as_the_command(tmp_path: Path) -> None:
             assert (run.path / name).read_bytes() == (reference / name).read_bytes()
         models = [read_tensors(path / "model.safetensors")[0] for path in (run.path, reference)]
         assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
-    assert (tmp_path / "python/differences.csv").read_bytes() == (tmp_path / "command/differences.csv").read_bytes()
+    assert (tmp_path / "python/differences.csv").read_bytes() == (
+        tmp_path / "command/differences.csv"
+    ).read_bytes()
 
 
 def test_frames_hold_the_figures_of_single_runs(tmp_path: Path) -> None:
     task = small_task()
-    result = fl.compare(METHODS, task, seeds=(3, 4), directory=tmp_path, targets=[0.01], last=2, **OPTIONS)
+    result = fl.compare(
+        METHODS, task, seeds=(3, 4), directory=tmp_path, targets=[0.01], last=2, **OPTIONS
+    )
     frame, curves = result.frame(), result.curves()
-    assert frame[["algorithm", "seed"]].values.tolist() == [[name, seed] for seed in (3, 4) for name in METHODS]
+    assert frame[["algorithm", "seed"]].values.tolist() == [
+        [name, seed] for seed in (3, 4) for name in METHODS
+    ]
     for (_, row), method in zip(frame.iterrows(), [*METHODS.values()] * 2, strict=True):
         run = fl.run(method, task, seed=row["seed"], rounds=3, participation=0.5, evaluate_every=1)
         assert row["accuracy"] == run.accuracy
@@ -96,7 +123,8 @@ def test_frames_hold_the_figures_of_single_runs(tmp_path: Path) -> None:
         assert mine["round"].tolist() == [1, 2, 3]
     (difference,) = result.differences().query("measure == 'last'").to_dict("records")
     means = {
-        name: [mean_of_last(run.summary, 2) for run in result.runs if run.summary.algorithm == name] for name in METHODS
+        name: [mean_of_last(run.summary, 2) for run in result.runs if run.summary.algorithm == name]
+        for name in METHODS
     }
     gaps = np.subtract(means[difference["method"]], means[difference["other"]])
     assert difference["mean"] == pytest.approx(gaps.mean())
@@ -132,13 +160,21 @@ def test_an_interrupted_comparison_continues_and_repeats_nothing(
     monkeypatch.setattr(Federation, "step", counted)
     with pytest.raises(KeyboardInterrupt):
         fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS)
-    result = fl.compare(METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS)
+    result = fl.compare(
+        METHODS, small_task(), seeds=(3, 4), directory=tmp_path / "parts", **OPTIONS
+    )
     assert steps[0] == 5 + 12 - 4  # the round that was interrupted, and those after it
-    longer = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "parts", **OPTIONS)
+    longer = fl.compare(
+        METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "parts", **OPTIONS
+    )
     assert steps[0] == 5 + 18 - 4
-    uninterrupted = fl.compare(METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "uninterrupted", **OPTIONS)
+    uninterrupted = fl.compare(
+        METHODS, small_task(), seeds=(3, 4, 5), directory=tmp_path / "uninterrupted", **OPTIONS
+    )
     timings = ["seconds"]
-    assert uninterrupted.curves().drop(columns=timings).equals(longer.curves().drop(columns=timings))
+    assert (
+        uninterrupted.curves().drop(columns=timings).equals(longer.curves().drop(columns=timings))
+    )
     assert len(result.runs) == 4
 
 
@@ -157,7 +193,9 @@ def test_a_finished_run_of_other_code_or_data_is_refused(tmp_path: Path) -> None
     options = {**OPTIONS, "directory": tmp_path, "seeds": [0]}
     task = small_task()
     fl.compare({"mine": with_step(0.5)()}, task, **options)
-    with pytest.raises(CheckpointError, match="seed-0 holds a run of this method with other code: "):
+    with pytest.raises(
+        CheckpointError, match="seed-0 holds a run of this method with other code: "
+    ):
         fl.compare({"mine": Edited()}, small_task(), **options)
     with pytest.raises(CheckpointError, match="a run on other samples"):
         fl.compare({"mine": with_step(0.5)()}, replace(task, test=task.test[1:]), **options)
@@ -166,7 +204,9 @@ def test_a_finished_run_of_other_code_or_data_is_refused(tmp_path: Path) -> None
 
 def test_a_script_without_a_main_guard_uses_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    process = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout == "['inside', 'mine', 'plain'] 6\n"
 
@@ -184,7 +224,10 @@ def test_without_a_directory_nothing_is_left() -> None:
     [
         ({"methods": {"mine": Slower}}, "no method but a class: give an object"),
         ({"methods": {"mine": "fedavgg"}}, "did you mean 'fedavg'"),
-        ({"task": "digits"}, "task must be a Task or a function seed -> Task, not 'digits': see fl.make_task"),
+        (
+            {"task": "digits"},
+            "task must be a Task or a function seed -> Task, not 'digits': see fl.make_task",
+        ),
         ({"task": lambda seed: seed}, "task must be a Task or a function seed -> Task, not 0"),
         ({"round": 3}, "unknown key 'round': did you mean 'rounds'"),
         ({"seeds": [0, 0]}, "seeds must differ"),
@@ -202,7 +245,13 @@ def test_bad_arguments_are_refused_in_one_line(change: dict[str, Any], text: str
 
 def test_labels_of_a_configuration_name_methods_in_tables_and_folders(tmp_path: Path) -> None:
     labels = {"FedAvg": "fedavg", "FedMR (ours)": "fedmr(unit=segment)"}
-    table = {"algorithms": labels, "rounds": 2, "seeds": [0, 1], "data": {"clients": 5}, "directory": str(tmp_path)}
+    table = {
+        "algorithms": labels,
+        "rounds": 2,
+        "seeds": [0, 1],
+        "data": {"clients": 5},
+        "directory": str(tmp_path),
+    }
     comparison = Comparison.of(configuration({**table, "model": "mlp(hidden=[4])"}))
     result = comparison.result(comparison.run(lambda event: None))
     assert list(result.table().index) == list(labels)
@@ -222,5 +271,7 @@ def test_only_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("fedloom.errors.importlib.import_module", import_without_pandas)
     assert repr(result).startswith("Method")
-    with pytest.raises(MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"
+    ):
         result.frame()

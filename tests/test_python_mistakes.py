@@ -1,4 +1,6 @@
-"""What is given as an object in Python: models, losses, training, partitions; and what a mistake is answered."""
+"""What is given as an object in Python: models, losses, training, partitions; and what a mistake is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ class Unfit(nn.Module):
 def make(**options: Any) -> fl.Task:
     generator = torch.Generator().manual_seed(0)
     samples = fl.Samples(torch.randn(80, 4, generator=generator), torch.arange(80) % 4)
-    return fl.make_task((samples, samples), **{"clients": 4, "partition": "iid", "model": "logistic", **options})
+    return fl.make_task(
+        (samples, samples), **{"clients": 4, "partition": "iid", "model": "logistic", **options}
+    )
 
 
-@pytest.mark.parametrize("model", [Net, lambda spec: Net(spec), partial(Net, width=8), f"{__name__}:Net"])
+@pytest.mark.parametrize(
+    "model", [Net, lambda spec: Net(spec), partial(Net, width=8), f"{__name__}:Net"]
+)
 def test_a_class_and_a_function_draw_the_weights_of_the_seed(model: Any) -> None:
-    initial, repeated, of_another_seed = (make(model=model, seed=seed).initial for seed in (3, 3, 4))
+    initial, repeated, of_another_seed = (
+        make(model=model, seed=seed).initial for seed in (3, 3, 4)
+    )
     assert torch.equal(initial, repeated)
     assert torch.equal(initial, make(model=f"{__name__}:Net(width=8)", seed=3).initial)
     assert not torch.equal(initial, of_another_seed)
@@ -73,11 +81,20 @@ def test_partitions_of_ones_own_by_function_path_and_list(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": Unfit}, r"model Unfit: .*missing .*'width' \(give Unfit\(...\) itself, or a function\)"),
+        (
+            {"model": Unfit},
+            r"model Unfit: .*missing .*'width' \(give Unfit\(...\) itself, or a function\)",
+        ),
         ({"model": lambda: 3}, "model <lambda> must return a torch.nn.Module, not int"),
         ({"model": lambda wide: wide}, "model <lambda>: .*missing .*'wide'"),
-        ({"model": None}, "model must be a name, a torch.nn.Module or a function that makes one, not None"),
-        ({"objective": nn.CrossEntropyLoss}, "a name, 'module:function' or a function, not the class CrossEntropyLoss"),
+        (
+            {"model": None},
+            "model must be a name, a torch.nn.Module or a function that makes one, not None",
+        ),
+        (
+            {"objective": nn.CrossEntropyLoss},
+            "a name, 'module:function' or a function, not the class CrossEntropyLoss",
+        ),
         ({"objective": 3}, "a name, 'module:function' or a function, not 3"),
         ({"training": {"lr": 0.1}}, "training has no parameter 'lr': did you mean 'learning_rate'"),
         ({"training": {"bs": 10}}, "did you mean 'batch_size'"),
@@ -85,7 +102,10 @@ def test_partitions_of_ones_own_by_function_path_and_list(monkeypatch: pytest.Mo
         ({"training": {"learning_rat": 1}}, "did you mean 'learning_rate'"),
         ({"training": 0.1}, "training must be a Training or a dictionary of its fields, not 0.1"),
         ({"partition": "irid"}, "did you mean 'iid'"),
-        ({"partition": 4}, r"a name, a function or each client's sample indices, such as \[\[0, 2\], \[1, 3\]\]"),
+        (
+            {"partition": 4},
+            r"a name, a function or each client's sample indices, such as \[\[0, 2\], \[1, 3\]\]",
+        ),
         ({"partition": f"{__name__}:of_the_sed"}, "did you mean 'of_the_seed'"),
         ({"partition": [[0, 1], [80]]}, "holds sample 80, but the data end at sample 79"),
         ({"partition": [[0, 1], [1]]}, "holds sample 1 2 times"),
@@ -109,10 +129,16 @@ def test_a_wrong_stop_is_told_in_one_line(start: Callable[..., Any], stop: Any) 
 
 @pytest.mark.parametrize("start", [fl.run, fl.compare])
 def test_a_misspelt_figure_of_stop_is_told(start: Callable[..., Any]) -> None:
-    with pytest.raises(FedloomError, match=r"stop.metric 'acuracy' is not allowed: did you mean 'accuracy'"):
+    with pytest.raises(
+        FedloomError, match=r"stop.metric 'acuracy' is not allowed: did you mean 'accuracy'"
+    ):
         start("fedavg", small_task(), rounds=2, stop=fl.Stop(2, metric="acuracy"), quiet=True)
 
 
 def test_a_loss_of_a_batch_says_what_to_change() -> None:
-    with pytest.raises(FedloomError, match=r"the loss of each sample, \[b\], not \[\] .*reduction='none'"):
-        fl.run("fedavg", make(objective=lambda outputs, targets: outputs.mean()), rounds=1, quiet=True)
+    with pytest.raises(
+        FedloomError, match=r"the loss of each sample, \[b\], not \[\] .*reduction='none'"
+    ):
+        fl.run(
+            "fedavg", make(objective=lambda outputs, targets: outputs.mean()), rounds=1, quiet=True
+        )

@@ -29,16 +29,29 @@ def test_other_names_give_other_seeds() -> None:
 def test_no_two_of_300_000_streams_agree() -> None:
     """Seeds of 32 bits would make about n^2 / 2^33 pairs of n streams agree: 10 here."""
     names = [(round, client) for round in range(300) for client in range(1000)]
-    seeds = np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64) & 0xFFFFFFFF
+    seeds = (
+        np.array([stream_seed(0, "batches", round=r, client=c) for r, c in names], dtype=np.uint64)
+        & 0xFFFFFFFF
+    )
     values, counts = np.unique(seeds, return_counts=True)
     alike = np.flatnonzero(seeds == values[counts > 1][0])[:2].tolist()
-    pair = [torch.rand(3, generator=stream(0, "batches", round=r, client=c)) for r, c in (names[k] for k in alike)]
+    pair = [
+        torch.rand(3, generator=stream(0, "batches", round=r, client=c))
+        for r, c in (names[k] for k in alike)
+    ]
     assert not torch.equal(*pair)
     beginnings = {stream_bytes(8, 0, "batches", round=r, client=c) for r, c in names}
     assert len(beginnings) == len(names)
     for r, c in names[:3]:
-        state = stream(0, "batches", round=r, client=c).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64)
-        assert state.astype(np.uint32).tobytes() == stream_bytes(4 * 624, 0, "batches", round=r, client=c)
+        state = (
+            stream(0, "batches", round=r, client=c)
+            .get_state()
+            .numpy()[24 : 24 + 8 * 624]
+            .view(np.uint64)
+        )
+        assert state.astype(np.uint32).tobytes() == stream_bytes(
+            4 * 624, 0, "batches", round=r, client=c
+        )
 
 
 def test_a_stream_can_be_saved_and_restored() -> None:
@@ -54,7 +67,10 @@ def test_a_stream_can_be_saved_and_restored() -> None:
 
 def test_streams_are_uniform_and_uncorrelated() -> None:
     streams = torch.stack(
-        [torch.rand(700, generator=stream(1, "batches", client=c), dtype=torch.float64) for c in range(300)]
+        [
+            torch.rand(700, generator=stream(1, "batches", client=c), dtype=torch.float64)
+            for c in range(300)
+        ]
     )
     assert abs(float(streams.mean()) - 0.5) < 4 * (1 / 12 / streams.numel()) ** 0.5
     assert abs(float(streams[:, 0].mean()) - 0.5) < 4 * (1 / 12 / 300) ** 0.5
@@ -72,7 +88,9 @@ def test_the_global_generator_is_a_stream_for_a_while() -> None:
 
 def test_streams_are_stable_over_versions() -> None:
     """Written down once: another value would change every published result."""
-    assert torch.randint(1000, (4,), generator=stream(42, "batches", round=3, client=11)).tolist() == [
+    assert torch.randint(
+        1000, (4,), generator=stream(42, "batches", round=3, client=11)
+    ).tolist() == [
         873,
         425,
         669,
@@ -94,8 +112,10 @@ def test_selection_is_uniform_without_replacement() -> None:
         assert len(set(chosen)) == 4
         counts[list(chosen)] += 1
         first_slots[chosen[0]] += 1
-    assert float(((counts - 800) ** 2 / 480).sum()) < 27.9  # chi-square, 9 degrees of freedom, 0.1 %
-    assert float(((first_slots - 200) ** 2 / 200).sum()) < 27.9  # any client is as likely in the first slot
+    # chi-square, 9 degrees of freedom, 0.1 %
+    assert float(((counts - 800) ** 2 / 480).sum()) < 27.9
+    # any client is as likely in the first slot
+    assert float(((first_slots - 200) ** 2 / 200).sum()) < 27.9
 
 
 def test_selecting_few_of_many_is_quick_and_right() -> None:
@@ -114,8 +134,18 @@ def test_batches_cover_each_epoch_once() -> None:
 
 
 def test_batches_by_steps_short_batches_and_drops() -> None:
-    assert [len(b) for b in batch_order(23, stream(0, "b"), batch_size=5, steps=7)] == [5, 5, 5, 5, 3, 5, 5]
-    assert [len(b) for b in batch_order(23, stream(0, "b"), batch_size=5, drop_last=True)] == [5] * 4
+    assert [len(b) for b in batch_order(23, stream(0, "b"), batch_size=5, steps=7)] == [
+        5,
+        5,
+        5,
+        5,
+        3,
+        5,
+        5,
+    ]
+    assert [len(b) for b in batch_order(23, stream(0, "b"), batch_size=5, drop_last=True)] == [
+        5
+    ] * 4
     assert [len(b) for b in batch_order(3, stream(0, "b"), batch_size=5, drop_last=True)] == [3]
     assert [len(b) for b in batch_order(21, stream(0, "b"), batch_size=5, smallest=2)] == [5] * 4
     assert [len(b) for b in batch_order(21, stream(0, "b"), batch_size=None, epochs=2)] == [21, 21]

@@ -40,28 +40,47 @@ from small_task import small_task
     [
         ("constant", lambda t: 1),
         ("cosine", lambda t: (1 + math.cos(math.pi * t / 10)) / 2),
-        ("cosine(over=4, least=0.2)", lambda t: 0.2 + 0.8 * (1 + math.cos(math.pi * min(t, 4) / 4)) / 2),
+        (
+            "cosine(over=4, least=0.2)",
+            lambda t: 0.2 + 0.8 * (1 + math.cos(math.pi * min(t, 4) / 4)) / 2,
+        ),
         ("step(3, factor=0.5)", lambda t: 0.5 ** (t // 3)),
         ("warmup(4)", lambda t: min(1, (t + 1) / 4)),
-        ("warmup(4, then=cosine)", lambda t: (t + 1) / 4 if t < 4 else (1 + math.cos(math.pi * (t - 4) / 6)) / 2),
-        ("warmup(2, then=own_optimizers:falling)", lambda t: (t + 1) / 2 if t < 2 else 1 - (t - 2) / 8),
+        (
+            "warmup(4, then=cosine)",
+            lambda t: (t + 1) / 4 if t < 4 else (1 + math.cos(math.pi * (t - 4) / 6)) / 2,
+        ),
+        (
+            "warmup(2, then=own_optimizers:falling)",
+            lambda t: (t + 1) / 2 if t < 2 else 1 - (t - 2) / 8,
+        ),
         ("own_optimizers:falling", lambda t: 1 - t / 10),
     ],
 )
-def test_the_named_schedules_follow_their_formulas(expression: str, formula: Callable[[int], float]) -> None:
-    assert [rate_factor(expression, t, 10) for t in range(10)] == pytest.approx([formula(t) for t in range(10)])
+def test_the_named_schedules_follow_their_formulas(
+    expression: str, formula: Callable[[int], float]
+) -> None:
+    assert [rate_factor(expression, t, 10) for t in range(10)] == pytest.approx(
+        [formula(t) for t in range(10)]
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "cosin"}, "schedule: unknown learning-rate schedule 'cosin': did you mean 'cosine'?"),
+        (
+            {"schedule": "cosin"},
+            "schedule: unknown learning-rate schedule 'cosin': did you mean 'cosine'?",
+        ),
         ({"schedule": "step"}, "schedule: step needs every"),
         ({"local_schedule": "step(0)"}, "local_schedule: step: every must be at least 1, not 0"),
         ({"schedule": "warmup(5, then=cosin)"}, "did you mean 'cosine'?"),
         ({"schedule": "own_optimizers:fallin"}, "has no 'fallin': did you mean 'falling'?"),
         ({"optimizer": "own_optimizers:Sing"}, "has no 'Sing': did you mean 'Sign'?"),
-        ({"optimizer": "own_optimizers:no_optimizer"}, "must be a subclass of torch.optim.Optimizer"),
+        (
+            {"optimizer": "own_optimizers:no_optimizer"},
+            "must be a subclass of torch.optim.Optimizer",
+        ),
         ({"optimizer": "torch.optim:LBFGS"}, "LBFGS refuses"),
         ({"optimizer": "adm"}, "or 'module:name', not 'adm': did you mean 'adam'?"),
         (
@@ -74,20 +93,31 @@ def test_the_named_schedules_follow_their_formulas(expression: str, formula: Cal
         ),
     ],
 )
-def test_bad_rates_and_optimizers_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+def test_bad_rates_and_optimizers_are_refused_in_one_line(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(FedloomError) as error:
         Training(**settings)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def begun(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any) -> Federation:
-    task = replace(small_task(), training=Training(**{"learning_rate": 0.1, "batch_size": 4, "epochs": 2, **settings}))
+def begun(
+    algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any
+) -> Federation:
+    task = replace(
+        small_task(),
+        training=Training(**{"learning_rate": 0.1, "batch_size": 4, "epochs": 2, **settings}),
+    )
     engine = StackedEngine(task) if stacked else RowsEngine(task)
-    return Federation(build(algorithm), task, engine, Schedule(rounds, 1.0, 3, evaluate_every=rounds))
+    return Federation(
+        build(algorithm), task, engine, Schedule(rounds, 1.0, 3, evaluate_every=rounds)
+    )
 
 
-def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any) -> Federation:
+def run(
+    algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **settings: Any
+) -> Federation:
     federation = begun(algorithm, stacked, rounds, **settings)
     federation.run()
     return federation
@@ -102,14 +132,22 @@ def run(algorithm: FedAvg | str, stacked: bool = False, rounds: int = 2, **setti
         {"optimizer": "own_optimizers:Normed"},
     ],
 )
-def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(settings: dict[str, Any]) -> None:
+def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(
+    settings: dict[str, Any],
+) -> None:
     changing = {"schedule": "warmup(2)", "local_schedule": "warmup(2, then=cosine)", **settings}
     stacked, expected = run("fedavg", stacked=True, **changing), run("fedavg", **changing)
     torch.testing.assert_close(stacked.model(), expected.model(), rtol=0, atol=2e-5)
     constant = run("fedavg", **settings)
     assert (constant.model() - expected.model()).abs().max() > 1e-3
-    joint = [notice for notice in stacked.notices if notice.startswith("each client has an optimizer of its own")]
-    assert bool(joint) == ("Normed" in settings.get("optimizer", "")), "which shortcut proves itself"
+    joint = [
+        notice
+        for notice in stacked.notices
+        if notice.startswith("each client has an optimizer of its own")
+    ]
+    assert bool(joint) == ("Normed" in settings.get("optimizer", "")), (
+        "which shortcut proves itself"
+    )
 
 
 @pytest.mark.parametrize("kind", [Sign, Normed])
@@ -124,7 +162,9 @@ def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimi
         with torch.random.fork_rng():
             torch.manual_seed(0)
             torch.set_rng_state(stream(3, "layers", round=1, client=client).get_state())
-            order = batch_order(len(samples), stream(3, "batches", round=1, client=client), batch_size=4, smallest=2)
+            order = batch_order(
+                len(samples), stream(3, "batches", round=1, client=client), batch_size=4, smallest=2
+            )
             for index in order:
                 optimizer.zero_grad()
                 F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
@@ -137,28 +177,42 @@ def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimi
 
 
 class OwnRates(FedAvg):
-    """FedAvg in which client i trains at i tenths of the round's rate, and client 0 at the full rate."""
+    """FedAvg in which client i trains at i tenths of the round's rate, and client 0 at the full
+    rate.
+    """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         share = torch.tensor([client / 10 or 1.0 for client in cohort.clients], dtype=torch.float64)
-        return {"model": cohort.fit(inbox["model"], learning_rate=share * cohort.round.learning_rate).model}
+        return {
+            "model": cohort.fit(
+                inbox["model"], learning_rate=share * cohort.round.learning_rate
+            ).model
+        }
 
 
-@pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"optimizer": "adam", "optimizer_options": {"eps": 1e-3}}])
+@pytest.mark.parametrize(
+    "settings", [{"momentum": 0.5}, {"optimizer": "adam", "optimizer_options": {"eps": 1e-3}}]
+)
 def test_each_client_may_have_its_rate(settings: dict[str, Any]) -> None:
     stacked, expected = run(OwnRates(), stacked=True, **settings), run(OwnRates(), **settings)
     torch.testing.assert_close(stacked.model(), expected.model(), rtol=0, atol=2e-5)
     assert (expected.model() - run("fedavg", **settings).model()).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "pfedme(regularisation=5)", "partialfed", "apple"])
+@pytest.mark.parametrize(
+    "method", ["scaffold", "feddc", "fednova", "pfedme(regularisation=5)", "partialfed", "apple"]
+)
 def test_methods_that_need_one_rate_a_round_refuse_schedules(method: str) -> None:
     name = method.partition("(")[0]
-    with pytest.raises(FedloomError, match=rf"^{name}[^\n]+ local_schedule must be constant, not 'cosine'$"):
+    with pytest.raises(
+        FedloomError, match=rf"^{name}[^\n]+ local_schedule must be constant, not 'cosine'$"
+    ):
         begun(method, local_schedule="cosine")
 
 
-@pytest.mark.parametrize("method", ["scaffold", "feddc", "fednova", "ala(scaffold)", "stages(fedavg:1, feddc)"])
+@pytest.mark.parametrize(
+    "method", ["scaffold", "feddc", "fednova", "ala(scaffold)", "stages(fedavg:1, feddc)"]
+)
 def test_methods_that_read_gradients_off_the_steps_say_so_at_set_up(method: str) -> None:
     with pytest.raises(FedloomError, match=r"optimizer must be sgd, not adam$"):
         begun(method, optimizer="adam")
@@ -171,17 +225,25 @@ def test_pfedme_refuses_a_rate_at_which_it_diverges_at_set_up() -> None:
 
 def test_a_schedule_that_gives_no_rate_is_refused_before_the_first_round() -> None:
     with pytest.raises(
-        FedloomError, match=r"^schedule 'own_optimizers:never' gives 0 after 1 of 2: it must be a positive"
+        FedloomError,
+        match=r"^schedule 'own_optimizers:never' gives 0 after 1 of 2: it must be a positive",
     ):
         run("fedavg", schedule="own_optimizers:never")
 
 
 def test_a_run_is_lengthened_only_if_the_rates_of_its_rounds_stay(tmp_path: Path) -> None:
     def go_on(schedule: str, rounds: int, name: str) -> Tensor:
-        task = replace(small_task(), training=Training(learning_rate=0.1, batch_size=4, schedule=schedule))
+        task = replace(
+            small_task(), training=Training(learning_rate=0.1, batch_size=4, schedule=schedule)
+        )
         directory = tmp_path / name
         result = fl.run(
-            "umf(fedavg, simulate_all=true)", task, rounds=rounds, participation=0.5, directory=directory, engine="rows"
+            "umf(fedavg, simulate_all=true)",
+            task,
+            rounds=rounds,
+            participation=0.5,
+            directory=directory,
+            engine="rows",
         )
         return result.federation.model()
 
@@ -189,7 +251,9 @@ def test_a_run_is_lengthened_only_if_the_rates_of_its_rounds_stay(tmp_path: Path
     go_on(schedule, 2, "lengthened")
     assert torch.equal(go_on(schedule, 4, "lengthened"), go_on(schedule, 4, "at once"))
     go_on("cosine", 2, "cosine")
-    with pytest.raises(CheckpointError, match=r"learning rates of training.schedule = 'cosine' depend on how many"):
+    with pytest.raises(
+        CheckpointError, match=r"learning rates of training.schedule = 'cosine' depend on how many"
+    ):
         go_on("cosine", 4, "cosine")
 
 

@@ -1,6 +1,7 @@
 """The Ray engine gives the numbers of the rows engine, whatever dies; and leaves nothing behind.
 
-Two actors on a local cluster serve all tests. That methods give the numbers of other places: test_places.py.
+Two actors on a local cluster serve all tests. That methods give the numbers of other places:
+test_places.py.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def test_actors_may_stack_their_clients(engine: RayEngine, monkeypatch: pytest.M
     assert_same(federation, run(build("scaffold"), RowsEngine(digits()), **options), tolerance=1e-5)
 
 
-def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_fold_whole_blocks_to_the_same_bits(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fedloom.records.MOST_SLOTS", 1)
     received, listen = [], ActorHandle.receive
 
@@ -100,7 +103,10 @@ def test_actors_fold_whole_blocks_to_the_same_bits(engine: RayEngine, monkeypatc
     answers = [answer for answer in done if answer.folded is not None]
     assert len(answers) == 3 * len(TASK.partition)
     assert all(
-        not result.tensors for answer in answers for result in answer.results if isinstance(result, ClientResult)
+        not result.tensors
+        for answer in answers
+        for result in answer.results
+        if isinstance(result, ClientResult)
     )
 
 
@@ -118,10 +124,15 @@ def test_a_run_goes_on_from_its_checkpoint(engine: RayEngine, tmp_path: Path) ->
 
 def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: RayEngine) -> None:
     small = small_task()
-    double = replace(small, model=small.model.double(), train=replace(small.train, inputs=small.train.inputs.double()))
+    double = replace(
+        small,
+        model=small.model.double(),
+        train=replace(small.train, inputs=small.train.inputs.double()),
+    )
     double = replace(double, test=replace(small.test, inputs=small.test.inputs.double()))
     assert_same(
-        run(KeepsClientMemory(), engine, task=double), run(KeepsClientMemory(), RowsEngine(double), task=double)
+        run(KeepsClientMemory(), engine, task=double),
+        run(KeepsClientMemory(), RowsEngine(double), task=double),
     )
     assert engine.store.read(0)["rounds"].dtype == torch.int64
 
@@ -130,7 +141,9 @@ def test_tasks_of_other_types_give_the_numbers_of_the_rows_engine(engine: RayEng
 def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, kind: str) -> None:
     task = make(kind, local_test=0.25)
     options: dict[str, Any] = {"task": task, "rounds": 2, "personal_every": 1}
-    on_ray, on_rows = (run(KeepsClientMemory(), chosen, **options) for chosen in (engine, RowsEngine(task)))
+    on_ray, on_rows = (
+        run(KeepsClientMemory(), chosen, **options) for chosen in (engine, RowsEngine(task))
+    )
     assert_same(on_ray, on_rows)
     measure = task.objective.metric.name
     assert {measure, f"client_{measure}", f"personal_{measure}_worst"} <= on_ray.history[-1].keys()
@@ -138,7 +151,9 @@ def test_every_objective_gives_the_bits_of_the_rows_engine(engine: RayEngine, ki
 
 def test_replies_may_be_written_to_even_where_they_are_what_was_sent(engine: RayEngine) -> None:
     algorithm = set_up(engine, Echoing())
-    replies = [answer for answer in engine.train(algorithm, *jobs(engine)) if isinstance(answer, Answer)]
+    replies = [
+        answer for answer in engine.train(algorithm, *jobs(engine)) if isinstance(answer, Answer)
+    ]
     assert len(replies) == CLIENTS
     models = [reply.tensors["model"].clone() for reply in replies]
     for reply in replies:
@@ -177,10 +192,14 @@ def test_a_round_puts_what_all_are_sent_once_and_fetches_one_answer_a_share(
     monkeypatch.undo()
     assert len(put) == 1
     words, memory = put[0]
-    assert sorted(buffer.raw().nbytes for buffer in memory) == sorted((8 * TASK.layout.integers, 4 * TASK.layout.size))
+    assert sorted(buffer.raw().nbytes for buffer in memory) == sorted(
+        (8 * TASK.layout.integers, 4 * TASK.layout.size)
+    )
     assert len(words) < 4000, "a method travels without its state and the model"
     assert len(got) == 4, "two shares for each of two actors"
-    assert all(memoryview(buffer).readonly for _, memory in got for buffer in memory), "they stay in the object store"
+    assert all(memoryview(buffer).readonly for _, memory in got for buffer in memory), (
+        "they stay in the object store"
+    )
 
 
 def test_tensors_of_every_kind_travel() -> None:
@@ -214,10 +233,14 @@ def test_tensors_of_every_kind_travel() -> None:
 def test_actors_that_start_slowly_are_waited_for_and_a_line_says_so(
     engine: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new actor's process is stopped for a while: whatever is set in seconds passes, and nothing is wrong."""
+    """The new actor's process is stopped for a while: whatever is set in seconds passes, and
+    nothing is wrong.
+    """
     monkeypatch.setattr(driver, "NOTICE_SECONDS", 0.5)
     monkeypatch.setattr(driver, "GROWTH_SECONDS", 0.5)
-    with stopped(lambda name: name.startswith("ray::") and "Agent" not in name, spared={*engine.processes}) as paused:
+    with stopped(
+        lambda name: name.startswith("ray::") and "Agent" not in name, spared={*engine.processes}
+    ) as paused:
         slow = RayEngine(TASK, workers=1)
         algorithm = set_up(slow, FedAvg())
         waking = threading.Timer(4.0, paused.wake)
@@ -242,7 +265,9 @@ def test_actors_that_no_node_has_room_for_are_not_waited_for(
 
 
 @pytest.mark.minutes
-def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(engine: RayEngine, tmp_path: Path) -> None:
+def test_an_actor_killed_in_a_round_is_replaced_and_its_clients_train_again(
+    engine: RayEngine, tmp_path: Path
+) -> None:
     list(engine.train(set_up(engine, FedAvg()), *jobs(engine)))
     processes = set(engine.processes)
     federation = run(Deadly(victim=2, times=1, directory=str(tmp_path)), engine)
@@ -263,7 +288,9 @@ def test_an_actor_killed_between_two_rounds_is_replaced(engine: RayEngine) -> No
 
 
 @pytest.mark.minutes
-def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(engine: RayEngine, tmp_path: Path) -> None:
+def test_a_client_that_keeps_killing_its_actor_fails_and_the_others_do_not(
+    engine: RayEngine, tmp_path: Path
+) -> None:
     federation = run(Deadly(victim=2, times=3, directory=str(tmp_path)), engine, rounds=1)
     (fault,) = federation.history[0]["faults"]
     assert fault["client"] == 2
@@ -331,8 +358,14 @@ def test_options_that_do_not_fit_are_refused_in_one_line(text: str, reason: str)
     [
         ("nowhere", "address 'nowhere' is not allowed: use local, auto, 'host:port'"),
         ("ray://127.0.0.1:99999", "is not allowed"),
-        ("ray://127.0.0.1:1", "cannot reach the cluster at 'ray://127.0.0.1:1': connection refused"),
-        ("ray://nowhere.invalid:10001", "cannot reach the cluster at 'ray://nowhere.invalid:10001'"),
+        (
+            "ray://127.0.0.1:1",
+            "cannot reach the cluster at 'ray://127.0.0.1:1': connection refused",
+        ),
+        (
+            "ray://nowhere.invalid:10001",
+            "cannot reach the cluster at 'ray://nowhere.invalid:10001'",
+        ),
     ],
 )
 def test_an_address_without_a_cluster_is_told_in_one_line(
@@ -348,7 +381,8 @@ def test_an_address_without_a_cluster_is_told_in_one_line(
 
 def test_a_process_has_one_cluster_at_a_time(engine: RayEngine) -> None:
     with pytest.raises(
-        InvalidValue, match=r"'10.0.0.1:6379': this process is connected to another Ray cluster \(local\)"
+        InvalidValue,
+        match=r"'10.0.0.1:6379': this process is connected to another Ray cluster \(local\)",
     ):
         RayEngine(TASK, address="10.0.0.1:6379")
 
@@ -362,7 +396,9 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_travel_is_refused_in_one_line(engine: RayEngine) -> None:
     method = FedAvg()
     method.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValue, match="engine 'ray' cannot send this to its workers: ") as caught:
+    with pytest.raises(
+        InvalidValue, match="engine 'ray' cannot send this to its workers: "
+    ) as caught:
         run(method, engine)
     assert "\n" not in str(caught.value)
 
@@ -389,7 +425,10 @@ partition = "iid"
 
 
 def test_the_command_runs_on_ray_and_goes_on_elsewhere(
-    engine: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: RayEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB)
@@ -399,8 +438,13 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
     assert "ray" not in captured.err.lower()
     assert main(["run", "job.toml", "engine=ray(workers=2)"]) == 0  # the same run: it is finished
     monkeypatch.chdir(tmp_path.parent)
-    assert main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"]) == 0
-    log, expected_log = (next((tmp_path / name).glob("**/metrics.jsonl")) for name in ("runs", "rows"))
+    assert (
+        main(["run", str(tmp_path / "job.toml"), "engine=rows", f"directory={tmp_path / 'rows'}"])
+        == 0
+    )
+    log, expected_log = (
+        next((tmp_path / name).glob("**/metrics.jsonl")) for name in ("runs", "rows")
+    )
     assert log.read_text() == expected_log.read_text()
 
 
@@ -408,7 +452,9 @@ def test_the_command_runs_on_ray_and_goes_on_elsewhere(
 
 
 @pytest.mark.minutes
-def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_closed(tmp_path: Path) -> None:
+def test_a_program_keeps_its_own_cluster_and_one_started_for_it_goes_when_it_is_closed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with tempfile.TemporaryDirectory(prefix="r") as short:  # Ray's sockets have no room for more
@@ -440,7 +486,9 @@ def test_a_node_that_has_died_ends_the_run_with_how_to_go_on(
     list(engine.train(algorithm, *jobs(engine)))
     monkeypatch.setattr(engine.session, "raylet", SimpleNamespace(is_running=lambda: False))
     monkeypatch.setattr(engine._ray, "wait", lambda calls, **_: ([], calls))
-    with pytest.raises(FedloomError, match="the same command goes on from the last checkpoint") as caught:
+    with pytest.raises(
+        FedloomError, match="the same command goes on from the last checkpoint"
+    ) as caught:
         list(engine.train(algorithm, *jobs(engine)))
     assert "\n" not in str(caught.value)
 
@@ -457,7 +505,9 @@ def test_a_killed_program_leaves_no_actor_and_no_folder_was_open_to_others() -> 
             assert program.stdout is not None
             actors = [int(word) for word in program.stdout.readline().split()]
             assert len(actors) == 1
-            modes = [stat.S_IMODE(entry.stat().st_mode) for entry in Path(folder).glob("fedloom-ray-*")]
+            modes = [
+                stat.S_IMODE(entry.stat().st_mode) for entry in Path(folder).glob("fedloom-ray-*")
+            ]
             program.kill()
         assert modes == [0o700]
         assert gone_soon(actors), "an actor outlived the program"
@@ -478,7 +528,9 @@ while True:
 
 
 def test_an_actor_ends_at_once_with_what_started_it_whatever_it_does() -> None:
-    with subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True
+    ) as program:
         assert program.stdout is not None
         actor = int(program.stdout.readline())
         program.kill()

@@ -1,4 +1,6 @@
-"""Runs on a Ray cluster of several nodes that others have started: one node dies in a round, then the head."""
+"""Runs on a Ray cluster of several nodes that others have started: one node dies in a round, then
+the head.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ batch_size = 5
 
 
 def start(nodes: int) -> Any:
-    """A cluster whose nodes are processes of this machine, each with one core, beside a head with none."""
+    """A cluster whose nodes are processes of this machine, each with one core, beside a head with
+    none.
+    """
     from ray.cluster_utils import Cluster
 
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster: Any = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for _ in range(nodes):
         cluster.add_node(num_cpus=1)
     return cluster
@@ -59,7 +65,18 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The model of a run without Ray."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "job.toml").write_text(JOB)
-    assert main(["run", str(folder / "job.toml"), "engine=rows", f"directory={folder / 'runs'}", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                str(folder / "job.toml"),
+                "engine=rows",
+                f"directory={folder / 'runs'}",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     return model(folder)
 
 
@@ -81,17 +98,33 @@ def begin(runs: Runs, folder: Path, cluster: Any, workers: int) -> subprocess.Po
     """`fedloom run` on the cluster, in a process of its own."""
     (folder / "job.toml").write_text(JOB)
     engine = f'engine=ray(address="{cluster.address}", workers={workers})'
-    command = [sys.executable, "-m", "fedloom", "run", "job.toml", engine, "directory=runs", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "fedloom",
+        "run",
+        "job.toml",
+        engine,
+        "directory=runs",
+        "--quiet",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    runs.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+    runs.append(
+        subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    )
     return runs[-1]
 
 
 def rounds_saved(folder: Path) -> list[int]:
-    """The rounds of the checkpoints below a folder. Names that vanish while it is read, such as a file being written, are passed
-    over, which `Path.glob` does not do."""
-    names = [name for _, _, names in os.walk(folder) for name in names if name.startswith("checkpoint-")]
-    return [int(Path(name).stem.rpartition("-")[2]) for name in names if name.endswith(".safetensors")]
+    """The rounds of the checkpoints below a folder. Names that vanish while it is read, such as a
+    file being written, are passed over, which `Path.glob` does not do.
+    """
+    names = [
+        name for _, _, names in os.walk(folder) for name in names if name.startswith("checkpoint-")
+    ]
+    return [
+        int(Path(name).stem.rpartition("-")[2]) for name in names if name.endswith(".safetensors")
+    ]
 
 
 def at_round(number: int, folder: Path, run: subprocess.Popen[str]) -> None:
@@ -102,7 +135,9 @@ def at_round(number: int, folder: Path, run: subprocess.Popen[str]) -> None:
     assert not list(folder.glob("*/*/*/model.safetensors"))
 
 
-def test_a_node_killed_in_a_round_changes_no_bit(runs: Runs, cluster: Any, expected: bytes, tmp_path: Path) -> None:
+def test_a_node_killed_in_a_round_changes_no_bit(
+    runs: Runs, cluster: Any, expected: bytes, tmp_path: Path
+) -> None:
     run = begin(runs, tmp_path, cluster, workers=3)
     at_round(2, tmp_path, run)
     cluster.remove_node(sorted(cluster.worker_nodes, key=id)[0], allow_graceful=False)

@@ -36,7 +36,9 @@ def plan(folder: Path, **settings: object) -> Configuration:
     )
 
 
-def test_runs_in_tasks_are_those_made_here_and_fail_alone(tmp_path: Path, ray_actors: RayEngine) -> None:
+def test_runs_in_tasks_are_those_made_here_and_fail_alone(
+    tmp_path: Path, ray_actors: RayEngine
+) -> None:
     events: list[Event] = []
     failed = Comparison.of(plan(tmp_path / "ray", pool="ray")).run(events.append)
     assert ray_actors.processes, "the cluster stays for the engine"
@@ -48,7 +50,9 @@ def test_runs_in_tasks_are_those_made_here_and_fail_alone(tmp_path: Path, ray_ac
         logs = [tmp_path / where / method / "seed-0" / "metrics.jsonl" for where in ("ray", "here")]
         assert logs[0].read_bytes() == logs[1].read_bytes()
     events.clear()
-    Comparison.of(plan(tmp_path / "ray", algorithms=["fedavg", "fedmr"], pool="ray")).run(events.append)
+    Comparison.of(plan(tmp_path / "ray", algorithms=["fedavg", "fedmr"], pool="ray")).run(
+        events.append
+    )
     assert {event.kind for event in events} == {"skipped"}
 
 
@@ -59,7 +63,9 @@ def test_a_node_that_has_died_is_told_with_how_to_go_on(
     """Both if its workers are silent and if Ray has already noticed."""
     ray = MagicMock()
     ray.exceptions.RayError = ConnectionError
-    ray.wait.side_effect = lambda calls, timeout: ([], calls) if noticed == "silence" else (calls, [])
+    ray.wait.side_effect = lambda calls, timeout: (
+        ([], calls) if noticed == "silence" else (calls, [])
+    )
     ray.get.side_effect = ConnectionError("The worker is temporarily unavailable")
     ray.nodes.return_value = [{"Alive": True, "Resources": {"CPU": 1}}]
     dead = Session(LOCAL, started=True, raylet=MagicMock(**{"is_running.return_value": False}))
@@ -67,7 +73,9 @@ def test_a_node_that_has_died_is_told_with_how_to_go_on(
     monkeypatch.setattr(pools, "join", lambda *arguments: dead)
     (job, *_) = Comparison.of(plan(tmp_path)).jobs()
     failed = RayPool(LOCAL, 1, threads=1).run([job], lambda event: None, False, lambda: False)
-    assert re.match(r"the Ray node .* has died .*: the same command goes on from the last", failed[job.name])
+    assert re.match(
+        r"the Ray node .* has died .*: the same command goes on from the last", failed[job.name]
+    )
 
 
 def test_a_pool_that_is_none_is_told(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ class Witness(FedAvg):
     def receive(self, round: Round, replies: Replies) -> None:
         clients = replies.clients.tolist()
         self.received.append({client: self.entering[client] for client in clients})
-        self.uploaded.append({client: row.clone() for client, row in zip(clients, replies["model"], strict=True)})
+        self.uploaded.append(
+            {client: row.clone() for client, row in zip(clients, replies["model"], strict=True)}
+        )
         super().receive(round, replies)
 
 
@@ -81,7 +83,13 @@ def naive_loss(task: Task, row: Tensor, client: int) -> float:
 
 def naive_objective(task: Task, rows: dict[int, Tensor]) -> float:
     total = sum(len(task.partition[client]) for client in rows)
-    return sum(len(task.partition[client]) * naive_loss(task, row, client) for client, row in rows.items()) / total
+    return (
+        sum(
+            len(task.partition[client]) * naive_loss(task, row, client)
+            for client, row in rows.items()
+        )
+        / total
+    )
 
 
 def recorded(result: Any, kind: str) -> dict[str, Any]:
@@ -97,7 +105,9 @@ def test_the_objective_equals_plain_loops() -> None:
         for when, models in (("before", method.received), ("after", method.uploaded)):
             naive = naive_objective(task, models[number - 1])
             assert recording["objective"][when][index] == pytest.approx(naive, rel=1e-5)
-    assert recording["objective"]["after"][0] != pytest.approx(recording["objective"]["before"][0], rel=1e-3)
+    assert recording["objective"]["after"][0] != pytest.approx(
+        recording["objective"]["before"][0], rel=1e-3
+    )
 
 
 def test_clients_that_never_train_do_not_shift_the_numbers() -> None:
@@ -127,7 +137,9 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(method, "record_learning", listen)
     schedule = Schedule(rounds=6, participation=1.0, seed=1)
     _, recording = run_recorded(method, small_task(), schedule, "ala(client=3)")
-    assert list(zip(recording["ala"]["rounds"], recording["ala"]["losses"], strict=True)) == reported
+    assert (
+        list(zip(recording["ala"]["rounds"], recording["ala"]["losses"], strict=True)) == reported
+    )
     assert recording["ala"]["rounds"] == [2, 3, 4, 5, 6]
     assert [len(losses) for losses in recording["ala"]["losses"][1:]] == [3] * 4
     assert len(recording["ala"]["losses"][0]) > 10
@@ -136,10 +148,17 @@ def test_ala_is_recorded_epoch_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_trajectory_lies_over_the_clients_loss() -> None:
     task, method = small_task(), Witness()
     schedule = Schedule(rounds=7, participation=1.0, seed=1)
-    _, recording = run_recorded(method, task, schedule, "trajectory(client=2, first=3, last=6, grid=4)")
-    trajectory, models = recording["trajectory"], [method.uploaded[number - 1][2] for number in range(3, 7)]
+    _, recording = run_recorded(
+        method, task, schedule, "trajectory(client=2, first=3, last=6, grid=4)"
+    )
+    trajectory, models = (
+        recording["trajectory"],
+        [method.uploaded[number - 1][2] for number in range(3, 7)],
+    )
     assert trajectory["rounds"] == [3, 4, 5, 6]
-    assert trajectory["losses"] == pytest.approx([naive_loss(task, row, 2) for row in models], rel=1e-5)
+    assert trajectory["losses"] == pytest.approx(
+        [naive_loss(task, row, 2) for row in models], rel=1e-5
+    )
 
     rows, trainable = torch.stack(models).double().numpy(), task.layout.trainable
     centre = rows.mean(0)
@@ -151,7 +170,9 @@ def test_the_trajectory_lies_over_the_clients_loss() -> None:
         low, high = points[:, axis].min(), points[:, axis].max()
         beyond = 0.2 * (high - low)
         assert np.allclose(ticks, np.linspace(low - beyond, high + beyond, 4))
-    for (i, up), (j, along) in itertools.product(enumerate(trajectory["y"]), enumerate(trajectory["x"])):
+    for (i, up), (j, along) in itertools.product(
+        enumerate(trajectory["y"]), enumerate(trajectory["x"])
+    ):
         row = centre.copy()
         row[:trainable] += along * axes[0] + up * axes[1]
         assert trajectory["surface"][i][j] == pytest.approx(
@@ -162,7 +183,9 @@ def test_the_trajectory_lies_over_the_clients_loss() -> None:
 @given(st.integers(3, 9), st.integers(2, 40), st.integers(0, 10_000))
 @settings(deadline=None, max_examples=25)
 def test_the_plane_equals_numpys_svd(count: int, width: int, seed: int) -> None:
-    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * torch.linspace(3, 1, width)
+    rows = torch.randn(
+        count, width, generator=torch.Generator().manual_seed(seed)
+    ) * torch.linspace(3, 1, width)
     plane = principal_plane(rows)
     assert plane is not None
     centred = rows.double().numpy() - rows.double().numpy().mean(0)
@@ -175,7 +198,9 @@ def test_the_plane_equals_numpys_svd(count: int, width: int, seed: int) -> None:
 
 
 def test_models_in_line_or_too_few_span_no_plane() -> None:
-    line = torch.arange(5.0).unsqueeze(1) * torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
+    line = torch.arange(5.0).unsqueeze(1) * torch.randn(
+        1, 8, generator=torch.Generator().manual_seed(1)
+    )
     assert principal_plane(line) is None
     assert principal_plane(torch.ones(4, 8)) is None
     assert principal_plane(torch.eye(2)) is None
@@ -220,9 +245,13 @@ def test_the_run_is_the_same_without_recording(folder: Path) -> None:
 
 
 def killed_in_round(directory: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a run as a kill would: the round's recordings and figures are written, the checkpoint is rounds behind."""
+    """Leave a run as a kill would: the round's recordings and figures are written, the checkpoint
+    is rounds behind.
+    """
     with monkeypatch.context() as patch:
-        patch.setattr(Federation, "save", lambda self: None if self.finished == number else SAVE(self))
+        patch.setattr(
+            Federation, "save", lambda self: None if self.finished == number else SAVE(self)
+        )
         with pytest.raises(Stopped):
             run(directory, ALL, stop_at=number)
 
@@ -235,22 +264,36 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     killed_in_round(tmp_path / "run", number, monkeypatch)
-    assert json.loads((tmp_path / "run/recorded.jsonl").read_text().splitlines()[-1])["round"] == number
+    assert (
+        json.loads((tmp_path / "run/recorded.jsonl").read_text().splitlines()[-1])["round"]
+        == number
+    )
     with (tmp_path / "run/recorded.jsonl").open("a") as file:
         file.write('{"round": 6, "ke')
     assert run(tmp_path / "run", ALL).history[-1]["round"] == 8
     names = sorted(path.name for path in (folder / "whole/recorded").iterdir())
     assert len(names) >= 4
     assert sorted(path.name for path in (tmp_path / "run/recorded").iterdir()) == names
-    for name in (*SAME, "recorded.jsonl", "recording.json", *(f"recorded/{file}" for file in names)):
-        assert (tmp_path / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
+    for name in (
+        *SAME,
+        "recorded.jsonl",
+        "recording.json",
+        *(f"recorded/{file}" for file in names),
+    ):
+        assert (tmp_path / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes(), (
+            name
+        )
 
 
-def test_lost_recordings_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_recordings_are_made_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for lost in ("recorded.jsonl", "recorded"):
         directory = tmp_path / lost
         killed_in_round(directory, 5, monkeypatch)
-        shutil.rmtree(directory / lost) if (directory / lost).is_dir() else (directory / lost).unlink()
+        shutil.rmtree(directory / lost) if (directory / lost).is_dir() else (
+            directory / lost
+        ).unlink()
         run(directory, ALL)
         for name in (*SAME, "recorded.jsonl", "recording.json"):
             assert (directory / name).read_bytes() == (folder / "whole" / name).read_bytes(), name
@@ -306,21 +349,42 @@ def test_bad_recorders_are_refused_at_the_start(text: str, message: str) -> None
 @pytest.mark.parametrize(
     ("method", "texts", "message"),
     [
-        ("fedavg", ["ala"], "record: ala of client 0: nothing to record for fedavg: it does not learn with ala"),
-        ("fedala", ["ala(client=6)"], "record: ala of client 6: client must be between 0 and 5, not 6"),
-        ("fedavg", ["trajectory(last=3)"], "record: trajectory of client 0: last must be at most 2, .* not 3"),
+        (
+            "fedavg",
+            ["ala"],
+            "record: ala of client 0: nothing to record for fedavg: it does not learn with ala",
+        ),
+        (
+            "fedala",
+            ["ala(client=6)"],
+            "record: ala of client 6: client must be between 0 and 5, not 6",
+        ),
+        (
+            "fedavg",
+            ["trajectory(last=3)"],
+            "record: trajectory of client 0: last must be at most 2, .* not 3",
+        ),
         ("fedavg", ["objective", "objective(every=3)"], "objective is recorded once, not twice"),
     ],
 )
-def test_recorders_that_do_not_fit_the_run_are_refused(method: str, texts: list[str], message: str) -> None:
+def test_recorders_that_do_not_fit_the_run_are_refused(
+    method: str, texts: list[str], message: str
+) -> None:
     with pytest.raises(InvalidValue, match=message):
         fl.run(method, small_task(), rounds=2, record=texts)
 
 
-def test_methods_without_full_models_are_left_out_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    result = fl.run("fedper", small_task(), rounds=1, participation=1.0, record=["objective(every=1)"])
+def test_methods_without_full_models_are_left_out_with_a_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    result = fl.run(
+        "fedper", small_task(), rounds=1, participation=1.0, record=["objective(every=1)"]
+    )
     assert result.recorded == []
-    assert "objective is not recorded for fedper: its clients keep part of the model to themselves" in caplog.text
+    assert (
+        "objective is not recorded for fedper: its clients keep part of the model to themselves"
+        in caplog.text
+    )
     assert fl.run("fedfomo", small_task(), rounds=1, record=["objective(every=1)"]).recorded == []
     assert "its clients are not sent one model" in caplog.text
 
@@ -330,7 +394,10 @@ def test_engines_with_remote_clients_are_refused(engine: type[Any]) -> None:
     task = small_task()
     federation = Federation(FedAvg(), task, RowsEngine(task), Schedule(rounds=1))
     federation.engine = engine.__new__(engine)
-    with pytest.raises(InvalidValue, match=rf"record works in simulations on one machine, .* not in {engine.__name__}"):
+    with pytest.raises(
+        InvalidValue,
+        match=rf"record works in simulations on one machine, .* not in {engine.__name__}",
+    ):
         Recording(build_recorders(["objective"])).begin(federation)
 
 
@@ -339,7 +406,8 @@ def test_recorders_that_hook_client_training_need_it_in_this_process() -> None:
     federation = Federation(build("ala(fedavg)"), task, RowsEngine(task), Schedule(rounds=1))
     federation.engine = ProcessesEngine.__new__(ProcessesEngine)
     with pytest.raises(
-        InvalidValue, match="record: ala of client 0: it hooks client training, which is in other processes"
+        InvalidValue,
+        match="record: ala of client 0: it hooks client training, which is in other processes",
     ):
         Recording(build_recorders(["ala"])).begin(federation)
     Recording(build_recorders(["objective"])).begin(federation)
@@ -356,7 +424,9 @@ def test_a_comparison_records_for_methods_that_support_it(tmp_path: Path) -> Non
     comparison = Comparison(job, (RunName("fedavg", 0), RunName("fedala", 0)))
     assert comparison.run(lambda event: notices.append(event.text)) == {}
     assert "ala of client 3 is not recorded for fedavg: it does not learn with ala" in notices
-    kinds = [[entry["kind"] for entry in run.summary.recorded] for run in comparison.result({}).runs]
+    kinds = [
+        [entry["kind"] for entry in run.summary.recorded] for run in comparison.result({}).runs
+    ]
     assert kinds == [["objective"], ["objective", "ala"]]
     assert "What was recorded" in (tmp_path / "report.html").read_text()
 

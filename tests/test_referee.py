@@ -1,4 +1,6 @@
-"""The referee names the mistakes planted in plain PyTorch loops of three methods, and finds none in correct ones."""
+"""The referee names the mistakes planted in plain PyTorch loops of three methods, and finds none in
+correct ones.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ sys.path.insert(0, str(ROOT / "examples" / "referee"))
 loops: Any = __import__("loops")
 trace_files: Any = __import__("trace_files")
 
-# The round, the client, the step and the tensor that a mistake shows in first, and its name in the causes.
+# The round, the client, the step and the tensor that a mistake shows in first, and its name in the
+# causes.
 NAMED = {
     ("fedavg", "order of batches"): (r"round 1, client \d, local step 0: samples", "order of batches"),
     ("fedavg", "momentum kept"): (r"round 2, client \d, local step 0: after hidden.weight", "momentum is kept"),
@@ -61,7 +64,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[fl.Task,
 
 
 @pytest.mark.parametrize("method", loops.METHODS)
-def test_a_correct_loop_has_no_difference(method: str, traces: dict[str, tuple[fl.Task, Path]], tmp_path: Path) -> None:
+def test_a_correct_loop_has_no_difference(
+    method: str, traces: dict[str, tuple[fl.Task, Path]], tmp_path: Path
+) -> None:
     task, folder = traces[method]
     loops.LOOPS[method](task, folder, tmp_path / "loop")
     ours, theirs = Trace(tmp_path / "loop"), Trace(folder)
@@ -71,7 +76,9 @@ def test_a_correct_loop_has_no_difference(method: str, traces: dict[str, tuple[f
 
 
 def test_five_mistakes_of_each_method_are_planted() -> None:
-    assert NAMED.keys() == {(method, mistake) for method, mistakes in loops.MISTAKES.items() for mistake in mistakes}
+    assert NAMED.keys() == {
+        (method, mistake) for method, mistakes in loops.MISTAKES.items() for mistake in mistakes
+    }
     assert all(len(mistakes) == 5 for mistakes in loops.MISTAKES.values())
 
 
@@ -94,7 +101,16 @@ def test_a_planted_mistake_is_named(
 
 @pytest.mark.parametrize("engine", ["rows", "stacked"])
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedmr", "scaffold", "umf(fedavg)", "ditto", "ala(fedprox, max_epochs=5)", "feddecorr(fedavg)"]
+    "method",
+    [
+        "fedavg",
+        "fedmr",
+        "scaffold",
+        "umf(fedavg)",
+        "ditto",
+        "ala(fedprox, max_epochs=5)",
+        "feddecorr(fedavg)",
+    ],
 )
 def test_a_run_is_the_same_with_recorded_steps(method: str, engine: str, tmp_path: Path) -> None:
     task = small_task()
@@ -116,19 +132,29 @@ def test_a_run_is_the_same_with_recorded_steps(method: str, engine: str, tmp_pat
     trace = Trace(tmp_path / "1")
     assert list(trace.clients) == [2]
     for key in trace:
-        if key.role == "after" and (following := key._replace(stage=str(int(key.stage) + 1), role="before")) in trace:
-            sent = trace.get(key._replace(stage="in", role="model"))  # a second training begins where it likes
+        if (
+            key.role == "after"
+            and (following := key._replace(stage=str(int(key.stage) + 1), role="before")) in trace
+        ):
+            # a second training begins where it likes
+            sent = trace.get(key._replace(stage="in", role="model"))
             assert np.array_equal(trace[key], trace[following]) or method == "ditto", (key, sent)
 
 
 def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """Every recorded step is the gradient of the recorded loss at the recorded weights, on the recorded samples."""
+    """Every recorded step is the gradient of the recorded loss at the recorded weights, on the
+    recorded samples.
+    """
     task = loops.task_for("scaffold")
     fl.run("fedavg", task, rounds=2, participation=0.5, record=["steps"], directory=tmp_path)
     trace, net = Trace(tmp_path), loops.Network(norm=False)
     checked = 0
     for key in [key for key in trace if key.role == "samples"]:
-        weights = {k.tensor: torch.from_numpy(trace[k]).float() for k in trace if k[:4] == (*key[:3], "before")}
+        weights = {
+            k.tensor: torch.from_numpy(trace[k]).float()
+            for k in trace
+            if k[:4] == (*key[:3], "before")
+        }
         net.load_state_dict(weights)
         index = torch.from_numpy(trace[key])
         assert set(index.tolist()) <= set(task.partition[int(key.client)].tolist())
@@ -139,14 +165,19 @@ def test_steps_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         for name, gradient in zip(
             weights, torch.autograd.grad(loss, [net.get_parameter(n) for n in weights]), strict=True
         ):
-            moved = trace[key._replace(role="after", tensor=name)] - trace[key._replace(role="before", tensor=name)]
+            moved = (
+                trace[key._replace(role="after", tensor=name)]
+                - trace[key._replace(role="before", tensor=name)]
+            )
             rate = loops.RATE * loops.DECAY ** (key.round - 1)
             np.testing.assert_allclose(moved, -rate * gradient.numpy(), rtol=1e-3, atol=1e-6)
         checked += 1
     assert checked > 20
 
 
-def test_a_method_that_trains_while_it_is_evaluated_records_its_training_alone(tmp_path: Path) -> None:
+def test_a_method_that_trains_while_it_is_evaluated_records_its_training_alone(
+    tmp_path: Path,
+) -> None:
     fl.run(
         KeepsClientMemory(),
         small_task(),
@@ -222,7 +253,8 @@ def test_odd_tensors_are_differences(arrays: dict[str, Any], written: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 100, (1 << 40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"]
+    "content",
+    [b"", b"\xff" * 100, (1 << 40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"],
 )
 def test_a_damaged_trace_is_refused_in_one_line(
     content: bytes, written: Path, capsys: pytest.CaptureFixture[str]
@@ -233,7 +265,9 @@ def test_a_damaged_trace_is_refused_in_one_line(
             Trace(written)
         assert main(["referee", str(written), str(written)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    (written / "recorded.jsonl").write_text('{"round": 1, "values": {"steps": {"clients": "ab"}}}\n')
+    (written / "recorded.jsonl").write_text(
+        '{"round": 1, "values": {"steps": {"clients": "ab"}}}\n'
+    )
     with pytest.raises(DataError, match="is no file of a trace"):
         Trace(written)
     (written / "recorded.jsonl").write_text("")
@@ -246,5 +280,7 @@ def test_traces_without_a_common_tensor_are_refused(written: Path) -> None:
     writer = trace_files.TraceWriter(unrelated)
     writer.add(0, "in", "model", {"module.w": np.zeros(3, np.float32)})
     writer.end(1, [0], [4])
-    with pytest.raises(DataError, match=r"no tensor in common, such as .*after/w and 1/0/in/model/module.w"):
+    with pytest.raises(
+        DataError, match=r"no tensor in common, such as .*after/w and 1/0/in/model/module.w"
+    ):
         compare(Trace(written), Trace(unrelated))

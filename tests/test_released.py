@@ -69,16 +69,24 @@ def test_no_damage_makes_a_run_forget_a_release(tmp_path: Path) -> None:
     for damage, damaged in damages(content, 200):
         path.write_bytes(damaged)
         try:
-            assert bool((ledger(tmp_path, evidence=2).counts("dp_sgd", 4) >= torch.tensor([1, 1, 3, 0])).all()), damage
+            assert bool(
+                (
+                    ledger(tmp_path, evidence=2).counts("dp_sgd", 4) >= torch.tensor([1, 1, 3, 0])
+                ).all()
+            ), damage
         except CheckpointError as error:
             refused += 1
             messages.add(str(error))
     assert refused > 150
-    assert all("what privacy was spent is not known" in text and "\n" not in text for text in messages)
+    assert all(
+        "what privacy was spent is not known" in text and "\n" not in text for text in messages
+    )
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "folder", "of another run", "order"])
-def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(damage: str, tmp_path: Path) -> None:
+def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(
+    damage: str, tmp_path: Path
+) -> None:
     path, identity = filled(tmp_path), "this run"
     lines = path.read_bytes().splitlines(keepends=True)
     if damage == "shorter":
@@ -91,7 +99,9 @@ def test_a_run_whose_ledger_does_not_reach_its_rounds_is_refused(damage: str, tm
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    with pytest.raises(CheckpointError, match=r"released\.jsonl .*what privacy was spent is not known"):
+    with pytest.raises(
+        CheckpointError, match=r"released\.jsonl .*what privacy was spent is not known"
+    ):
         ledger(tmp_path, evidence=2, identity=identity)
 
 
@@ -148,21 +158,34 @@ def interrupted(expression: str, folder: Path) -> None:
         federation.step()
 
 
-METHODS = ("private(fedavg, noise=1.0)", "local_private(fedavg, noise=1.0)", "dp_sgd(fedavg, noise=1.0)")
+METHODS = (
+    "private(fedavg, noise=1.0)",
+    "local_private(fedavg, noise=1.0)",
+    "dp_sgd(fedavg, noise=1.0)",
+)
 
 
 @pytest.mark.parametrize("expression", METHODS)
 @pytest.mark.parametrize("damaged", [0, 1, 2])
-def test_rounds_that_are_repeated_over_sites_are_counted_again(expression: str, damaged: int, tmp_path: Path) -> None:
-    costs = [record["epsilon"] for record in _finished(sites(expression, tmp_path / "whole", rounds=8)).history]
+def test_rounds_that_are_repeated_over_sites_are_counted_again(
+    expression: str, damaged: int, tmp_path: Path
+) -> None:
+    costs = [
+        record["epsilon"]
+        for record in _finished(sites(expression, tmp_path / "whole", rounds=8)).history
+    ]
     interrupted(expression, tmp_path / "run")
     for path in sorted((tmp_path / "run").glob("checkpoint-*"), reverse=True)[:damaged]:
         path.write_bytes(path.read_bytes()[:-1])
     resumed = sites(expression, tmp_path / "run")
     assert resumed.finished == 2 - damaged
     assert len(_finished(resumed).history) == 4
-    assert resumed.history[-1]["epsilon"] == costs[4 + damaged]  # four rounds, one that was killed, the repeated ones
-    assert _finished(sites(expression, tmp_path / "run", rounds=5)).history[-1]["epsilon"] == costs[5 + damaged]
+    # four rounds, one that was killed, the repeated ones
+    assert resumed.history[-1]["epsilon"] == costs[4 + damaged]
+    assert (
+        _finished(sites(expression, tmp_path / "run", rounds=5)).history[-1]["epsilon"]
+        == costs[5 + damaged]
+    )
 
 
 @pytest.mark.parametrize("expression", METHODS)
@@ -172,7 +195,8 @@ def test_a_run_whose_ledger_is_gone_is_refused(expression: str, tmp_path: Path) 
     content = path.read_bytes()
     path.unlink()
     with pytest.raises(
-        CheckpointError, match=r"released\.jsonl is missing, but the run has come to round 2: what privacy"
+        CheckpointError,
+        match=r"released\.jsonl is missing, but the run has come to round 2: what privacy",
     ):
         sites(expression, tmp_path / "run")
     path.write_bytes(content.replace(b'"round": 2', b'"round": 3'))
@@ -200,7 +224,9 @@ def test_lost_rounds_may_have_spent_the_budget(tmp_path: Path) -> None:
         sites(expression, tmp_path / "run").run()
 
 
-def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(tmp_path: Path) -> None:
+def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(
+    tmp_path: Path,
+) -> None:
     expression = "private(fedavg, target_epsilon=20)"
     assert len(_finished(sites(expression, tmp_path / "whole")).history) == 4
     interrupted(expression, tmp_path / "run")
@@ -212,7 +238,13 @@ def test_noise_that_was_chosen_for_all_rounds_does_not_last_for_repeated_ones(tm
 def test_a_simulation_needs_no_ledger(tmp_path: Path) -> None:
     """Its noise comes from the run's streams: a repeated round releases the same numbers."""
     _finished(
-        Federation(build(METHODS[0]), task(), RowsEngine(task()), Schedule(rounds=2, participation=1.0), tmp_path)
+        Federation(
+            build(METHODS[0]),
+            task(),
+            RowsEngine(task()),
+            Schedule(rounds=2, participation=1.0),
+            tmp_path,
+        )
     )
     assert not (tmp_path / "released.jsonl").exists()
 

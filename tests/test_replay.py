@@ -1,4 +1,6 @@
-"""Bundles: what is in them, that they are run again to the same bytes, what a replay answers otherwise, and hostile files."""
+"""Bundles: what is in them, that they are run again to the same bytes, what a replay answers
+otherwise, and hostile files.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def edited(path: Path, source: Path, name: str, edit: Callable[[Any], Any]) -> P
                 lines = [edit(json.loads(line)) for line in files[full].splitlines()]
                 files[full] = "".join(json.dumps(line) + "\n" for line in lines).encode()
             else:
-                value = {key: item for key, item in json.loads(files[full]).items() if key != "digest"}
+                value = {
+                    key: item for key, item in json.loads(files[full]).items() if key != "digest"
+                }
                 files[full] = to_json(edit(value)).encode()
     return packed(path, files)
 
@@ -167,14 +171,21 @@ def test_a_single_run_and_a_recorded_one_are_replayed(fed: Say) -> None:
 
 def test_small_differences_are_float_tolerance(compared: Path, fed: Say) -> None:
     files = contents(
-        edited(Path("near.zip"), compared, "metrics.jsonl", lambda line: line | {"loss": line["loss"] + 1e-7})
+        edited(
+            Path("near.zip"),
+            compared,
+            "metrics.jsonl",
+            lambda line: line | {"loss": line["loss"] + 1e-7},
+        )
     )
     packed(Path("near.zip"), files)
     code, out, _ = fed("replay", "near.zip", "-q")
     assert (code, out.count("the same to float tolerance")) == (0, 2)
 
 
-def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(compared: Path, fed: Say) -> None:
+def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(
+    compared: Path, fed: Say
+) -> None:
     def seeds_apart(files: dict[str, bytes], by: float, gap: float) -> dict[str, bytes]:
         changed = dict(files)
         for number in range(4):
@@ -209,11 +220,21 @@ def test_another_final_model_is_named_by_its_tensor(compared: Path, fed: Say) ->
 
 
 def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) -> None:
-    edited(Path("old.zip"), compared, "environment.json", lambda about: about | {"torch": "1.0", "processor": "abacus"})
+    edited(
+        Path("old.zip"),
+        compared,
+        "environment.json",
+        lambda about: about | {"torch": "1.0", "processor": "abacus"},
+    )
     code, out, _ = fed("replay", "old.zip", "--estimate")
     assert code == 0
     assert f"made with torch 1.0 (now {torch.__version__}), abacus (now " in out
-    edited(Path("keys.zip"), compared, "configuration.json", lambda stored: stored | {"algorithm": "fedavgg"})
+    edited(
+        Path("keys.zip"),
+        compared,
+        "configuration.json",
+        lambda stored: stored | {"algorithm": "fedavgg"},
+    )
     code, _, err = fed("replay", "keys.zip", "--estimate")
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'fedavg'? (there are: " in err
@@ -223,7 +244,9 @@ def test_what_changed_since_another_version_is_said(compared: Path, fed: Say) ->
     assert "format Input should be 1" in err
 
 
-def test_keys_that_act_on_the_machine_are_not_taken_over(compared: Path, fed: Say, tmp_path: Path) -> None:
+def test_keys_that_act_on_the_machine_are_not_taken_over(
+    compared: Path, fed: Say, tmp_path: Path
+) -> None:
     stranger = {
         "directory": "/tmp/elsewhere", "trackers": ["mlflow"], "pool": "ray://evil:1", "engine": "ray(address='evil')",
         "device": "cuda:7", "workers": 64, "pool_budget": 1, "seeds": [1], "variants": {},
@@ -254,16 +277,24 @@ class Half(FedAvg):
 def run_apart(folder: Path, *arguments: str) -> tuple[int, str, str]:
     """The command in a process of its own, so that it has imported no module of another folder."""
     done = subprocess.run(
-        [sys.executable, "-m", "fedloom", *arguments], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedloom", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
 
-def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(
+    tmp_path: Path,
+) -> None:
     origin, target = tmp_path / "here", tmp_path / "there"
     for folder in (origin, target):
         folder.mkdir()
-    (origin / "job.toml").write_text(JOB.replace('algorithm = "fedavg"', 'algorithm = "my_methods:Half(factor=0.5)"'))
+    (origin / "job.toml").write_text(
+        JOB.replace('algorithm = "fedavg"', 'algorithm = "my_methods:Half(factor=0.5)"')
+    )
     (origin / "my_methods.py").write_text(METHOD)
     (origin / "helper.py").write_text("FACTOR = 1.0\n")
     assert run_apart(origin, "run", "job.toml", "-q")[0] == 0
@@ -297,7 +328,9 @@ def test_code_of_ones_own_travels_is_shown_and_runs_only_where_it_is_trusted(tmp
         ("data", {"name": "python(source='os:listdir')", "clients": 4, "partition": "iid"}),
     ],
 )
-def test_a_configuration_names_no_code_that_is_not_trusted(key: str, value: Any, compared: Path, fed: Say) -> None:
+def test_a_configuration_names_no_code_that_is_not_trusted(
+    key: str, value: Any, compared: Path, fed: Say
+) -> None:
     def edit(stored: dict[str, Any]) -> dict[str, Any]:
         return stored | {key: {**stored[key], **value} if isinstance(value, dict) else value}
 
@@ -320,7 +353,9 @@ def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
     assert fed("run", "job.toml", data, "data.partition=iid", "-q")[0] == 0
     assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "own.zip")[0] == 0
     assert str(tmp_path).encode() not in b"".join(
-        content for name, content in contents(Path("own.zip")).items() if name.endswith("configuration.json")
+        content
+        for name, content in contents(Path("own.zip")).items()
+        if name.endswith("configuration.json")
     )
     code, _, err = fed("replay", "own.zip", "-q")
     assert (code, err.count("\n")) == (2, 1)
@@ -328,7 +363,15 @@ def test_data_come_from_the_users_folders_and_must_be_those_of_the_bundle(
     code, out, _ = fed("replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine")
     assert (code, out.count("the same bytes")) == (0, 1)
     (tmp_path / "mine" / "rows.csv").write_text(f"a,b,label\n{rows.replace('6,', '9,')}\n")
-    code, _, err = fed("replay", "own.zip", "-q", "--data", f"table={tmp_path}/mine/rows.csv", "--directory", "again")
+    code, _, err = fed(
+        "replay",
+        "own.zip",
+        "-q",
+        "--data",
+        f"table={tmp_path}/mine/rows.csv",
+        "--directory",
+        "again",
+    )
     assert code == 2
     assert "the data here are not those of the bundle" in err
 
@@ -341,7 +384,10 @@ def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.Mon
         (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(images))
         (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
     Path("job.toml").write_text(JOB)
-    assert fed("run", "job.toml", f"data.name=mnist(folder='{folder}')", "data.partition=iid", "-q")[0] == 0
+    assert (
+        fed("run", "job.toml", f"data.name=mnist(folder='{folder}')", "data.partition=iid", "-q")[0]
+        == 0
+    )
     assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "mnist.zip")[0] == 0
     monkeypatch.setitem(sys.modules, "datasets", None)  # asking the hub would fail
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
@@ -353,7 +399,9 @@ def test_nothing_is_downloaded(fed: Say, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_locations_in_an_expression_are_all_known() -> None:
-    """A parameter that names a file or a folder is left out of bundles; a new one must be in the list."""
+    """A parameter that names a file or a folder is left out of bundles; a new one must be in the
+    list.
+    """
     named = {
         name
         for registry in (datasets, partitions, models)
@@ -369,16 +417,27 @@ def test_locations_are_replaced_wherever_they_stand() -> None:
         "data": {"name": "part(of=mnist(folder='/a/b', normalise=none), samples=9)"},
         "clock": {"trace": "/c/d.csv"},
     }
-    shown = relocated(table, lambda name, parameter, location: f"{name} {parameter} {Path(location).name}")
+    shown = relocated(
+        table, lambda name, parameter, location: f"{name} {parameter} {Path(location).name}"
+    )
     assert parse(shown["data"]["name"]).named["of"].named["folder"] == "mnist folder b"
     assert shown["clock"] == {"trace": "clock trace d.csv"}
-    assert relocated(table, lambda *_: None)["data"]["name"] == "part(of=mnist(normalise=none), samples=9)"
-    assert str(_offline(parse("part(of=mnist(hub=true), samples=9)"))) == "part(of=mnist(hub=false), samples=9)"
+    assert (
+        relocated(table, lambda *_: None)["data"]["name"]
+        == "part(of=mnist(normalise=none), samples=9)"
+    )
+    assert (
+        str(_offline(parse("part(of=mnist(hub=true), samples=9)")))
+        == "part(of=mnist(hub=false), samples=9)"
+    )
 
 
 def test_runs_that_cannot_be_made_again_are_refused(fed: Say, tmp_path: Path) -> None:
     fedloom.run(
-        "fedavg", fedloom.make_task("digits", clients=4, model="logistic"), rounds=1, directory=tmp_path / "python"
+        "fedavg",
+        fedloom.make_task("digits", clients=4, model="logistic"),
+        rounds=1,
+        directory=tmp_path / "python",
     )
     code, _, err = fed("bundle", "python")
     assert (code, err.count("\n")) == (2, 1)
@@ -395,7 +454,19 @@ def test_runs_that_cannot_be_made_again_are_refused(fed: Say, tmp_path: Path) ->
 
 
 def test_a_reproduced_table_is_bundled(fed: Say) -> None:
-    options = ("--rounds", "2", "--seeds", "0,1", "--rows", "FedAvg", "--columns", "15%", "--workers", "1", "-q")
+    options = (
+        "--rounds",
+        "2",
+        "--seeds",
+        "0,1",
+        "--rows",
+        "FedAvg",
+        "--columns",
+        "15%",
+        "--workers",
+        "1",
+        "-q",
+    )
     code, _, err = fed("reproduce", "fedumf.figure-a5", *options)
     assert code == 0, err
     assert fed("bundle", "runs/reproduce/fedumf.figure-a5", "--to", "table.zip")[0] == 0
@@ -407,7 +478,9 @@ def test_a_reproduced_table_is_bundled(fed: Say) -> None:
 # --- hostile files ---
 
 
-def archive_of(*entries: tuple[str | zipfile.ZipInfo, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+def archive_of(
+    *entries: tuple[str | zipfile.ZipInfo, bytes], kind: int = zipfile.ZIP_DEFLATED
+) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", kind) as archive:
         for name, content in entries:
@@ -431,7 +504,9 @@ def lying_size(content: bytes, size: int = 1) -> bytes:
 
 
 def many() -> bytes:
-    return archive_of(*((f"code/m{k}.py", b"") for k in range(MOST_FILES + 5)), kind=zipfile.ZIP_STORED)
+    return archive_of(
+        *((f"code/m{k}.py", b"") for k in range(MOST_FILES + 5)), kind=zipfile.ZIP_STORED
+    )
 
 
 def lying_count() -> bytes:
@@ -458,10 +533,12 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "another kind": lambda: archive_of(("bundle.json", GOOD), ("runs/0/model.pkl", b"x")),
     "a folder": lambda: archive_of(("bundle.json", GOOD), ("runs/0/", b"")),
     "a link": lambda: archive_of(("bundle.json", GOOD), (link("code/evil.py"), b"/etc/passwd")),
-    "two of a name": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x"), ("code/b.py", b"y")).replace(
-        b"b.py", b"a.py"
+    "two of a name": lambda: archive_of(
+        ("bundle.json", GOOD), ("code/a.py", b"x"), ("code/b.py", b"y")
+    ).replace(b"b.py", b"a.py"),
+    "another packing": lambda: archive_of(
+        ("bundle.json", GOOD), ("code/a.py", b"x"), kind=zipfile.ZIP_LZMA
     ),
-    "another packing": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x"), kind=zipfile.ZIP_LZMA),
     "a file beside the list": lambda: archive_of(("bundle.json", GOOD), ("code/a.py", b"x")),
     "a file that is missing": lambda: archive_of(
         ("bundle.json", GOOD.replace(b'"files": {}', b'"files": {"code/a.py": "0"}'))
@@ -471,7 +548,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     ),
     "deep JSON": lambda: archive_of(("bundle.json", b"[" * 200_000)),
     "deep JSON inside": lambda: archive_of(("bundle.json", b'{"title": ' + b"[" * 200_000)),
-    "a list that is none": lambda: archive_of(("bundle.json", b'{"title": 1, "runs": {}, "files": []}')),
+    "a list that is none": lambda: archive_of(
+        ("bundle.json", b'{"title": 1, "runs": {}, "files": []}')
+    ),
     "no UTF-8": lambda: archive_of(("bundle.json", b'{"title": "\xff"}')),
     "a bomb": lambda: lying_size(bytes(8), 1 << 30),
     "a bomb that lies": lambda: lying_size(bytes(80 << 20)),
@@ -494,7 +573,9 @@ def require_refusal(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(name: str, tmp_path: Path) -> None:
+def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(
+    name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "evil.zip"
     path.write_bytes(HOSTILE[name]())
     require_refusal(path, tmp_path / "folder")
@@ -502,12 +583,16 @@ def test_a_hostile_archive_is_refused_in_one_line_before_anything_is_written(nam
 
 
 def test_a_list_and_no_file_are_a_bundle(tmp_path: Path) -> None:
-    """Guards the tests above: their archives are refused for the fault that they name, and not for anything else."""
+    """Guards the tests above: their archives are refused for the fault that they name, and not for
+    anything else.
+    """
     (tmp_path / "good.zip").write_bytes(archive_of(("bundle.json", GOOD)))
     assert unpack(tmp_path / "good.zip", tmp_path / "folder").runs == []
 
 
-def test_damaged_bundles_are_refused_or_written_within_their_folder(compared: Path, tmp_path: Path) -> None:
+def test_damaged_bundles_are_refused_or_written_within_their_folder(
+    compared: Path, tmp_path: Path
+) -> None:
     content, draw = compared.read_bytes(), random.Random(0)
     path = tmp_path / "damaged.zip"
     for number in range(200):
@@ -522,7 +607,9 @@ def test_damaged_bundles_are_refused_or_written_within_their_folder(compared: Pa
     assert {entry.name for entry in tmp_path.iterdir()} <= {"damaged.zip", "folder"}
 
 
-HEADER = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+HEADER = json.dumps(
+    {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -557,14 +644,18 @@ def test_files_of_a_bundle_that_no_run_wrote_end_in_one_line(
 RECORDS = sorted((ROOT / "benchmarks/records/bundles").glob("*.zip"))
 
 
-def test_three_short_bundles_lie_with_the_records_and_are_replayed_before_a_change_lands(tmp_path: Path) -> None:
+def test_three_short_bundles_lie_with_the_records_and_are_replayed_before_a_change_lands(
+    tmp_path: Path,
+) -> None:
     assert len(RECORDS) == 3
     for path in RECORDS:
         replay = Replay(unpack(path, tmp_path / path.stem / "bundle"), tmp_path / path.stem, {})
         assert replay.described()
         assert path.stat().st_size < 1 << 20
     assert "fedloom replay" in (ROOT / ".ci/run").read_text()
-    size = sum(path.stat().st_size for path in (ROOT / "benchmarks/records").rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size for path in (ROOT / "benchmarks/records").rglob("*") if path.is_file()
+    )
     assert size < 20 << 20
 
 

@@ -24,7 +24,10 @@ def run(algorithm: str, accuracy: float, seed: int = 0, **settings: Any) -> RunS
 
 def table(runs: list[RunSummary], measure: str = "final") -> dict[str, dict[str, dict[Any, float]]]:
     return {
-        name: {line.label: {value: spread.mean for value, spread in line.spreads.items()} for line in lines}
+        name: {
+            line.label: {value: spread.mean for value, spread in line.spreads.items()}
+            for line in lines
+        }
         for name, lines in ablations(runs, criterion(measure)).items()
     }
 
@@ -47,14 +50,21 @@ def test_a_setting_is_a_line_a_method_over_its_values() -> None:
     for line in lines:
         for share, spread in line.spreads.items():
             values = accuracy[str(line.method), share]
-            assert (spread.mean, spread.std) == pytest.approx((statistics.mean(values), statistics.stdev(values)))
+            assert (spread.mean, spread.std) == pytest.approx(
+                (statistics.mean(values), statistics.stdev(values))
+            )
     looks = styles(runs)
     for line, trace in zip(lines, ablation_figure(name, lines, final, looks).data, strict=True):
         assert list(trace.x) == [0.1, 0.5]
         assert list(trace.y) == [spread.mean for spread in line.spreads.values()]
         assert list(trace.error_y.array) == [spread.std for spread in line.spreads.values()]
-        assert (trace.legendgroup, trace.line.color) == (line.method, looks[str(line.method)].colour)
-    assert table(runs, "best") == {"participation": {m: {0.1: 0.99, 0.5: 0.99} for m in ("fedavg", "fedmr")}}
+        assert (trace.legendgroup, trace.line.color) == (
+            line.method,
+            looks[str(line.method)].colour,
+        )
+    assert table(runs, "best") == {
+        "participation": {m: {0.1: 0.99, 0.5: 0.99} for m in ("fedavg", "fedmr")}
+    }
 
 
 def test_parameters_of_methods_count_with_their_defaults() -> None:
@@ -77,7 +87,9 @@ def test_a_method_stands_for_its_second_stage_from_the_start() -> None:
         run("stages(fedavg:5, fedmr)", 0.7),
         run("fedavg", 0.3),
     ]
-    assert table(runs) == {"last round of fedavg": {"stages(fedavg, fedmr)": {0: 0.4, 5: 0.7, 20: 0.5}}}
+    assert table(runs) == {
+        "last round of fedavg": {"stages(fedavg, fedmr)": {0: 0.4, 5: 0.7, 20: 0.5}}
+    }
 
 
 def test_two_things_that_differ_are_told_apart() -> None:
@@ -103,13 +115,23 @@ def test_two_things_that_differ_are_told_apart() -> None:
 
 
 def test_methods_that_only_differ_in_name_show_nothing() -> None:
-    runs = [run("fedavg", 0.5), run("fedprox", 0.5), run("<b>my own</b>", 0.5), run("fedavg", 0.6, 1)]
+    runs = [
+        run("fedavg", 0.5),
+        run("fedprox", 0.5),
+        run("<b>my own</b>", 0.5),
+        run("fedavg", 0.6, 1),
+    ]
     assert ablations(runs, criterion()) == {}
-    assert "Effect of parameters and settings" not in render("Two", [run("fedavg", 0.5), run("fedmr", 0.5)])
+    assert "Effect of parameters and settings" not in render(
+        "Two", [run("fedavg", 0.5), run("fedmr", 0.5)]
+    )
 
 
 def test_the_page_draws_them_and_escapes_their_names() -> None:
-    runs = [run("fedavg", 0.1 * k, data={"<script>": value}) for k, value in enumerate(("<i>a</i>", "<i>b</i>"))]
+    runs = [
+        run("fedavg", 0.1 * k, data={"<script>": value})
+        for k, value in enumerate(("<i>a</i>", "<i>b</i>"))
+    ]
     page = render("Two", runs)
     assert "Effect of parameters and settings" in page
     assert '<div id="ablation-data.-script"' in page
@@ -134,5 +156,9 @@ def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
         assert figure["layout"]["yaxis"]["title"]["text"] == title
         (slot,) = effect_figures(runs, judged.criterion)
         assert slot.title == judged.criterion.title
-        (image,) = [slot for slot in image_figures(runs, judged.criterion) if slot.name.startswith("ablation")]
+        (image,) = [
+            slot
+            for slot in image_figures(runs, judged.criterion)
+            if slot.name.startswith("ablation")
+        ]
         assert list(image.variants[""].data[0].y) == pytest.approx(values)

@@ -1,4 +1,6 @@
-"""The report's page in a real browser: Chromium, headless, at the width of a desk and of a phone, and on paper."""
+"""The report's page in a real browser: Chromium, headless, at the width of a desk and of a phone,
+and on paper.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from report_support import CHROMIUM, Browser, made_up_run
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)"
+)
 
 METHODS = ("fedavg", "fedmr", "stages(fedavg:10, fedmr)", "<script>window.broken=1</script>")
 
@@ -35,7 +39,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def visible(browser: Browser, slot: str) -> set[str]:
     """The methods that a figure shows."""
     return set(
-        browser.run(f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => t.legendgroup)")
+        browser.run(
+            f"document.getElementById('{slot}').data.filter(t => t.visible !== false).map(t => t.legendgroup)"
+        )
     )
 
 
@@ -43,7 +49,9 @@ def press(browser: Browser, selector: str) -> None:
     browser.run(f"document.querySelector({selector!r}).click()")
 
 
-@pytest.mark.parametrize(("width", "phone", "dark"), [(1280, False, False), (1280, False, True), (390, True, False)])
+@pytest.mark.parametrize(
+    ("width", "phone", "dark"), [(1280, False, False), (1280, False, True), (390, True, False)]
+)
 def test_it_loads_without_a_complaint_or_a_request(
     browser: Browser, page: Path, width: int, phone: bool, dark: bool
 ) -> None:
@@ -51,8 +59,14 @@ def test_it_loads_without_a_complaint_or_a_request(
     assert browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
     assert browser.run("document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 8
-    assert browser.run("document.documentElement.scrollWidth") <= width  # nothing sticks out sideways
-    assert browser.run("[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > e.clientWidth).length") == 0
+    # nothing sticks out sideways
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert (
+        browser.run(
+            "[...document.querySelectorAll('.tile')].filter(e => e.scrollWidth > e.clientWidth).length"
+        )
+        == 0
+    )
     assert (
         browser.run(
             "[...document.querySelectorAll('.compare')].filter(e => e.scrollWidth > e.parentElement.clientWidth).length"
@@ -65,12 +79,18 @@ def test_it_loads_without_a_complaint_or_a_request(
 
 
 @pytest.mark.parametrize(("width", "phone"), [(1280, False), (390, True)])
-def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width: int, phone: bool) -> None:
+def test_legends_are_read_to_their_ends(
+    browser: Browser, tmp_path: Path, width: int, phone: bool
+) -> None:
     path = tmp_path / "ablation.html"
-    write_page(path, render("Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ()))
+    write_page(
+        path, render("Ablation", [run for share in (0.1, 0.5) for run in told_apart(share)], ())
+    )
     browser.open(path, width, phone=phone)
     assert browser.errors == []
-    box = "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
+    box = (
+        "(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; })"
+    )
     figure = "document.getElementById('ablation-participation')"
     left, top, right, bottom = browser.run(f"{box}({figure})")
     names = browser.run(f"[...{figure}.querySelectorAll('.legendtext')].map({box})")
@@ -80,11 +100,15 @@ def test_legends_are_read_to_their_ends(browser: Browser, tmp_path: Path, width:
         assert top <= name[1] < name[3] <= bottom
     scrollbars = browser.run(f"[...{figure}.querySelectorAll('.legend .scrollbar')].map({box})")
     assert all(x == beyond for x, _, beyond, _ in scrollbars)  # nothing to scroll to
-    lowest = max(browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({box})"), key=lambda r: r[3])
+    lowest = max(
+        browser.run(f"[...{figure}.querySelectorAll('.xtick text, .xtitle')].map({box})"),
+        key=lambda r: r[3],
+    )
     assert all(name[1] >= lowest[3] for name in names)  # below the axis
     assert browser.run(f"{figure}._fullLayout.yaxis._length") > 200
     cut = "[...document.querySelectorAll('.chip span')].filter(e => e.scrollWidth > e.clientWidth).length"
-    assert browser.run(cut) == 0 or not phone  # where no mouse can rest on a chip, it shows the whole name
+    # where no mouse can rest on a chip, it shows the whole name
+    assert browser.run(cut) == 0 or not phone
 
 
 def told_apart(share: float) -> list[RunSummary]:
@@ -93,7 +117,11 @@ def told_apart(share: float) -> list[RunSummary]:
     for number in range(LINES // len(METHODS)):
         for method in (*METHODS[:3], "fedmr(unit=segment, fraction=0.5)"):
             run = made_up_run(method, 0)
-            changes = {"algorithm": method, "participation": share, "training": {"learning_rate": 0.125 / 2**number}}
+            changes = {
+                "algorithm": method,
+                "participation": share,
+                "training": {"learning_rate": 0.125 / 2**number},
+            }
             name = f"{method}, participation={share}, training.learning_rate={0.125 / 2**number}"
             runs.append(replace(run, algorithm=name, configuration=run.configuration | changes))
     return runs
@@ -104,12 +132,19 @@ def test_every_figure_draws_its_traces(browser: Browser, page: Path) -> None:
     lines = "document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length"
     assert browser.run(lines) == 2 * len(METHODS)  # a line and a band each
     assert browser.run("document.querySelectorAll('#labels .points path').length") > 20
-    assert browser.run("document.querySelectorAll('#seeds .points path').length") == 3 * len(METHODS)  # two and a mean
-    names = browser.run("[...document.querySelectorAll('#seeds .ytick text')].map(t => t.textContent).join('|')")
+    # two and a mean
+    assert browser.run("document.querySelectorAll('#seeds .points path').length") == 3 * len(
+        METHODS
+    )
+    names = browser.run(
+        "[...document.querySelectorAll('#seeds .ytick text')].map(t => t.textContent).join('|')"
+    )
     assert "<script>" in names  # shown as text
 
 
-def test_columns_sort_both_ways_and_what_is_missing_stays_last(browser: Browser, page: Path) -> None:
+def test_columns_sort_both_ways_and_what_is_missing_stays_last(
+    browser: Browser, page: Path
+) -> None:
     browser.open(page)
     column = browser.run(
         "[...document.querySelector('.compare').rows[0].cells].findIndex(h => h.textContent.startsWith('Final accuracy'))"
@@ -122,10 +157,14 @@ def test_columns_sort_both_ways_and_what_is_missing_stays_last(browser: Browser,
     assert len(set(values)) == len(METHODS)
     press(browser, button)
     assert browser.run(cells) == sorted(values)
-    state = f"document.querySelector('.compare th:nth-child({column + 1})').getAttribute('aria-sort')"
+    state = (
+        f"document.querySelector('.compare th:nth-child({column + 1})').getAttribute('aria-sort')"
+    )
     assert browser.run(state) == "ascending"
     press(browser, ".compare th:first-child button")
-    names = browser.run("[...document.querySelector('.compare').tBodies[0].rows].map(r => r.dataset.method)")
+    names = browser.run(
+        "[...document.querySelector('.compare').tBodies[0].rows].map(r => r.dataset.method)"
+    )
     assert sorted(names) == sorted(METHODS)
     assert names[1:] == ["fedavg", "fedmr", "stages(fedavg:10, fedmr)"]
 
@@ -136,8 +175,14 @@ def test_a_method_that_is_switched_off_is_off_everywhere(browser: Browser, page:
     assert all(visible(browser, slot) == set(METHODS) for slot in slots)
     press(browser, '.chip[data-method="fedmr"]')
     assert all(visible(browser, slot) == set(METHODS) - {"fedmr"} for slot in slots)
-    assert browser.run("document.querySelectorAll('.compare tr.off').length") == 2  # of accuracies, and of costs
-    assert browser.run("document.querySelector('.chip[data-method=\"fedmr\"]').getAttribute('aria-pressed')") == "false"
+    # of accuracies, and of costs
+    assert browser.run("document.querySelectorAll('.compare tr.off').length") == 2
+    assert (
+        browser.run(
+            "document.querySelector('.chip[data-method=\"fedmr\"]').getAttribute('aria-pressed')"
+        )
+        == "false"
+    )
     press(browser, '.choice button[data-value="bytes"]')
     assert visible(browser, "curve-loss") == set(METHODS) - {"fedmr"}  # also over another axis
     press(browser, '.chip[data-method="fedmr"]')
@@ -175,14 +220,27 @@ def test_it_prints_in_light_colours_with_all_figures(browser: Browser, page: Pat
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000
     browser.call("Emulation.setEmulatedMedia", media="print")
-    assert browser.run("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    assert (
+        browser.run("getComputedStyle(document.documentElement).backgroundColor")
+        == "rgb(255, 255, 255)"
+    )
     browser.call("Emulation.setEmulatedMedia", media="")
 
 
-def test_twenty_runs_of_a_thousand_rounds_stay_light_and_are_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_twenty_runs_of_a_thousand_rounds_stay_light_and_are_drawn(
+    browser: Browser, tmp_path: Path
+) -> None:
     path = tmp_path / "large.html"
-    write_page(path, render("Large", [made_up_run(f"method{k}", 0, 1000, 100, 10) for k in range(20)], (0.5, 0.8)))
+    write_page(
+        path,
+        render(
+            "Large", [made_up_run(f"method{k}", 0, 1000, 100, 10) for k in range(20)], (0.5, 0.8)
+        ),
+    )
     assert path.stat().st_size < 8_000_000
     browser.open(path)
     assert browser.errors == []
-    assert browser.run("document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length") >= 20
+    assert (
+        browser.run("document.querySelectorAll('#curve-accuracy .scatterlayer .js-line').length")
+        >= 20
+    )

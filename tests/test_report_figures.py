@@ -56,7 +56,11 @@ def test_axes_are_what_was_spent_until_the_end_of_the_round() -> None:
 def test_rounds_that_were_not_evaluated_still_cost_bytes() -> None:
     run = made_up_run("fedavg", 0, rounds=6)
     records = [
-        {name: value for name, value in record.items() if name != "accuracy" or record["round"] % 3 == 0}
+        {
+            name: value
+            for name, value in record.items()
+            if name != "accuracy" or record["round"] % 3 == 0
+        }
         for record in run.records
     ]
     line = curve([replace(run, records=records)], x="bytes")
@@ -107,7 +111,9 @@ def test_learning_curves_draw_a_line_and_a_band_a_method_in_its_colour() -> None
     assert mean_curve is not None
     np.testing.assert_allclose(line.y, mean_curve.mean, rtol=1e-6)
     np.testing.assert_allclose(
-        band.y, [*(mean_curve.mean + mean_curve.std), *(mean_curve.mean - mean_curve.std)[::-1]], rtol=1e-6
+        band.y,
+        [*(mean_curve.mean + mean_curve.std), *(mean_curve.mean - mean_curve.std)[::-1]],
+        rtol=1e-6,
     )
     assert len(learning_curves(runs[:1]).data) == 1  # one seed has no band
 
@@ -143,7 +149,10 @@ def test_bubbles_have_the_area_of_their_samples() -> None:
     counts = [[4, 0, 16], [0, 9, 0]]
     figure = label_distribution(counts, ["cat", "dog", EVIL])
     bubbles = figure.data[0]
-    drawn = {(x, y): int(size) for x, y, size in zip(bubbles.x, bubbles.y, bubbles.marker.size, strict=True)}
+    drawn = {
+        (x, y): int(size)
+        for x, y, size in zip(bubbles.x, bubbles.y, bubbles.marker.size, strict=True)
+    }
     evil = "&lt;script&gt;alert(1)&lt;/script&gt;"
     assert drawn == {("0", "cat"): 4, ("0", evil): 16, ("1", "dog"): 9}
     assert bubbles.marker.sizemode == "area"
@@ -174,13 +183,18 @@ def test_names_from_users_are_escaped_in_every_figure() -> None:
     for figure in (learning_curves(runs), accuracy_by_seed(runs)):
         for trace in figure.data:
             assert "<script" not in trace.name
-            labels = [] if trace.y is None else [label for label in trace.y if isinstance(label, str)]
+            labels = (
+                [] if trace.y is None else [label for label in trace.y if isinstance(label, str)]
+            )
             assert not any("<script" in label for label in labels)
 
 
 def test_long_names_are_wrapped_at_commas() -> None:
     assert wrapped("stages(fedavg:100, fedmr)", 20) == "stages(fedavg:100,<br>fedmr)"
-    assert wrapped("fedmr, data.partition=dirichlet(0.1)") == "fedmr, data.partition=<br>dirichlet(0.1)"
+    assert (
+        wrapped("fedmr, data.partition=dirichlet(0.1)")
+        == "fedmr, data.partition=<br>dirichlet(0.1)"
+    )
     assert (
         wrapped("plugins.of_my_own_house.named=a_method_with_words")
         == "plugins.<br>of_my_own_house.named=<br>a_method_with_words"
@@ -189,7 +203,10 @@ def test_long_names_are_wrapped_at_commas() -> None:
 
 
 def test_an_axis_of_shares_stays_with_what_a_share_can_be() -> None:
-    run = replace(made_up_run("fedavg", 0), records=[{"round": k, "accuracy": 0.07, "loss": 2.0} for k in (1, 2)])
+    run = replace(
+        made_up_run("fedavg", 0),
+        records=[{"round": k, "accuracy": 0.07, "loss": 2.0} for k in (1, 2)],
+    )
     allowed = learning_curves([run], "accuracy").layout.yaxis.autorangeoptions
     assert (allowed.clipmin, allowed.clipmax) == (-0.02, 1.02)
     assert learning_curves([run], "loss").layout.yaxis.autorangeoptions.clipmin is None

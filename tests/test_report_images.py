@@ -28,7 +28,8 @@ def test_a_figure_that_stands_alone_says_what_it_shows() -> None:
     named = [trace.name for trace in figure.data if trace.showlegend is not False]
     assert named == ["fedavg", "fed&lt;b&gt;mr"]
     assert not standalone(slots["seeds"]).layout.showlegend  # the axis names the methods
-    assert slots["curve-accuracy"].variants["round"].layout.title.text is None  # the page's figure stays as it is
+    # the page's figure stays as it is
+    assert slots["curve-accuracy"].variants["round"].layout.title.text is None
 
 
 def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
@@ -36,7 +37,10 @@ def test_a_figure_for_a_paper_has_no_caption_of_its_own() -> None:
     bare, captioned = standalone(slot, captions=False), standalone(slot)
     assert not bare.layout.title.text
     assert bare.layout.showlegend
-    assert bare.layout.height - bare.layout.margin.t == captioned.layout.height - captioned.layout.margin.t
+    assert (
+        bare.layout.height - bare.layout.margin.t
+        == captioned.layout.height - captioned.layout.margin.t
+    )
     assert bare.layout.margin.t < captioned.layout.margin.t
 
 
@@ -55,21 +59,29 @@ def test_a_legend_names_the_lines_where_there_are_several() -> None:
     assert not standalone(slots_of_one_run["curve-accuracy"]).layout.showlegend
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match=r"^image format 'pgn' is not allowed: did you mean 'png'\?"):
+def test_what_is_missing_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InvalidValue, match=r"^image format 'pgn' is not allowed: did you mean 'png'\?"
+    ):
         write_images(tmp_path, RUNS, ["pgn"])
     monkeypatch.setitem(sys.modules, "kaleido", None)
     with pytest.raises(
-        MissingExtra, match=r"^drawing images needs 'kaleido': pip install -e '.\[images\]' in the clone"
+        MissingExtra,
+        match=r"^drawing images needs 'kaleido': pip install -e '.\[images\]' in the clone",
     ):
         require_images(["png"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
-def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_and_svg_are_drawn_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # whoever asked the network would get no answer
+    # whoever asked the network would get no answer
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
     figure = standalone(slot)
     png, svg = save_figures(tmp_path / "new", {"seeds": figure}, ["png", "svg", "png"])
@@ -83,10 +95,14 @@ def test_png_and_svg_are_drawn_without_a_network(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("path", ["/bin/false", "/nowhere/chrome"])
-def test_a_browser_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_browser_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     pytest.importorskip("kaleido", reason="Kaleido is not installed")
     monkeypatch.setenv("BROWSER_PATH", path)
     slot = next(slot for slot in image_figures(RUNS) if slot.name == "seeds")
-    with pytest.raises(InvalidValue, match=r"^images cannot be drawn, which takes a Chromium or Chrome: ") as refused:
+    with pytest.raises(
+        InvalidValue, match=r"^images cannot be drawn, which takes a Chromium or Chrome: "
+    ) as refused:
         save_figures(tmp_path, {"seeds": standalone(slot)})
     assert "\n" not in str(refused.value)

@@ -1,4 +1,6 @@
-"""The report's page as text: what it says, that nothing in it is a user's markup, and that it asks nothing of a network."""
+"""The report's page as text: what it says, that nothing in it is a user's markup, and that it asks
+nothing of a network.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_the_page_says_what_was_run_and_how_to_repeat_it() -> None:
 
 def test_the_embedded_figures_are_json_of_every_kind() -> None:
     page = page_of(*(made_up_run(name, seed) for name in ("fedavg", "fedmr") for seed in (0, 1)))
-    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL
+    )
     assert match is not None
     slots = json.loads(match[1])
     assert set(slots) == {
@@ -80,7 +84,9 @@ def test_text_from_users_never_becomes_markup() -> None:
         configuration={EVIL: EVIL, "data": {"name": EVIL}, "model": EVIL},
         environment={EVIL: [EVIL]},
     )
-    quiet = replace(run, algorithm="fedavg", records=[record | {"faults": []} for record in run.records])
+    quiet = replace(
+        run, algorithm="fedavg", records=[record | {"faults": []} for record in run.records]
+    )
     page = render(EVIL, [hostile, quiet], (), EVIL).replace(get_plotlyjs(), "")
     tame = Elements(page_of(made_up_run("fedavg", 0), made_up_run("fedmr", 0)))
     elements = Elements(page)
@@ -92,7 +98,11 @@ def test_text_from_users_never_becomes_markup() -> None:
 
 def test_nothing_is_loaded_from_anywhere() -> None:
     elements = Elements(page_of(made_up_run("fedavg", 0)))
-    links = [value or "" for name, value in elements.attributes if name in ("src", "href", "action", "srcset")]
+    links = [
+        value or ""
+        for name, value in elements.attributes
+        if name in ("src", "href", "action", "srcset")
+    ]
     assert all(link.startswith("data:") for link in links)
     policy = [value or "" for name, value in elements.attributes if name == "content"]
     assert any(value.startswith("default-src 'none'") for value in policy)
@@ -114,7 +124,10 @@ def test_values_that_differ_between_runs_are_all_shown() -> None:
 
 
 def test_targets_and_command_of_the_configuration_stand_in() -> None:
-    run = replace(made_up_run("fedavg", 0), configuration={"targets": [0.25], "command": "fedloom run mine.toml"})
+    run = replace(
+        made_up_run("fedavg", 0),
+        configuration={"targets": [0.25], "command": "fedloom run mine.toml"},
+    )
     page = render("One run", [run])
     assert "Rounds to 25\u00a0%" in page
     assert "fedloom run mine.toml" in page
@@ -122,7 +135,10 @@ def test_targets_and_command_of_the_configuration_stand_in() -> None:
 
 def test_a_run_with_hardly_anything_still_has_a_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.html"
-    write_page(path, render("Bare", [RunSummary("fedavg", 0, [{"round": 1, "bytes_down": 1, "bytes_up": 1}])]))
+    write_page(
+        path,
+        render("Bare", [RunSummary("fedavg", 0, [{"round": 1, "bytes_down": 1, "bytes_up": 1}])]),
+    )
     text = path.read_text(encoding="utf-8")
     assert "<h1>Bare</h1>" in text
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
@@ -133,7 +149,11 @@ def test_a_run_with_hardly_anything_still_has_a_report(tmp_path: Path) -> None:
 def test_whatever_a_method_records_is_drawn_too() -> None:
     run = made_up_run("fedala", 0, rounds=3)
     for number, record in enumerate(run.records):
-        record |= {"personal_accuracy": 0.5 + number / 10, "<b>step</b>": number / 2, "client_loss": 0.1}
+        record |= {
+            "personal_accuracy": 0.5 + number / 10,
+            "<b>step</b>": number / 2,
+            "client_loss": 0.1,
+        }
     page = page_of(run)
     assert "Personal accuracy" in page
     assert "&lt;b&gt;step&lt;/b&gt;" in page
@@ -153,15 +173,23 @@ def test_a_report_of_nothing_is_refused() -> None:
 
 
 def labels_of(*runs: RunSummary) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page_of(*runs), re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="figures">(.*?)</script>', page_of(*runs), re.DOTALL
+    )
     assert match is not None
     slot: dict[str, Any] = json.loads(match[1])["labels"]
     return slot
 
 
 def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed() -> None:
-    run, other_clients = made_up_run("fedavg, Dir(0.1)", 0), made_up_run("fedavg, Dir(0.5)", 0, clients=7)
-    assert list(labels_of(run, other_clients)["variants"]) == ["fedavg, Dir(0.1), seed 0", "fedavg, Dir(0.5), seed 0"]
+    run, other_clients = (
+        made_up_run("fedavg, Dir(0.1)", 0),
+        made_up_run("fedavg, Dir(0.5)", 0, clients=7),
+    )
+    assert list(labels_of(run, other_clients)["variants"]) == [
+        "fedavg, Dir(0.1), seed 0",
+        "fedavg, Dir(0.5), seed 0",
+    ]
     repeated = made_up_run("fedavg, Dir(0.1)", 1)
     assert list(labels_of(run, repeated)["variants"]) == ["seed 0", "seed 1"]
     assert list(labels_of(run, repeated, other_clients)["variants"]) == [
@@ -171,13 +199,17 @@ def test_every_label_distribution_can_be_chosen_also_where_settings_share_a_seed
 
 def test_a_page_begins_with_the_section_it_is_about() -> None:
     def headings(opening: str) -> list[str]:
-        return re.findall("<h2>(.*?)</h2>", render("A figure", [made_up_run("fedavg", 0)], (), opening=opening))
+        return re.findall(
+            "<h2>(.*?)</h2>", render("A figure", [made_up_run("fedavg", 0)], (), opening=opening)
+        )
 
     usual = headings("")
     assert usual[:2] == ["Result", "Learning curves"]
     moved = headings("clients")
     assert moved[0] == "The clients and their data"
-    assert [name for name in moved if name != moved[0]] == [name for name in usual if name != moved[0]]
+    assert [name for name in moved if name != moved[0]] == [
+        name for name in usual if name != moved[0]
+    ]
 
 
 def test_the_page_says_what_the_terminal_says_of_differences() -> None:
@@ -202,8 +234,17 @@ def test_names_may_be_broken_but_no_number() -> None:
 
 def test_publishing_the_participants_of_private_rounds_is_warned_of() -> None:
     run = made_up_run("mine", 0, 3)
-    warned = render("t", [replace(run, configuration={**run.configuration, "algorithm": "private(fedavg, clip=1.0)"})])
+    warned = render(
+        "t",
+        [
+            replace(
+                run, configuration={**run.configuration, "algorithm": "private(fedavg, clip=1.0)"}
+            )
+        ],
+    )
     text = "mine: its epsilon counts on amplification by sampling, which publishing who took part in which round voids"
     assert text in warned
     for method in ("local_private(fedavg)", "fedavg"):
-        assert text not in render("t", [replace(run, configuration={**run.configuration, "algorithm": method})])
+        assert text not in render(
+            "t", [replace(run, configuration={**run.configuration, "algorithm": method})]
+        )

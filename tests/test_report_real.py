@@ -1,4 +1,6 @@
-"""The figures and the report of one small real comparison with all recorders on, against what the runs left on disk."""
+"""The figures and the report of one small real comparison with all recorders on, against what the
+runs left on disk.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from json_lines import json_lines
 from report_support import CHROMIUM, Browser
 
 METHODS = ("fedavg", "fedmr", "ala(fedavg)")
-RECORD = ["objective(every=2)", "ala(client=3)", "trajectory(client=4)", "similarity", "aggregate(every=2)"]
+RECORD = [
+    "objective(every=2)",
+    "ala(client=3)",
+    "trajectory(client=4)",
+    "similarity",
+    "aggregate(every=2)",
+]
 ROUNDS = 5
 
 
@@ -47,7 +55,10 @@ def comparison(folder: Path) -> Configuration:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real") / "small"
-    assert Comparison.of(comparison(folder), "fedloom compare small.toml").run(lambda event: None) == {}
+    assert (
+        Comparison.of(comparison(folder), "fedloom compare small.toml").run(lambda event: None)
+        == {}
+    )
     return folder
 
 
@@ -58,7 +69,10 @@ def runs(folder: Path) -> list[StoredRun]:
 
 @pytest.fixture(scope="module")
 def figures(runs: list[StoredRun]) -> dict[str, Any]:
-    return {slot.name: next(iter(slot.variants.values())) for slot in image_figures([run.summary for run in runs])}
+    return {
+        slot.name: next(iter(slot.variants.values()))
+        for slot in image_figures([run.summary for run in runs])
+    }
 
 
 def run_folder(folder: Path, method: str, seed: int = 0) -> Path:
@@ -73,29 +87,43 @@ def recording(folder: Path, method: str, kind: str, seed: int = 0) -> dict[str, 
 def test_every_figure_is_there(figures: dict[str, Any]) -> None:
     names = {folder_name(method) for method in METHODS}
     expected = {"seeds", "labels", "objective", "similarity", "landscape-cuts"}
-    expected |= {f"curve-{m}" for m in ("accuracy", "loss", "training_loss", "personal_accuracy", "client_accuracy")}
+    expected |= {
+        f"curve-{m}"
+        for m in ("accuracy", "loss", "training_loss", "personal_accuracy", "client_accuracy")
+    }
     expected |= {"curve-pool_cosine", "ala-3-ala-fedavg"}
     expected |= {
-        f"{kind}-{name}" for name in names for kind in ("local-accuracy", "local-loss", "landscape", "trajectory-4")
+        f"{kind}-{name}"
+        for name in names
+        for kind in ("local-accuracy", "local-loss", "landscape", "trajectory-4")
     }
     assert {name for name in figures if not name.startswith("other-")} == expected
     assert all(figure.data for figure in figures.values())
 
 
-def test_curves_are_the_means_over_seeds_of_what_was_measured(folder: Path, figures: dict[str, Any]) -> None:
+def test_curves_are_the_means_over_seeds_of_what_was_measured(
+    folder: Path, figures: dict[str, Any]
+) -> None:
     for measure in ("accuracy", "loss"):
         drawn = [trace for trace in figures[f"curve-{measure}"].data if trace.hoverinfo != "skip"]
         assert [trace.legendgroup for trace in drawn] == list(METHODS)
         for trace in drawn:
-            both = [json_lines(run_folder(folder, trace.legendgroup, seed) / "metrics.jsonl") for seed in (0, 1)]
+            both = [
+                json_lines(run_folder(folder, trace.legendgroup, seed) / "metrics.jsonl")
+                for seed in (0, 1)
+            ]
             pairs = [[line[measure] for line in records] for records in zip(*both, strict=True)]
-            assert list(trace.y) == pytest.approx([statistics.mean(pair) for pair in pairs], rel=1e-6)
+            assert list(trace.y) == pytest.approx(
+                [statistics.mean(pair) for pair in pairs], rel=1e-6
+            )
             assert list(trace.customdata) == pytest.approx(
                 [statistics.stdev(pair) for pair in pairs], rel=1e-5, abs=1e-9
             )
 
 
-def test_bubbles_are_the_labels_that_the_clients_hold(folder: Path, figures: dict[str, Any]) -> None:
+def test_bubbles_are_the_labels_that_the_clients_hold(
+    folder: Path, figures: dict[str, Any]
+) -> None:
     labels = fl.make_task("digits", clients=6).dataset.train.labels.numpy()
     split = Partition.load(run_folder(folder, "fedavg") / "split.npz")
     expected = {
@@ -105,26 +133,40 @@ def test_bubbles_are_the_labels_that_the_clients_hold(folder: Path, figures: dic
         if count
     }
     (bubbles,) = figures["labels"].data
-    assert dict(zip(zip(bubbles.x, bubbles.y, strict=True), bubbles.marker["size"], strict=True)) == expected
+    assert (
+        dict(zip(zip(bubbles.x, bubbles.y, strict=True), bubbles.marker["size"], strict=True))
+        == expected
+    )
 
 
-def test_similarity_is_the_mean_over_seeds_of_what_was_noted(folder: Path, figures: dict[str, Any]) -> None:
+def test_similarity_is_the_mean_over_seeds_of_what_was_noted(
+    folder: Path, figures: dict[str, Any]
+) -> None:
     drawn = {trace.name: trace for trace in figures["similarity"].data if trace.hoverinfo != "skip"}
     assert list(drawn) == [*METHODS, "fedmr, pool"]
     for name, trace in drawn.items():
-        method, key = (name.removesuffix(", pool"), "pool" if name.endswith(", pool") else "uploaded")
+        method, key = (
+            name.removesuffix(", pool"),
+            "pool" if name.endswith(", pool") else "uploaded",
+        )
         both = [recording(folder, method, "similarity", seed) for seed in (0, 1)]
         series = [dict(zip(entry["rounds"], entry[key], strict=True)) for entry in both]
         common = sorted(series[0].keys() & series[1].keys())
         assert list(trace.x) == common
-        assert list(trace.y) == pytest.approx([(series[0][n] + series[1][n]) / 2 for n in common], rel=1e-6)
+        assert list(trace.y) == pytest.approx(
+            [(series[0][n] + series[1][n]) / 2 for n in common], rel=1e-6
+        )
     assert drawn["fedmr, pool"].line.dash == "dot"
     assert drawn["fedmr, pool"].line.color == drawn["fedmr"].line.color
 
 
-def test_local_models_stand_beside_the_global_one_that_the_run_measured(folder: Path, figures: dict[str, Any]) -> None:
+def test_local_models_stand_beside_the_global_one_that_the_run_measured(
+    folder: Path, figures: dict[str, Any]
+) -> None:
     for method in METHODS:
-        measured = {line["round"]: line for line in json_lines(run_folder(folder, method) / "metrics.jsonl")}
+        measured = {
+            line["round"]: line for line in json_lines(run_folder(folder, method) / "metrics.jsonl")
+        }
         for measure in ("accuracy", "loss"):
             *thin, thick = figures[f"local-{measure}-{folder_name(method)}"].data
             assert list(thick.x) == [2, 4]
@@ -134,16 +176,22 @@ def test_local_models_stand_beside_the_global_one_that_the_run_measured(folder: 
     assert len(ends) == 1  # one scale for all
 
 
-def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder: Path, figures: dict[str, Any]) -> None:
+def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(
+    folder: Path, figures: dict[str, Any]
+) -> None:
     surfaces = [figures[f"landscape-{folder_name(method)}"].data[0] for method in METHODS]
-    assert len({(c.contours.start, c.contours.end, c.contours.size, c.x, c.y) for c in surfaces}) == 1
+    assert (
+        len({(c.contours.start, c.contours.end, c.contours.size, c.x, c.y) for c in surfaces}) == 1
+    )
     data = fl.make_task("digits", clients=6).dataset
     for trace in surfaces:
         partition = Partition.load(run_folder(folder, trace.legendgroup) / "split.npz")
         pool = sorted(partition.indices.tolist())
         index = torch.tensor([pool[round(k * (len(pool) - 1) / 49)] for k in range(50)])
         with torch.no_grad():
-            logits = fl.load_model(run_folder(folder, trace.legendgroup))(data.prepare(data.train.inputs[index]))
+            logits = fl.load_model(run_folder(folder, trace.legendgroup))(
+                data.prepare(data.train.inputs[index])
+            )
         loss = float(F.cross_entropy(logits, data.train.labels[index]))
         assert 10 ** trace.z[2][2] == pytest.approx(loss, rel=1e-5)
     cuts = figures["landscape-cuts"].data
@@ -156,11 +204,17 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(folder:
 def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun]) -> None:
     row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"])[0]
     for spread, key in ((row.bytes_down, "bytes_down"), (row.bytes_up, "bytes_up")):
-        totals = [sum(x[key] for x in json_lines(run_folder(folder, "fedavg", k) / "metrics.jsonl")) for k in (0, 1)]
+        totals = [
+            sum(x[key] for x in json_lines(run_folder(folder, "fedavg", k) / "metrics.jsonl"))
+            for k in (0, 1)
+        ]
         assert spread is not None
         assert spread.mean == pytest.approx(statistics.mean(totals))
     seconds = [
-        math.fsum(x["seconds"] for x in json_lines(run_folder(folder, "fedavg", k) / "timings.jsonl")) for k in (0, 1)
+        math.fsum(
+            x["seconds"] for x in json_lines(run_folder(folder, "fedavg", k) / "timings.jsonl")
+        )
+        for k in (0, 1)
     ]
     assert row.seconds is not None
     assert row.seconds.mean == pytest.approx(statistics.mean(seconds))
@@ -169,9 +223,15 @@ def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun])
 def test_the_objective_is_drawn_as_the_mean_of_what_the_seeds_noted(
     runs: list[StoredRun], figures: dict[str, Any]
 ) -> None:
-    drawn = [trace for trace in figures["objective"].data if trace.legendgroup == "fedmr" and trace.hoverinfo != "skip"]
+    drawn = [
+        trace
+        for trace in figures["objective"].data
+        if trace.legendgroup == "fedmr" and trace.hoverinfo != "skip"
+    ]
     summaries = [run.summary for run in runs if run.summary.algorithm == "fedmr"]
-    seeds = [entry for summary in summaries for entry in summary.recorded if entry["kind"] == "objective"]
+    seeds = [
+        entry for summary in summaries for entry in summary.recorded if entry["kind"] == "objective"
+    ]
     assert len(seeds) == 2
     for trace, key in zip(drawn, ("before", "after"), strict=True):
         assert list(trace.y) == pytest.approx(
@@ -180,22 +240,30 @@ def test_the_objective_is_drawn_as_the_mean_of_what_the_seeds_noted(
 
 
 def test_the_clients_come_worst_first(folder: Path, runs: list[StoredRun]) -> None:
-    records = [json_lines(run_folder(folder, method) / "clients.jsonl")[-1]["personal"] for method in METHODS]
+    records = [
+        json_lines(run_folder(folder, method) / "clients.jsonl")[-1]["personal"]
+        for method in METHODS
+    ]
     means = {
         client: statistics.mean(
-            dict(zip(record["clients"], record["accuracy"], strict=True))[client] for record in records
+            dict(zip(record["clients"], record["accuracy"], strict=True))[client]
+            for record in records
         )
         for client in records[0]["clients"]
     }
     ordered = worst_first([run.summary for run in runs])
     assert [client.score for client in ordered] == pytest.approx(sorted(means.values()))
     assert {client.number for client in ordered} == set(means)
-    ordered_by_fedmr = worst_first([run.summary for run in runs if run.summary.algorithm == "fedmr"])
+    ordered_by_fedmr = worst_first(
+        [run.summary for run in runs if run.summary.algorithm == "fedmr"]
+    )
     assert [client.score for client in ordered_by_fedmr] == sorted(records[1]["accuracy"])
     assert set(ordered_by_fedmr[0].accuracies) == {"Global model", "Own model"}
 
 
-def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written_anew_from_what_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert options_of(folder / "report.html") == ReportOptions(
         "small", (0.3,), "fedloom compare small.toml", measure="personal"
     )
@@ -211,17 +279,32 @@ def test_a_report_is_written_anew_from_what_is_there(folder: Path, capsys: pytes
 
 def test_a_landscape_can_be_had_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def recorded(method: str) -> dict[str, Any]:
-        summary = next(run.summary for run in read_runs(folder) if run.path == run_folder(folder, method))
+        summary = next(
+            run.summary for run in read_runs(folder) if run.path == run_folder(folder, method)
+        )
         (entry,) = [entry for entry in summary.recorded if entry["kind"] == "landscape"]
         return entry
 
-    assert main(["report", str(folder), "--record", "landscape(grid=3, data=test, samples=20)"]) == 0
+    assert (
+        main(["report", str(folder), "--record", "landscape(grid=3, data=test, samples=20)"]) == 0
+    )
     lines_written = capsys.readouterr().err.splitlines()
     assert lines_written == [f"loss landscape of {method}, seed 0" for method in METHODS]
     assert [recorded(method)["data"] for method in METHODS] == ["test"] * 3
     page = (folder / "report.html").read_text()
     assert {f'<div id="landscape-{folder_name(method)}"' in page for method in METHODS} == {True}
-    assert main(["report", str(run_folder(folder, METHODS[2])), "--record", "landscape(grid=3)", "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "report",
+                str(run_folder(folder, METHODS[2])),
+                "--record",
+                "landscape(grid=3)",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert (recorded(METHODS[2])["data"], capsys.readouterr().err) == ("train", "")
     for method in METHODS:
         (run_folder(folder, method) / "landscape.json").unlink()
@@ -247,7 +330,9 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_runs_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert main(["report", str(tmp_path)]) == 2
     missing, empty = capsys.readouterr().err.splitlines()
@@ -255,7 +340,9 @@ def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
     assert "holds no run: give the folder of a run or of a comparison" in empty
 
 
-def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_of_ones_own_has_no_landscape_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = fl.make_task("digits", clients=3, partition="iid", model="logistic")
     fl.run("fedavg", task, rounds=1, directory=tmp_path / "mine")
     assert main(["report", str(tmp_path / "mine"), "--record", "landscape"]) == 2
@@ -263,7 +350,9 @@ def test_a_task_of_ones_own_has_no_landscape_later(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
-def test_the_page_draws_all_of_it_in_a_browser(folder: Path, runs: list[StoredRun], tmp_path: Path) -> None:
+def test_the_page_draws_all_of_it_in_a_browser(
+    folder: Path, runs: list[StoredRun], tmp_path: Path
+) -> None:
     summaries = [run.summary for run in with_trajectories(folder, runs)]
     with Browser(tmp_path / "profile") as browser:
         browser.open(folder / "report.html")
@@ -278,8 +367,6 @@ def test_the_page_draws_all_of_it_in_a_browser(folder: Path, runs: list[StoredRu
         browser.run("document.querySelector('.clients th:nth-child(2) button').click()")
         assert browser.run(numbers) == sorted(scores, reverse=True)
         browser.run("document.querySelector('.chip[data-method=\"fedmr\"]').click()")
-        shown = (
-            "[...new Set(document.getElementById('similarity').data.filter(t => t.visible).map(t => t.legendgroup))]"
-        )
+        shown = "[...new Set(document.getElementById('similarity').data.filter(t => t.visible).map(t => t.legendgroup))]"
         assert browser.run(shown) == ["fedavg", "ala(fedavg)"]
         assert browser.errors == []

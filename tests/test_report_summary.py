@@ -37,12 +37,22 @@ from fedloom.report.units import byte_text, percent, time_text
 
 
 def run_of(
-    accuracies: list[float | None], algorithm: str = "fedavg", seed: int = 0, timed: bool = True, cost: int = 10
+    accuracies: list[float | None],
+    algorithm: str = "fedavg",
+    seed: int = 0,
+    timed: bool = True,
+    cost: int = 10,
 ) -> RunSummary:
-    """A run with these accuracies (None: not evaluated); round t costs t * cost bytes down, half of it up, t seconds."""
+    """A run with these accuracies (None: not evaluated); round t costs t * cost bytes down, half of
+    it up, t seconds.
+    """
     records: list[dict[str, Any]] = []
     for number, accuracy in enumerate(accuracies, start=1):
-        record: dict[str, Any] = {"round": number, "bytes_down": number * cost, "bytes_up": number * cost // 2}
+        record: dict[str, Any] = {
+            "round": number,
+            "bytes_down": number * cost,
+            "bytes_up": number * cost // 2,
+        }
         records.append(record | ({} if accuracy is None else {"accuracy": accuracy}))
     timings = [{"round": record["round"], "seconds": float(record["round"])} for record in records]
     return RunSummary(algorithm, seed, records, timings if timed else [])
@@ -56,7 +66,8 @@ def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
     assert mean_of_last(run, 10) == pytest.approx(0.5)
     long = run_of([k / 100 for k in range(40)])
     assert mean_of_last(long, 39) == pytest.approx(0.20)
-    assert mean_of_last(long, 40) == mean_of_last(long, 100) == pytest.approx(0.375)  # the last tenth of them
+    # the last tenth of them
+    assert mean_of_last(long, 40) == mean_of_last(long, 100) == pytest.approx(0.375)
 
 
 def test_a_mean_over_every_evaluation_is_warned_of_and_never_taken() -> None:
@@ -68,9 +79,13 @@ def test_a_mean_over_every_evaluation_is_warned_of_and_never_taken() -> None:
 
 def test_time_on_the_wall_counts_runs_side_by_side_once() -> None:
     def timed(*spans: tuple[float, float]) -> RunSummary:
-        return RunSummary("a", 0, [], [{"round": 1, "ended": end, "seconds": end - start} for start, end in spans])
+        return RunSummary(
+            "a", 0, [], [{"round": 1, "ended": end, "seconds": end - start} for start, end in spans]
+        )
 
-    assert elapsed_seconds([timed((0, 5), (5, 9)), timed((2, 6)), timed((20, 21))]) == pytest.approx(10)
+    assert elapsed_seconds(
+        [timed((0, 5), (5, 9)), timed((2, 6)), timed((20, 21))]
+    ) == pytest.approx(10)
     assert elapsed_seconds([timed((0, 10)), timed((1, 2), (3, 12))]) == pytest.approx(12)
     assert elapsed_seconds([run_of([0.5])]) is None
 
@@ -118,7 +133,11 @@ def test_bytes_and_seconds_are_totals_and_none_where_times_are_missing() -> None
 
 
 def test_faults_name_round_client_and_reason() -> None:
-    run = RunSummary("fedavg", 0, [{"round": 1}, {"round": 2, "faults": [{"client": 7, "reason": "dropped out"}]}])
+    run = RunSummary(
+        "fedavg",
+        0,
+        [{"round": 1}, {"round": 2, "faults": [{"client": 7, "reason": "dropped out"}]}],
+    )
     assert faults(run) == [(2, 7, "dropped out")]
 
 
@@ -147,7 +166,8 @@ def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
     assert rows[0].final.mean == pytest.approx(0.8)
     assert rows[0].final.std == pytest.approx(statistics.stdev([0.9, 0.7]))
     assert rows[0].last is not None
-    assert rows[0].last.mean == pytest.approx((0.9 + 0.7) / 2)  # two would be all: the last tenth, at least one
+    # two would be all: the last tenth, at least one
+    assert rows[0].last.mean == pytest.approx((0.9 + 0.7) / 2)
     reach = rows[0].reaches[0]
     assert reach.rounds == Spread(1.5, pytest.approx(0.5**0.5), 2)
     assert (reach.reached, reach.seeds) == (2, 2)
@@ -178,7 +198,12 @@ def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> No
     table = comparison(summarise(runs, [0.9]))
     titles = [column.title for column in table.columns]
     reach = titles.index("Rounds to 90 %")
-    assert [line[reach].text for line in table.lines] == ["4.0 ± 0.0", "2.0 ± 0.0 (2.0×)", "1 (1 of 2 seeds)", "*"]
+    assert [line[reach].text for line in table.lines] == [
+        "4.0 ± 0.0",
+        "2.0 ± 0.0 (2.0×)",
+        "1 (1 of 2 seeds)",
+        "*",
+    ]
     assert table.best_lines[reach] == {1}  # one lucky seed is not the fastest method
     final_column = titles.index("Final accuracy, %")
     assert table.lines[0][final_column].text == "90.00 ± 0.00"
@@ -195,11 +220,17 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
         ]  # fmt: skip
         return RunSummary(algorithm, seed, records)
 
-    never = [timed("never", 0, 1.0), timed("never", 1, 1.0, reaches=9)]  # fast, but not with every seed
-    slow, fast = ([timed(name, seed, pace) for seed in (0, 1)] for name, pace in (("slow", 20.0), ("fast", 10.0)))
+    # fast, but not with every seed
+    never = [timed("never", 0, 1.0), timed("never", 1, 1.0, reaches=9)]
+    slow, fast = (
+        [timed(name, seed, pace) for seed in (0, 1)]
+        for name, pace in (("slow", 20.0), ("fast", 10.0))
+    )
     late = [timed("never", seed, 15.0) for seed in (0, 1)]
     sheets = [
-        sheet([*slow, *fast, *runs], [0.8], measure="seconds", setting=name, changes={"rounds": name})
+        sheet(
+            [*slow, *fast, *runs], [0.8], measure="seconds", setting=name, changes={"rounds": name}
+        )
         for name, runs in (("one", never), ("two", late), ("three", never))
     ]
     table = overall(sheets)
@@ -211,10 +242,17 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     assert table.best_lines == [set(), {1}, {1}, {1}, {1}]
     assert sheets[0].criterion.name == "seconds to 80 %"
     (difference,) = sheets[0].tests["seconds"]  # of those that got there with every seed
-    assert (difference.method, difference.other, difference.mean) == ("slow", "fast", pytest.approx(30.0))
+    assert (difference.method, difference.other, difference.mean) == (
+        "slow",
+        "fast",
+        pytest.approx(30.0),
+    )
     by_bytes = sheet([*slow, *fast, *never], [0.8], measure="bytes")
     assert difference_cells(by_bytes.tests["bytes"][0], by_bytes.criterion.metric)[0] == "+0 B"
-    assert score_cell(spread_of(by_bytes.rows[0], "bytes"), by_bytes.criterion.metric).text == "30 B ± 0 B"
+    assert (
+        score_cell(spread_of(by_bytes.rows[0], "bytes"), by_bytes.criterion.metric).text
+        == "30 B ± 0 B"
+    )
     assert spread_of(sheets[1].rows[0], "rounds") == Spread(3.0, 0.0, 2)
     assert spread_of(sheets[1].rows[0], "bytes") == Spread(30.0, 0.0, 2)
 
@@ -225,7 +263,10 @@ def test_nothing_is_best_where_all_are_equal() -> None:
 
 
 def test_csv_holds_plain_numbers_that_read_back() -> None:
-    results = sheet([run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)], [0.75])
+    results = sheet(
+        [run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)],
+        [0.75],
+    )
     read = list(csv.DictReader(io.StringIO(to_csv([results]))))
     assert len(read) == 1
     assert read[0]["algorithm"] == "ala(fedavg, s=80)"
@@ -245,7 +286,9 @@ def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
 
 
 def test_bytes_and_seconds_are_written_in_readable_units() -> None:
-    assert [byte_text(n) for n in (0, 999, 1000, 1234, 999_600, 5_432_100, 123_456_789, 2.5e12)] == [
+    assert [
+        byte_text(n) for n in (0, 999, 1000, 1234, 999_600, 5_432_100, 123_456_789, 2.5e12)
+    ] == [
         "0 B",
         "999 B",
         "1 kB",
@@ -266,8 +309,8 @@ def test_bytes_and_seconds_are_written_in_readable_units() -> None:
 
 
 def test_figures_of_runs_do_not_wait_for_scipys_statistics() -> None:
-    code = (
-        "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; print('scipy.stats' in sys.modules)"
+    code = "import sys, fedloom.report, fedloom.report.sheet, fedloom.report.export; print('scipy.stats' in sys.modules)"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout.strip() == "False"

@@ -1,7 +1,8 @@
-"""`fedloom reproduce`: one cell of each paper run in small, the command's output and errors, estimates and data.
+"""`fedloom reproduce`: one cell of each paper run in small, the command's output and errors,
+estimates and data.
 
-The cells that are run here have one or two rounds on a few made-up images in the data sets' own file formats; every output of
-them must say PARTIAL.
+The cells that are run here have one or two rounds on a few made-up images in the data sets' own
+file formats; every output of them must say PARTIAL.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def idx(path: Path, array: np.ndarray[Any, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a small MNIST (idx files) and CIFAR-10 (pickled batches); a class is a grey level with noise."""
+    """Make a folder with a small MNIST (idx files) and CIFAR-10 (pickled batches); a class is a
+    grey level with noise.
+    """
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     mnist, cifar = root / "MNIST" / "raw", root / "cifar-10-batches-py"
@@ -46,26 +49,37 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cifar.mkdir()
     for split, count in (("train", 900), ("t10k", 100)):
         labels = np.arange(count) % 10
-        idx(mnist / f"{split}-images-idx3-ubyte", 20 * labels[:, None, None] + draw.integers(0, 40, (count, 28, 28)))
+        idx(
+            mnist / f"{split}-images-idx3-ubyte",
+            20 * labels[:, None, None] + draw.integers(0, 40, (count, 28, 28)),
+        )
         idx(mnist / f"{split}-labels-idx1-ubyte", labels)
     for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
         labels = np.arange(40) % 10
         pixels = 20 * labels[:, None] + draw.integers(0, 40, (40, 3072))
-        (cifar / name).write_bytes(pickle.dumps({b"data": pixels.astype(np.uint8), b"labels": labels.tolist()}, 2))
+        (cifar / name).write_bytes(
+            pickle.dumps({b"data": pixels.astype(np.uint8), b"labels": labels.tolist()}, 2)
+        )
     return root
 
 
 @pytest.fixture
-def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run `reproduce("fedumf.table-a2", ...)` with the data at hand; gives (exit code, stdout, stderr)."""
+def reproduce(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Say:
+    """Run `reproduce("fedumf.table-a2", ...)` with the data at hand; gives (exit code, stdout,
+    stderr).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
-    monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)  # no processes for such short runs
+    # no processes for such short runs
+    monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)
     return partial(saying(capsys), "reproduce")
 
 
-# one cell of each paper ---------------------------------------------------------------------------------------------------
+# one cell of each paper
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,10 +95,26 @@ def reproduce(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
     reproduce: Say, tmp_path: Path, name: str, row: str, column: str, rounds: int
 ) -> None:
-    arguments = [name, "--rows", row, "--columns", column, "--rounds", str(rounds), "--seeds", "0", "-q", "threads=1"]
+    arguments = [
+        name,
+        "--rows",
+        row,
+        "--columns",
+        column,
+        "--rounds",
+        str(rounds),
+        "--seeds",
+        "0",
+        "-q",
+        "threads=1",
+    ]
     code, out, err = reproduce(*arguments)
     assert code == 0, err
-    [number] = [n for n in numbers_of(name) if n["method"] == row and _is(n, column)] if "first" not in name else [{}]
+    [number] = (
+        [n for n in numbers_of(name) if n["method"] == row and _is(n, column)]
+        if "first" not in name
+        else [{}]
+    )
     folder = tmp_path / "runs" / "reproduce" / name
     line = next(line for line in out.splitlines() if line.strip().startswith(row))
     assert line.rstrip().endswith("PARTIAL")
@@ -104,7 +134,9 @@ def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
     assert (result.cell.row, result.cell.column) == (row, cell["column"])
     assert result.result is not None
     assert (str(result.result.runs), "; ".join(result.left_out)) == (cell["runs"], cell["left_out"])
-    assert ("" if result.result.mean is None else str(result.result.mean)) == cell["here"].replace("*", "")
+    assert ("" if result.result.mean is None else str(result.result.mean)) == cell["here"].replace(
+        "*", ""
+    )
     assert record.command.startswith(f"fedloom reproduce {name} --rows ")
     assert record.environment["threads"] == 1
 
@@ -118,10 +150,17 @@ def test_a_shortened_cell_of_each_paper_is_marked_partial_everywhere(
 
 def _is(number: Mapping[str, Any], column: str) -> bool:
     """Return True if a printed number belongs to the named column."""
-    columns = {"CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"), "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid")}
+    columns = {
+        "CNN CIFAR-10 IID": ("cnn", "cifar10", "iid"),
+        "MNIST IID 15% to 95%": ("feddc_fcn", "mnist", "iid"),
+    }
     column_settings = columns.get(column, ("cnn4", "mnist", "pathological:2"))
     share = number["participation"] in (0.1, 0.15, 1.0)
-    return (number["model"], number["dataset"], number["heterogeneity"]) == column_settings and share
+    return (
+        number["model"],
+        number["dataset"],
+        number["heterogeneity"],
+    ) == column_settings and share
 
 
 @pytest.mark.parametrize(
@@ -132,7 +171,9 @@ def _is(number: Mapping[str, Any], column: str) -> bool:
         ("niid-bench.table-mnist", "SCAFFOLD", "MNIST 2 labels", "96.92 ± 0.52"),
     ],
 )
-def test_cells_of_baseline_papers_run(reproduce: Say, name: str, row: str, column: str, printed: str) -> None:
+def test_cells_of_baseline_papers_run(
+    reproduce: Say, name: str, row: str, column: str, printed: str
+) -> None:
     small = ("--rounds", "1", "--seeds", "0", "-q", "threads=1", "training.epochs=1")
     code, out, err = reproduce(name, "--rows", row, "--columns", column, *small)
     assert code == 0, err
@@ -147,11 +188,16 @@ def test_papers_share_runs_of_equal_length(reproduce: Say, tmp_path: Path) -> No
     _, _, err = reproduce("fedmr-kdd.table-1", *cell, "--rounds", "1")
     assert "all finished before" in err
     assert reproduce("fedmr-kdd.table-1", *cell, "--rounds", "2")[0] == 0
-    assert sorted(len(p.read_text().splitlines()) for p in tmp_path.rglob("metrics.jsonl")) == [1, 2]
+    assert sorted(len(p.read_text().splitlines()) for p in tmp_path.rglob("metrics.jsonl")) == [
+        1,
+        2,
+    ]
 
 
 def test_an_estimate_alone_runs_nothing(reproduce: Say, tmp_path: Path) -> None:
-    code, out, err = reproduce("fedumf.table-a2", "--rows", "FedAvg", "--columns", "MNIST IID 15%", "--estimate")
+    code, out, err = reproduce(
+        "fedumf.table-a2", "--rows", "FedAvg", "--columns", "MNIST IID 15%", "--estimate"
+    )
     assert code == 0
     assert out == ""
     assert "1 cells, 1 run, 54,000 local steps: about" in err
@@ -159,15 +205,21 @@ def test_an_estimate_alone_runs_nothing(reproduce: Say, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"), [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)]
+    ("name", "runs"),
+    [("fedmr", 4), ("fedumf", 36), ("fedala", 4), ("mcmahan", 12), ("niid-bench", 4)],
 )
-def test_each_paper_has_a_selection_that_takes_an_hour(name: str, runs: int, reproduce: Say, tmp_path: Path) -> None:
+def test_each_paper_has_a_selection_that_takes_an_hour(
+    name: str, runs: int, reproduce: Say, tmp_path: Path
+) -> None:
     selection = paper(name).hour
     limits = ("rows", "columns", "rounds", "seeds", "samples")
-    options = ReproduceOptions(directory=tmp_path, **{key: selection[key] for key in limits if key in selection})
+    options = ReproduceOptions(
+        directory=tmp_path, **{key: selection[key] for key in limits if key in selection}
+    )
     planned = plan(exhibits()[selection["exhibit"]], options)
     assert len(planned.jobs) == runs
-    # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two cores.
+    # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two
+    # cores.
     steps = sum(run.steps for runs in estimate(planned, 1).values() for run in runs)
     assert 0.2 * 3600 < steps * (0.0005 if name in ("fedumf", "mcmahan") else 0.005) / 2 < 3600
 
@@ -183,8 +235,17 @@ def test_the_scope_of_an_hour_is_printed_first(reproduce: Say) -> None:
     assert "1 run, 54,000 local steps" in err
 
 
-def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: Say, tmp_path: Path) -> None:
-    small = ("--columns", "MNIST,CIFAR-10", "-q", "threads=1", "data.clients=3", "training.batch_size=50")
+def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(
+    reproduce: Say, tmp_path: Path
+) -> None:
+    small = (
+        "--columns",
+        "MNIST,CIFAR-10",
+        "-q",
+        "threads=1",
+        "data.clients=3",
+        "training.batch_size=50",
+    )
     code, out, err = reproduce("fedala.figure-7", *small)
     assert code == 0, err
     assert sum(line.rstrip().endswith("PARTIAL") for line in out.splitlines()) == 2
@@ -194,13 +255,25 @@ def test_the_page_of_a_figure_begins_with_it_and_holds_every_setting(reproduce: 
         assert f'data-choice="labels" data-value="labels, {name}' in page
 
 
-def test_figures_of_what_differs_show_the_measure_of_the_cells(reproduce: Say, tmp_path: Path) -> None:
-    small = ("--rows", "FedAvg", "--rounds", "3", "-q", "threads=1", "training.batch_size=50", "training.epochs=1")
+def test_figures_of_what_differs_show_the_measure_of_the_cells(
+    reproduce: Say, tmp_path: Path
+) -> None:
+    small = (
+        "--rows",
+        "FedAvg",
+        "--rounds",
+        "3",
+        "-q",
+        "threads=1",
+        "training.batch_size=50",
+        "training.epochs=1",
+    )
     code, _, err = reproduce("fedumf.figure-3", *small)
     assert code == 0, err
     folder = tmp_path / "runs" / "reproduce" / "fedumf.figure-3"
     cells = {
-        cell["column"]: float(cell["here"]) for cell in csv.DictReader((folder / "cells.csv").read_text().splitlines())
+        cell["column"]: float(cell["here"])
+        for cell in csv.DictReader((folder / "cells.csv").read_text().splitlines())
     }
     (figure,) = ablations_drawn((folder / "report.html").read_text())
     assert figure["layout"]["yaxis"]["title"]["text"] == "Best accuracy of any<br>evaluation"
@@ -209,7 +282,8 @@ def test_figures_of_what_differs_show_the_measure_of_the_cells(reproduce: Say, t
     )
 
 
-# lists and errors ---------------------------------------------------------------------------------------------------------
+# lists and errors
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> None:
@@ -243,14 +317,17 @@ def test_the_list_names_every_table_and_figure_with_its_data(reproduce: Say) -> 
         (["fedala.table-1", "--rows", "s=5 p=1"], "tiny_imagenet"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(reproduce: Say, arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_refused_in_one_line(
+    reproduce: Say, arguments: list[str], message: str
+) -> None:
     code, out, err = reproduce(*arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
 
 
-# estimates, data ----------------------------------------------------------------------------------------------------------
+# estimates, data
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_are_counted_as_the_protocol_has_them() -> None:
@@ -262,7 +339,8 @@ def test_steps_are_counted_as_the_protocol_has_them() -> None:
 
     assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
     assert steps("fedmr.table-1", "FedAvg", "CNN CIFAR-10 IID") == 1000 * 10 * 5 * 10
-    assert steps("fedala.table-7", "FedAvg", "MNIST Dir(0.1)") == 2000 * 20 * 262  # the last short batch is dropped
+    # the last short batch is dropped
+    assert steps("fedala.table-7", "FedAvg", "MNIST Dir(0.1)") == 2000 * 20 * 262
     assert work(parse("umf(fedavg, alpha=1)"), 0.25) == pytest.approx(1.75)
     assert work(parse("fedavg_c(finetune_epochs=10)"), 1.0) == 11.0
     assert work(parse("fedprox_c(finetune_epochs=0, mu=0.001)"), 1.0) == 1.0
@@ -284,7 +362,11 @@ def test_recorded_facts_of_data_sets_are_right(data: Path) -> None:
         assert make_dataset(f"{name}(folder='{data}')").spec == facts()[name].spec
     generated = make_dataset("synthetic_feddc(test=train)")
     expected = facts()["synthetic_feddc"]
-    assert (generated.spec, len(generated.train), len(generated.test)) == (expected.spec, expected.train, expected.test)
+    assert (generated.spec, len(generated.train), len(generated.test)) == (
+        expected.spec,
+        expected.train,
+        expected.test,
+    )
 
 
 def test_a_part_holds_a_sample_and_keeps_name_mean_and_shape(data: Path) -> None:
@@ -297,7 +379,8 @@ def test_a_part_holds_a_sample_and_keeps_name_mean_and_shape(data: Path) -> None
     assert len(set(sampled_rows)) == len(sampled_rows)
     assert set(sampled_rows) <= rows
     assert torch.equal(
-        sample.train.labels, make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)").train.labels
+        sample.train.labels,
+        make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=200)").train.labels,
     )
     assert len(make_dataset(f"part(of=\"mnist(folder='{data}')\", samples=5000)").train) == 900
     with pytest.raises(InvalidValue, match="samples must be at least 2, not 1"):

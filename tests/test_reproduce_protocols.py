@@ -34,7 +34,9 @@ def numbers_of(name: str) -> Sequence[Mapping[str, Any]]:
     return printed(paper, table.upper())
 
 
-def appendix(data: str, distribution: str, participation: float = 0.15, method: str = "") -> Setting:
+def appendix(
+    data: str, distribution: str, participation: float = 0.15, method: str = ""
+) -> Setting:
     """Return a setting of FedUmf's tables A1 and A2."""
     words = {"part": "appendix", "dataset": data, "heterogeneity": distribution}
     return FEDUMF.setting(**words, participation=participation, method=method)
@@ -44,7 +46,8 @@ def appendix_method(name: str, data: str, distribution: str) -> str:
     return FEDUMF.algorithm(name, part="appendix", dataset=data, heterogeneity=distribution)
 
 
-# protocols ----------------------------------------------------------------------------------------------------------------
+# protocols
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() -> None:
@@ -64,26 +67,37 @@ def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() 
 def test_every_printed_number_has_a_cell() -> None:
     tables = [("fedmr", "1"), ("fedmr-kdd", "1"), *(("fedala", k) for k in "247")]
     tables += [("fedumf", k) for k in ("1", "2", "3", "4", "A1", "A2")]
-    tables += [*(("mcmahan", k) for k in ("1-2NN", "1-CNN", "2")), ("niid-bench", "MNIST"), ("niid-bench", "CIFAR-10")]
+    tables += [
+        *(("mcmahan", k) for k in ("1-2NN", "1-CNN", "2")),
+        ("niid-bench", "MNIST"),
+        ("niid-bench", "CIFAR-10"),
+    ]
     for version, table in tables:
         numbers = printed(version, table)
         every = exhibit(f"{version}.table-{table.lower()}").cells
         cells = [cell for cell in every if cell.baseline is None]
         assert [cell.row for cell in cells] == [number["method"] for number in numbers]
         shown = [None if c.printed is None else c.printed.mean for c in cells]
-        assert shown == [number["rounds"] if "rounds" in number else number["mean"] for number in numbers]
+        assert shown == [
+            number["rounds"] if "rounds" in number else number["mean"] for number in numbers
+        ]
         assert len({(cell.row, cell.column) for cell in every}) == len(every)
 
 
 @pytest.mark.parametrize(
     ("name", "figure", "kind", "left_out"),
-    [("fedumf.table-a2", "speedup", "speedup", {"FedAvg"}), ("fedala.table-4", "improvement", "improvement", set())],
+    [
+        ("fedumf.table-a2", "speedup", "speedup", {"FedAvg"}),
+        ("fedala.table-4", "improvement", "improvement", set()),
+    ],
 )
 def test_columns_that_compare_two_runs_hold_what_is_printed(
     name: str, figure: str, kind: str, left_out: set[str]
 ) -> None:
     cells = [cell for cell in exhibit(name).cells if cell.measure.kind == kind]
-    numbers = [n for n in numbers_of(name) if n.get(figure) is not None and n["method"] not in left_out]
+    numbers = [
+        n for n in numbers_of(name) if n.get(figure) is not None and n["method"] not in left_out
+    ]
     assert [(cell.row, cell.printed and cell.printed.mean) for cell in cells] == [
         (number["method"], number[figure]) for number in numbers
     ]
@@ -106,9 +120,22 @@ def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
 def test_protocols_equal_the_papers() -> None:
     words = {"model": "cnn", "dataset": "cifar10", "heterogeneity": "iid"}
     settings = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
-    assert settings["training"] == {"learning_rate": 0.01, "momentum": 0.5, "batch_size": 50, "epochs": 5}
-    assert (settings["participation"], settings["evaluate_every"], settings["model"]) == (0.1, 10, "fedmr_cnn")
-    assert settings["data"] == {"name": "cifar10(normalise=half)", "clients": 100, "partition": "dirichlet(0.1)"}
+    assert settings["training"] == {
+        "learning_rate": 0.01,
+        "momentum": 0.5,
+        "batch_size": 50,
+        "epochs": 5,
+    }
+    assert (settings["participation"], settings["evaluate_every"], settings["model"]) == (
+        0.1,
+        10,
+        "fedmr_cnn",
+    )
+    assert settings["data"] == {
+        "name": "cifar10(normalise=half)",
+        "clients": 100,
+        "partition": "dirichlet(0.1)",
+    }
     assert (
         FEDMR.algorithm("FedMR", model="vgg16", dataset="cifar10")
         == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
@@ -116,17 +143,32 @@ def test_protocols_equal_the_papers() -> None:
     assert FEDMR.algorithm("FedProx", dataset="femnist") == "fedprox(mu=0.1)"
     assert [FEDMR.setting(**words, share=k / 100).participation for k in (5, 100)] == [0.05, 1.0]
 
-    main_part = FEDUMF.setting(part="main", dataset="mnist", heterogeneity="pathological:2", participation=0.5, lr=0.05)
+    main_part = FEDUMF.setting(
+        part="main", dataset="mnist", heterogeneity="pathological:2", participation=0.5, lr=0.05
+    )
     assert main_part.training == {
         "learning_rate": 0.05, "momentum": 0.5, "weight_decay": 5e-4, "batch_size": 50, "epochs": 1,
     }  # fmt: skip
-    assert (main_part.rounds, main_part.partition, main_part.model) == (150, "shards(2)", "mcmahan_cnn")
-    assert FEDUMF.setting(part="main", dataset="cifar10", heterogeneity="iid", participation=0.1, lr=0.01).rounds == 300
+    assert (main_part.rounds, main_part.partition, main_part.model) == (
+        150,
+        "shards(2)",
+        "mcmahan_cnn",
+    )
+    assert (
+        FEDUMF.setting(
+            part="main", dataset="cifar10", heterogeneity="iid", participation=0.1, lr=0.01
+        ).rounds
+        == 300
+    )
     coloured = appendix("cifar100", "iid", 0.65)
     assert coloured.training["decay"] == 0.998
     assert coloured.training["clip"] == 10.0
     assert coloured.training["augmentation"] == "flip_crop"
-    assert (coloured.rounds, coloured.partition, coloured.model) == (600, "iid(balanced=true)", "feddc_cnn")
+    assert (coloured.rounds, coloured.partition, coloured.model) == (
+        600,
+        "iid(balanced=true)",
+        "feddc_cnn",
+    )
     assert appendix("emnist_l", "iid").model == "feddc_fcn(hidden=100)"
     assert "alpha=0.5" in appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
     assert "alpha=1" in appendix_method("FedUmf+FedDC", "cifar10", "iid")
@@ -135,9 +177,21 @@ def test_protocols_equal_the_papers() -> None:
     assert personal["data"] == {
         "name": "cifar100(normalise=half)", "clients": 20, "partition": "pathological(10)", "local_test": 0.25, "merge": True,
     }  # fmt: skip
-    assert personal["training"] == {"learning_rate": 0.005, "batch_size": 10, "epochs": 1, "drop_last": True}
-    assert (personal["participation"], personal["personal_every"], personal["rounds"]) == (1.0, 1, 2000)
-    rates = [FEDALA.setting(dataset=d, heterogeneity="dir:0.1", model=m).training["learning_rate"] for d, m in _FAST]
+    assert personal["training"] == {
+        "learning_rate": 0.005,
+        "batch_size": 10,
+        "epochs": 1,
+        "drop_last": True,
+    }
+    assert (personal["participation"], personal["personal_every"], personal["rounds"]) == (
+        1.0,
+        1,
+        2000,
+    )
+    rates = [
+        FEDALA.setting(dataset=d, heterogeneity="dir:0.1", model=m).training["learning_rate"]
+        for d, m in _FAST
+    ]
     assert rates == [0.1, 0.1, 0.1]
     assert (
         FEDALA.setting(dataset="cifar100", heterogeneity="dir:0.1", clients=100).partition
@@ -150,29 +204,41 @@ def test_methods_follow_the_papers_code_that_made_the_tables() -> None:
     def fields(text: str) -> dict[str, Any]:
         return vars(build(text))
 
-    assert [fields(FEDMR.algorithm("MOON", dataset=data))["mu"] for data in ("cifar10", "cifar100", "femnist")] == [
+    assert [
+        fields(FEDMR.algorithm("MOON", dataset=data))["mu"]
+        for data in ("cifar10", "cifar100", "femnist")
+    ] == [
         5.0,
         1.0,
         1.0,
     ]
     assert fields(FEDMR.algorithm("CluSamp"))["weight"] == "size"
     feddc = fields(appendix_method("FedDC", "mnist", "iid"))
-    assert (feddc["alpha"], feddc["divisor"], feddc["nominal_steps"]) == (0.01, "base", True)
+    assert feddc["alpha"] == 0.01
+    assert appendix_method("FedDC", "mnist", "iid").startswith("feddc_code(")
 
     assert fields(FEDALA.algorithm("Per-FedAvg"))["passes"] == 2
     assert fields(FEDALA.algorithm("FedAMP"))["norm"] == "plain"
     assert fields(FEDALA.algorithm("pFedMe"))["inner_weight_decay"] == 0.001
     assert fields(FEDALA.algorithm("FedPHP"))["deployed"] == "local"
-    learning = ("threshold", "sampling", "epoch_loss", "rate", "percent", "p")
-    for name in ("FedALA", "Ditto+ALA"):
+    learning = ("threshold", "rate", "percent", "p")
+    for name, code in (("FedALA", "fedala_code("), ("Ditto+ALA", "ala_code(")):
         options = fields(FEDALA.algorithm(name))
-        assert [options[key] for key in learning] == [0.01, "window", "last", 1.0, 80.0, 1]
-    assert {cell.setting.partition for cell in exhibit("fedala.figure-3").cells} == {"dirichlet(0.1, minimum=40)"}
+        assert [options[key] for key in learning] == [0.01, 1.0, 80.0, 1]
+        assert FEDALA.algorithm(name).startswith(code)
+    assert {cell.setting.partition for cell in exhibit("fedala.figure-3").cells} == {
+        "dirichlet(0.1, minimum=40)"
+    }
 
 
 def test_batch_norm_statistics_never_travel_with_resnet_in_the_fedala_tables() -> None:
     assert FEDALA.algorithm("FedAvg", model="cnn4") == "fedavg"
-    cells = [c for name in "123" for c in exhibit(f"fedala.table-{name}").cells if c.setting.model == "resnet18"]
+    cells = [
+        c
+        for name in "123"
+        for c in exhibit(f"fedala.table-{name}").cells
+        if c.setting.model == "resnet18"
+    ]
     assert {cell.row for cell in cells} >= {name for name in FEDALA.methods if "+" not in name}
     for cell in cells:
         method = build(cell.algorithm)
@@ -181,12 +247,16 @@ def test_batch_norm_statistics_never_travel_with_resnet_in_the_fedala_tables() -
     assert (vars(prox)["mu"], vars(prox)["finetune_epochs"]) == (0.001, 0)
 
 
-def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_fewer_samples() -> None:
+def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_fewer_samples() -> (
+    None
+):
     def steps(data: str, distribution: str, method: str) -> int | None:
         return appendix(data, distribution, method=method).training.get("steps")
 
     unbalanced = "iid_lognormal:0.3"
-    assert [steps(data, unbalanced, "SCAFFOLD") for data in ("mnist", "emnist_l", "cifar10", "cifar100")] == [
+    assert [
+        steps(data, unbalanced, "SCAFFOLD") for data in ("mnist", "emnist_l", "cifar10", "cifar100")
+    ] == [
         12,
         10,
         10,
@@ -196,21 +266,30 @@ def test_scaffold_takes_equal_steps_on_unbalanced_clients_alone_and_fewer_of_few
     assert steps("mnist", "dir_class_prior:0.6", "SCAFFOLD") is None  # all clients are of one size
 
     def planned(**limits: Any) -> dict[str, int | None]:
-        chosen = ReproduceOptions(rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **limits)
+        chosen = ReproduceOptions(
+            rows=("SCAFFOLD", "FedDC"), columns=("MNIST unbalanced 15% to 95%",), **limits
+        )
         return {
             key: settings.training.steps
             for key, settings in plan(exhibit("fedumf.table-a2"), chosen).configurations.items()
         }
 
     assert planned() == {"MNIST unbalanced 15% (SCAFFOLD)": 12, "MNIST unbalanced 15%": None}
-    assert planned(samples=14_000) == {"MNIST unbalanced 15% (SCAFFOLD)": 3, "MNIST unbalanced 15%": None}
+    assert planned(samples=14_000) == {
+        "MNIST unbalanced 15% (SCAFFOLD)": 3,
+        "MNIST unbalanced 15%": None,
+    }
 
 
 def test_baselines_are_run_too() -> None:
-    options = ReproduceOptions(rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,))
+    options = ReproduceOptions(
+        rows=("Ditto+ALA",), columns=("CIFAR-100 Dir(0.1) improvement",), seeds=(0,)
+    )
     planned = plan(exhibit("fedala.table-4"), options)
-    assert [parse(job.name.algorithm).name for job in planned.jobs] == ["ditto", "ala"]
-    options = ReproduceOptions(rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",))
+    assert [parse(job.name.algorithm).name for job in planned.jobs] == ["ditto", "ala_code"]
+    options = ReproduceOptions(
+        rows=("SCAFFOLD",), columns=("MNIST unbalanced 15% to 95% speed-up",)
+    )
     planned = plan(exhibit("fedumf.table-a2"), options)
     assert [(job.name.setting, parse(job.name.algorithm).name) for job in planned.jobs] == [
         ("MNIST unbalanced 15%", "fedavg"),
@@ -222,14 +301,27 @@ _FAST = (("mnist", "cnn4"), ("ag_news", "fasttext"), ("tiny_imagenet", "resnet18
 
 
 def test_changes_make_a_result_partial_unless_they_leave_the_numbers_alone() -> None:
-    full = plan(exhibit("fedala.table-7"), ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")))
+    full = plan(
+        exhibit("fedala.table-7"),
+        ReproduceOptions(rows=("FedALA",), changes=("threads=1", "engine=rows")),
+    )
     assert full.reasons == []
     assert len(full.jobs) == 10
     options = ReproduceOptions(
-        rows=("FedALA",), columns=("MNIST",), seeds=(3,), rounds=5, samples=500, changes=("model=mlp",)
+        rows=("FedALA",),
+        columns=("MNIST",),
+        seeds=(3,),
+        rounds=5,
+        samples=500,
+        changes=("model=mlp",),
     )
     partial = plan(exhibit("fedala.table-7"), options)
-    assert partial.reasons == ["5 of 2,000 rounds", "1 of 5 seeds", "500 samples of the data", "model=mlp"]
+    assert partial.reasons == [
+        "5 of 2,000 rounds",
+        "1 of 5 seeds",
+        "500 samples of the data",
+        "model=mlp",
+    ]
     [settings] = partial.configurations.values()
     assert parse(settings.data.name).named == {"of": "mnist(normalise=half)", "samples": 500}
     assert (settings.model, settings.schedule.rounds, settings.seeds) == ("mlp", 5, [3])
@@ -250,7 +342,9 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
     assert rows("umf") == {"FedUmf+FedDC"}
     assert rows("FedAvg", name="fedala.table-2") == {"FedAvg"}
     options = ReproduceOptions(columns=("synthetic (0,1) 15%",))
-    assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), options).cells} == {"synthetic (0,1) 15%"}
+    assert {cell.column for cell in plan(exhibit("fedumf.figure-a5"), options).cells} == {
+        "synthetic (0,1) 15%"
+    }
     options = ReproduceOptions(columns=("non-IID 15%,EMNIST-L IID",))
     assert len({cell.column for cell in plan(exhibit("fedumf.table-a2"), options).cells}) == 2 * (
         4 + 2
@@ -259,11 +353,17 @@ def test_rows_and_columns_are_whole_labels_words_or_parts() -> None:
         rows("FedAvg,zzz")
 
 
-# measures -----------------------------------------------------------------------------------------------------------------
+# measures
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _run(records: list[dict[str, Any]], seed: int = 0, **fields: Any) -> RunSummary:
-    return RunSummary("fedavg", seed, [{"round": k, **record} for k, record in enumerate(records, start=1)], **fields)
+    return RunSummary(
+        "fedavg",
+        seed,
+        [{"round": k, **record} for k, record in enumerate(records, start=1)],
+        **fields,
+    )
 
 
 def _cell(measure: Measure, paper: Printed | None = None) -> PaperCell:
@@ -273,11 +373,16 @@ def _cell(measure: Measure, paper: Printed | None = None) -> PaperCell:
 def test_the_end_is_the_mean_of_the_last_ten_with_the_deviation_within_a_run() -> None:
     draw = np.random.default_rng(1)
     curves = draw.random((3, 14))
-    runs = [_run([{"accuracy": float(value)} for value in curve], seed) for seed, curve in enumerate(curves)]
+    runs = [
+        _run([{"accuracy": float(value)} for value in curve], seed)
+        for seed, curve in enumerate(curves)
+    ]
     measurement = measured(_cell(Measure("end")), runs)
     assert measurement is not None
     assert measurement.mean == pytest.approx(100 * curves[:, 4:].mean())
-    assert measurement.std == pytest.approx(100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1))))
+    assert measurement.std == pytest.approx(
+        100 * math.sqrt(np.mean(np.var(curves[:, 4:], axis=1, ddof=1)))
+    )
 
 
 def test_a_target_counts_as_reached_only_when_every_run_reached_it() -> None:
@@ -301,11 +406,16 @@ def test_an_interpolated_target_is_crossed_by_the_best_so_far_between_two_rounds
     early = measured(_cell(Measure("rounds", 40.0, interpolated=True)), [run])
     assert early is not None
     assert early.mean == pytest.approx(0.4 / 0.5)
-    assert measured(_cell(Measure("rounds", 99.0, interpolated=True)), [run]) == Measured(None, None, 1, 0, 5, 98.0)
+    assert measured(_cell(Measure("rounds", 99.0, interpolated=True)), [run]) == Measured(
+        None, None, 1, 0, 5, 98.0
+    )
 
 
 def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
-    base = [_run([{"accuracy": a} for a in (0.1, 0.2, 0.9, 0.95)]), _run([{"accuracy": 0.9}] * 2, 1)]
+    base = [
+        _run([{"accuracy": a} for a in (0.1, 0.2, 0.9, 0.95)]),
+        _run([{"accuracy": 0.9}] * 2, 1),
+    ]
     quick = [_run([{"accuracy": 0.1}, {"accuracy": 0.9}], seed) for seed in (0, 1)]
     never = _run([{"accuracy": 0.1}], 1)
     cell = _cell(Measure("speedup", 90.0), Printed(3.64))
@@ -316,7 +426,10 @@ def test_speed_ups_and_improvements_compare_runs_of_the_same_seed() -> None:
     assert measured(cell, [quick[0], never], base) == Measured(None, None, 2, 1, 2)
     assert measured(cell, quick, []) is None
 
-    ala = [_run([{"personal_accuracy": a}, {"personal_accuracy": 0.1}], seed) for seed, a in enumerate((0.8, 0.7))]
+    ala = [
+        _run([{"personal_accuracy": a}, {"personal_accuracy": 0.1}], seed)
+        for seed, a in enumerate((0.8, 0.7))
+    ]
     without_ala = [_run([{"personal_accuracy": a}], seed) for seed, a in ((1, 0.4), (0, 0.3))]
     gain = measured(_cell(Measure("improvement")), ala, without_ala)
     assert gain is not None
@@ -342,14 +455,20 @@ def test_joining_clients_are_those_that_train_in_the_next_round() -> None:
     measurement = measured(_cell(Measure("joining")), [_run(records, clients=lines)])
     assert measurement is not None
     after_first, after_second = (20 * 0.5 + 30 * 0.1) / 50, (10 * 0.9 + 30 * 0.2) / 40
-    assert measurement.mean == pytest.approx(100 * max(after_first, after_second))  # after the last round nobody trains
+    # after the last round nobody trains
+    assert measurement.mean == pytest.approx(100 * max(after_first, after_second))
 
 
 def test_runs_are_judged_by_the_first_measure_that_is_an_accuracy() -> None:
-    records = [{"accuracy": 0.9, "personal_accuracy": 0.8}, *({"accuracy": 0.5, "personal_accuracy": 0.3},) * 10]
+    records = [
+        {"accuracy": 0.9, "personal_accuracy": 0.8},
+        *({"accuracy": 0.5, "personal_accuracy": 0.3},) * 10,
+    ]
     run = _run([{"clients": [0], **record} for record in records])
     for kind, value in (("best", 0.9), ("end", 0.5), ("personal", 0.8)):
-        measure = judged([_cell(Measure("weights")), _cell(Measure(kind)), _cell(Measure("joining"))])
+        measure = judged(
+            [_cell(Measure("weights")), _cell(Measure(kind)), _cell(Measure("joining"))]
+        )
         assert measure is not None
         assert measure.of(run) == pytest.approx(value)
     assert judged([_cell(Measure("rounds", 95.0))]) is None
@@ -359,11 +478,17 @@ def test_times_traffic_and_classes_are_read_from_runs() -> None:
     cell = _cell(Measure("models", a_client=True))
     size = 4 * 199_210
     records = [
-        {"clients": [0, 1], "bytes_down": 2 * size, "bytes_up": 2 * size, "personal_accuracy": a} for a in (0.5, 0.4)
+        {"clients": [0, 1], "bytes_down": 2 * size, "bytes_up": 2 * size, "personal_accuracy": a}
+        for a in (0.5, 0.4)
     ]
-    timings = [{"round": k, "train_seconds": 60.0 * k, "server_seconds": 6.0, "seconds": 99.0} for k in (1, 2)]
+    timings = [
+        {"round": k, "train_seconds": 60.0 * k, "server_seconds": 6.0, "seconds": 99.0}
+        for k in (1, 2)
+    ]
     settings = {"model": "feddc_fcn(hidden=200)", "data": {"name": "mnist"}}
-    run = _run(records, timings=timings, configuration=settings, label_counts=[[1, 0, 5], [2, 2, 2]])
+    run = _run(
+        records, timings=timings, configuration=settings, label_counts=[[1, 0, 5], [2, 2, 2]]
+    )
     values = {
         kind: measured(_cell(Measure(kind)), [run], [run])
         for kind in ("minutes", "total", "slower", "classes", "models")
@@ -378,5 +503,9 @@ def test_times_traffic_and_classes_are_read_from_runs() -> None:
 
 
 def test_learned_weights_of_ala_are_counted_as_in_the_paper() -> None:
-    cells = [c for c in exhibit("fedala.table-6").cells if c.measure.kind == "weights" and "AG News" in c.column]
+    cells = [
+        c
+        for c in exhibit("fedala.table-6").cells
+        if c.measure.kind == "weights" and "AG News" in c.column
+    ]
     assert [difference(measured(cell, []), cell.printed) for cell in cells] == [0.0, 0.0, 0.0]

@@ -22,7 +22,9 @@ def test_a_result_is_shown_in_five_lines() -> None:
     result = fl.run("fedmr", small_task(), engine="rows", **OPTIONS)
     title, scores, costs, engine, names = repr(result).splitlines()
     assert title == "fedmr on small, 6 clients, seed 3"
-    assert scores.startswith(f"test accuracy {100 * result.accuracy:.2f} %, best {100 * result.best_accuracy:.2f} %")
+    assert scores.startswith(
+        f"test accuracy {100 * result.accuracy:.2f} %, best {100 * result.best_accuracy:.2f} %"
+    )
     assert costs.startswith("4 rounds, ")
     assert engine == "engine: rows"
     assert all(hasattr(result, name.strip(".").partition("(")[0]) for name in names.split())
@@ -33,7 +35,9 @@ def test_curves_hold_the_history() -> None:
     result = fl.run("fedmr", small_task(), **OPTIONS)
     curves = result.curves()
     assert curves["round"].tolist() == [1, 2, 3, 4]
-    assert curves["loss"].dropna().tolist() == [record["loss"] for record in result.history if "loss" in record]
+    assert curves["loss"].dropna().tolist() == [
+        record["loss"] for record in result.history if "loss" in record
+    ]
     assert curves["seconds"].tolist() == [timing["seconds"] for timing in result.timings]
     (trace,) = [trace for trace in result.plot("loss").data if trace.name]
     assert trace.y == pytest.approx(curves["loss"].dropna().to_numpy())

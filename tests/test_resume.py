@@ -1,4 +1,6 @@
-"""Real processes, really killed: the same command again ends with the same bytes as a run that nobody disturbed."""
+"""Real processes, really killed: the same command again ends with the same bytes as a run that
+nobody disturbed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ local_test = 0.25
 learning_rate = 0.1
 """
 RUN = Path("runs/job/stages-scaffold_9-fedmr/seed-0")
-KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
+KEPT = (
+    "metrics.jsonl",
+    "clients.jsonl",
+    "model.safetensors",
+    "split.npz",
+    "configuration.json",
+    "task.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,9 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(process: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def undisturbed(
+    process: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     """The files of a run from start to end."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "job.toml").write_text(JOB)
@@ -80,7 +91,9 @@ def assert_same(folder: Path, undisturbed: dict[str, bytes]) -> None:
         assert (folder / RUN / name).read_bytes() == content, name
 
 
-def test_a_run_killed_at_random_moments_ends_with_the_same_files(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_a_run_killed_at_random_moments_ends_with_the_same_files(
+    server: Server, undisturbed: dict[str, bytes]
+) -> None:
     choose = random.Random(1)
     killed = 0
     for at in sorted(choose.sample(range(1, 22), 4)):
@@ -106,7 +119,9 @@ def test_a_run_killed_in_the_middle_of_writes_ends_with_the_same_files(
     assert_same(server.folder, undisturbed)
 
 
-def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(
+    server: Server, undisturbed: dict[str, bytes]
+) -> None:
     assert server.run("run", "job.toml", "--quiet", "rounds=12")[0] == 0
     for at in range(1, 13):
         code, output = server.run("run", "job.toml", "--quiet", die_at=at)
@@ -114,15 +129,19 @@ def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(server: Server, 
     assert server.run("run", "job.toml", "--quiet")[0] == 0
     texts = (server.folder / RUN / "metrics.jsonl").read_bytes(), undisturbed["metrics.jsonl"]
     actual, expected = ([json.loads(line) for line in text.splitlines()] for text in texts)
-    actual[11] = {name: actual[11][name] for name in expected[11]}  # where the shorter run ended, more was evaluated
+    # where the shorter run ended, more was evaluated
+    actual[11] = {name: actual[11][name] for name in expected[11]}
     assert actual == expected
-    assert_same(server.folder, {name: undisturbed[name] for name in KEPT if not name.endswith(".jsonl")})
+    assert_same(
+        server.folder, {name: undisturbed[name] for name in KEPT if not name.endswith(".jsonl")}
+    )
 
 
 def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     server: Server, undisturbed: dict[str, bytes]
 ) -> None:
-    # The writes before round 1 are fewer than 10, each round appends 3 lines: this dies after some checkpoints.
+    # The writes before round 1 are fewer than 10, each round appends 3 lines: this dies after some
+    # checkpoints.
     assert server.run("run", "job.toml", "--quiet", die_at=50)[0] == -signal.SIGKILL
     folder = server.folder / RUN
     older, newest = sorted(folder.glob("checkpoint-*"))
@@ -137,7 +156,9 @@ def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     assert_same(server.folder, undisturbed)
 
 
-def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(server: Server, undisturbed: dict[str, bytes]) -> None:
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(
+    server: Server, undisturbed: dict[str, bytes]
+) -> None:
     command = server.start("run", "job.toml", "--fresh")
     wait_for_rounds(server.folder, 6)
     command.send(signal.SIGINT)
@@ -146,7 +167,8 @@ def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(server: Server, undisturbed: 
     assert output.splitlines()[-1] == "fedloom: stopped; to go on: fedloom run job.toml"
     assert "Traceback" not in output
     finished = rounds_written(server.folder)
-    assert (server.folder / RUN / f"checkpoint-{finished:07d}.safetensors").exists()  # nothing is computed twice
+    # nothing is computed twice
+    assert (server.folder / RUN / f"checkpoint-{finished:07d}.safetensors").exists()
     assert server.run("run", "job.toml")[0] == 0
     assert_same(server.folder, undisturbed)
 
@@ -169,9 +191,20 @@ def test_one_process_at_a_time_works_in_a_directory(
 
 def test_a_comparison_in_workers_survives_a_kill_and_equals_one_without(server: Server) -> None:
     tmp_path = server.folder
-    command = ("compare", "job.toml", "--quiet", "algorithms=[fedavg, fedmr]", "seeds=[0, 1]", "rounds=16")
-    methods = [Path(f"runs/job/{method}/seed-{seed}") for method in ("fedavg", "fedmr") for seed in (0, 1)]
-    workers = subprocess.Popen([sys.executable, "-m", "fedloom", *command, "workers=2"], cwd=tmp_path)
+    command = (
+        "compare",
+        "job.toml",
+        "--quiet",
+        "algorithms=[fedavg, fedmr]",
+        "seeds=[0, 1]",
+        "rounds=16",
+    )
+    methods = [
+        Path(f"runs/job/{method}/seed-{seed}") for method in ("fedavg", "fedmr") for seed in (0, 1)
+    ]
+    workers = subprocess.Popen(
+        [sys.executable, "-m", "fedloom", *command, "workers=2"], cwd=tmp_path
+    )
     deadline = time.monotonic() + 600
     while not all((tmp_path / path / "metrics.jsonl").exists() for path in methods[::2]):
         assert time.monotonic() < deadline

@@ -55,7 +55,10 @@ def test_the_median_is_that_of_each_coordinate(rows: Rows) -> None:
 @settings(max_examples=50, deadline=None)
 def test_the_trimmed_mean_leaves_out_the_outermost(rows: Rows, data: st.DataObject) -> None:
     trimmed = data.draw(st.integers(0, (len(rows) - 1) // 2))
-    expected = [statistics.fmean(sorted(column)[trimmed : len(rows) - trimmed]) for column in zip(*rows, strict=True)]
+    expected = [
+        statistics.fmean(sorted(column)[trimmed : len(rows) - trimmed])
+        for column in zip(*rows, strict=True)
+    ]
     assert trimmed_mean(tensor(rows), trimmed).tolist() == pytest.approx(expected, abs=1e-9)
 
 
@@ -63,11 +66,16 @@ def test_the_trimmed_mean_leaves_out_the_outermost(rows: Rows, data: st.DataObje
 @settings(max_examples=50, deadline=None)
 def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) -> None:
     count = len(rows)
-    malicious, chosen = data.draw(st.integers(0, (count - 3) // 2)), data.draw(st.integers(1, count))
+    malicious, chosen = (
+        data.draw(st.integers(0, (count - 3) // 2)),
+        data.draw(st.integers(1, count)),
+    )
     scores = []
     for row in rows:
         distances = sorted(
-            sum((a - b) ** 2 for a, b in zip(row, neighbour, strict=True)) for neighbour in rows if neighbour is not row
+            sum((a - b) ** 2 for a, b in zip(row, neighbour, strict=True))
+            for neighbour in rows
+            if neighbour is not row
         )
         scores.append(sum(distances[: count - malicious - 2]))
     selected = krum(tensor(rows), malicious, chosen).tolist()
@@ -78,7 +86,9 @@ def test_krum_takes_the_rows_nearest_to_others(rows: Rows, data: st.DataObject) 
 
 @given(matrices(), st.floats(0.1, 50) | st.none(), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
-def test_clipping_bounds_the_length_of_each_update(rows: Rows, radius: float | None, steps: int) -> None:
+def test_clipping_bounds_the_length_of_each_update(
+    rows: Rows, radius: float | None, steps: int
+) -> None:
     center = [0.5] * len(rows[0])
     for _ in range(steps):
         updates = [[a - c for a, c in zip(row, center, strict=True)] for row in rows]
@@ -86,11 +96,15 @@ def test_clipping_bounds_the_length_of_each_update(rows: Rows, radius: float | N
         longest = statistics.median(lengths) if radius is None else radius
         shares = [1 if length == 0 else min(1, longest / length) for length in lengths]
         center = [
-            c + sum(share * update[i] for share, update in zip(shares, updates, strict=True)) / len(rows)
+            c
+            + sum(share * update[i] for share, update in zip(shares, updates, strict=True))
+            / len(rows)
             for i, c in enumerate(center)
         ]
     start = torch.full((len(rows[0]),), 0.5, dtype=torch.float64)
-    assert centered_clipping(tensor(rows), start, radius, steps).tolist() == pytest.approx(center, abs=1e-7)
+    assert centered_clipping(tensor(rows), start, radius, steps).tolist() == pytest.approx(
+        center, abs=1e-7
+    )
 
 
 def test_a_minority_moves_no_estimate_far() -> None:
@@ -120,7 +134,9 @@ class Poisoned(RowsEngine):
     def train(self, *arguments: Any) -> Any:
         for result in super().train(*arguments):
             if isinstance(result, Answer) and result.job.client in self.liars:
-                yield Answer(result.job, {n: torch.full_like(t, 1e4) for n, t in result.tensors.items()}, {})
+                yield Answer(
+                    result.job, {n: torch.full_like(t, 1e4) for n, t in result.tensors.items()}, {}
+                )
             else:
                 yield result
 
@@ -128,14 +144,21 @@ class Poisoned(RowsEngine):
 @cache
 def digits() -> Task:
     training = {"learning_rate": 0.1, "epochs": 2, "batch_size": 20}
-    return make_task("digits", clients=6, partition="iid", model="mlp(hidden=[32])", training=training)
+    return make_task(
+        "digits", clients=6, partition="iid", model="mlp(hidden=[32])", training=training
+    )
 
 
 def federation(expression: str, rounds: int = 6, liars: tuple[int, ...] = ()) -> Federation:
     task = small_task()
     engine = Poisoned(task)
     engine.liars = liars
-    return Federation(build(expression), task, engine, Schedule(rounds=rounds, participation=1.0, evaluate_every=1))
+    return Federation(
+        build(expression),
+        task,
+        engine,
+        Schedule(rounds=rounds, participation=1.0, evaluate_every=1),
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -145,7 +168,9 @@ def test_it_learns_with_one_malicious_client_of_six(rule: str, inner: str) -> No
     engine = Poisoned(task)
     engine.liars = (2,)
     schedule = Schedule(rounds=4, participation=1.0, evaluate_every=4)
-    simulation = Federation(build(f"robust({inner}, rule={rule}, malicious=0.16)"), task, engine, schedule)
+    simulation = Federation(
+        build(f"robust({inner}, rule={rule}, malicious=0.16)"), task, engine, schedule
+    )
     simulation.run()
     assert simulation.history[-1]["accuracy"] > 0.65
 
@@ -163,7 +188,9 @@ def receive(expression: str, rows: Tensor, **tensors: Tensor) -> Tensor:
     round = Round(1, 6, 0, 6, count, 0.1, 0.1, selected=tuple(range(count)))
     exchange = pipeline.open(round, Selection(round.selected))
     clients = torch.arange(count)
-    pipeline.close(exchange, Replies({"model": rows, **tensors}, clients, clients, weights, exchange))
+    pipeline.close(
+        exchange, Replies({"model": rows, **tensors}, clients, clients, weights, exchange)
+    )
     return pipeline.model()
 
 
@@ -194,7 +221,9 @@ def test_krum_takes_all_tensors_from_the_same_clients() -> None:
     round = Round(1, 6, 0, 6, 6, 0.1, 0.1, selected=tuple(range(6)))
     exchange = pipeline.open(round, Selection(round.selected))
     everybody = torch.arange(6)
-    replies = Replies({"model": rows, "variate": variates}, everybody, everybody, torch.ones(6), exchange)
+    replies = Replies(
+        {"model": rows, "variate": variates}, everybody, everybody, torch.ones(6), exchange
+    )
     pipeline.close(exchange, replies)
     (chosen,) = krum(rows, 1).tolist()
     torch.testing.assert_close(pipeline.algorithm.state["variate"], variates[chosen])
@@ -241,7 +270,8 @@ def test_clients_are_clustered_by_their_uploads_whatever_is_outside(by: str) -> 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 def test_an_exchange_of_layers_changes_no_estimate_by_coordinates(rule: str) -> None:
     plain, secure = (
-        federation(text, rounds=3) for text in (f"robust(fedavg, rule={rule})", f"secure(robust(fedavg, rule={rule}))")
+        federation(text, rounds=3)
+        for text in (f"robust(fedavg, rule={rule})", f"secure(robust(fedavg, rule={rule}))")
     )
     for run in (plain, secure):
         run.run()
@@ -266,7 +296,10 @@ def test_a_round_with_too_few_replies_to_outvote_the_malicious_is_left_out() -> 
         ("robust(fedavg, rule=mean)", "rule"),
         ("robust(fedavg, malicious=0.5)", "malicious must be"),
         ("robust(fedavg, malicious=-0.1)", "malicious must be"),
-        ("robust(fedavg, radius=3.0)", "radius and steps belong to rule=clipping, not to trimmed_mean"),
+        (
+            "robust(fedavg, radius=3.0)",
+            "radius and steps belong to rule=clipping, not to trimmed_mean",
+        ),
         ("robust(fedavg, rule=clipping, radius=0)", "radius must be"),
         ("secure(robust(fedavg, rule=krum))", "needs to know whose an upload is"),
     ],
@@ -279,9 +312,14 @@ def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> 
 
 def test_too_few_clients_for_what_is_feared_are_refused() -> None:
     with pytest.raises(
-        InvalidValue, match=r"rule=krum against 2 malicious clients needs at least 7 replies in a round, not 6"
+        InvalidValue,
+        match=r"rule=krum against 2 malicious clients needs at least 7 replies in a round, not 6",
     ):
         federation("robust(fedavg, rule=krum, malicious=0.3)")
     task = small_task()
-    with pytest.raises(InvalidValue, match=r"rule=trimmed_mean against 1 malicious clients needs at least 3"):
-        Federation(build("robust(fedavg)"), task, RowsEngine(task), Schedule(rounds=1, participation=0.34))
+    with pytest.raises(
+        InvalidValue, match=r"rule=trimmed_mean against 1 malicious clients needs at least 3"
+    ):
+        Federation(
+            build("robust(fedavg)"), task, RowsEngine(task), Schedule(rounds=1, participation=0.34)
+        )

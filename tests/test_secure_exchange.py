@@ -1,4 +1,6 @@
-"""The four stages of the exchange alone and in the simulator: invariants, traffic and the distribution of destinations."""
+"""The four stages of the exchange alone and in the simulator: invariants, traffic and the
+distribution of destinations.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,17 @@ def settings_of_an_exchange(draw: st.DrawFn) -> tuple[int, int, Rules]:
 
 @given(settings_of_an_exchange(), st.integers(0, 2**32))
 @settings(max_examples=80, deadline=None)
-def test_every_layer_of_every_model_stays_exactly_once(case: tuple[int, int, Rules], seed: int) -> None:
+def test_every_layer_of_every_model_stays_exactly_once(
+    case: tuple[int, int, Rules], seed: int
+) -> None:
     count, units, rules = case
     peers = [3 * k + 1 for k in reversed(range(count))]
     sources = rehearse(peers, units, rules, seeded(seed), "before_upload").sources
     assert [sorted(source) for source in sources] == [list(range(count))] * units
     rows = torch.randint(-1000, 1000, (count, 3 * units), generator=stream(seed, "rows")).double()
-    slices = [(slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)]
+    slices = [
+        (slice(2 * u, 2 * u + 2), slice(2 * units + u, 2 * units + u + 1)) for u in range(units)
+    ]
     original = rows.clone()
     moved = rows.clone()
     exchange_(moved, rows, slices, sources, torch.arange(count))
@@ -92,9 +98,15 @@ def test_all_buffers_are_empty_before_the_second_stage_when_all_layers_are_sent(
 
 
 def test_two_peers_swap_or_keep() -> None:
-    orders = {tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(20)}
+    orders = {
+        tuple(rehearse([0, 1], 1, Rules(1, 1, 1), seeded(s), "before_upload").sources[0])
+        for s in range(20)
+    }
     assert orders == {(0, 1)}  # each is alone in the other's empty buffer and comes back
-    orders = {tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0]) for s in range(40)}
+    orders = {
+        tuple(rehearse([0, 1], 2, Rules(1, 1, 1), seeded(s), "before_upload").sources[0])
+        for s in range(40)
+    }
     assert orders == {(0, 1), (1, 0)}
 
 
@@ -135,10 +147,12 @@ def test_without_an_upper_bound_the_first_repeat_sends_at_most_a_quarter() -> No
 
 
 def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
-    """Return the probability that layer 0 of peer 0 ends at each peer after one repeat, by enumeration.
+    """Return the probability that layer 0 of peer 0 ends at each peer after one repeat, by
+    enumeration.
 
-    Each peer sends this index with probability `sent`, to one of the others; at each recipient, what it holds is spread
-    uniformly over those that must be answered and, if it kept its own, itself.
+    Each peer sends this index with probability `sent`, to one of the others; at each recipient,
+    what it holds is spread uniformly over those that must be answered and, if it kept its own,
+    itself.
     """
     result = [Fraction(0)] * count
     options = [[peer, *(k for k in range(count) if k != peer)] for peer in range(count)]
@@ -153,14 +167,20 @@ def exact_destinations(count: int, sent: Fraction) -> list[Fraction]:
     return result
 
 
-@pytest.mark.parametrize(("count", "units", "low", "high"), [(3, 1, 1, 1), (3, 2, 1, 2), (4, 3, 1, 2), (5, 2, 2, 2)])
-def test_destinations_follow_the_exact_distribution(count: int, units: int, low: int, high: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "units", "low", "high"), [(3, 1, 1, 1), (3, 2, 1, 2), (4, 3, 1, 2), (5, 2, 2, 2)]
+)
+def test_destinations_follow_the_exact_distribution(
+    count: int, units: int, low: int, high: int
+) -> None:
     exact = exact_destinations(count, Fraction(low + high, 2 * units))
     choices, number = one_stream(count), 3000
     counts: Counter[int] = Counter()
     for _ in range(number):
         counts[
-            rehearse(range(count), units, Rules(1, low, high), choices, "before_upload").sources[units - 1].index(0)
+            rehearse(range(count), units, Rules(1, low, high), choices, "before_upload")
+            .sources[units - 1]
+            .index(0)
         ] += 1
     observed = [counts[peer] for peer in range(count)]
     assert chisquare(observed, [float(p) * number for p in exact]).pvalue > 1e-3
@@ -180,7 +200,9 @@ def test_after_many_repeats_a_layer_is_uniform_over_peers() -> None:
 def test_layers_of_one_model_scatter_independently() -> None:
     choices, counts = one_stream(5), Counter[tuple[int, int]]()
     for _ in range(1500):
-        first_layer, second_layer = rehearse(range(3), 2, Rules(8, 1, 2), choices, "before_upload").sources
+        first_layer, second_layer = rehearse(
+            range(3), 2, Rules(8, 1, 2), choices, "before_upload"
+        ).sources
         counts[first_layer.index(0), second_layer.index(0)] += 1
     assert chisquare([counts[pair] for pair in itertools.product(range(3), repeat=2)]).pvalue > 1e-3
 
@@ -188,7 +210,9 @@ def test_layers_of_one_model_scatter_independently() -> None:
 # --- in the simulator ---
 
 
-def federation(expression: str, rounds: int = 3, directory: Path | None = None, dropout: float = 0.0) -> Federation:
+def federation(
+    expression: str, rounds: int = 3, directory: Path | None = None, dropout: float = 0.0
+) -> Federation:
     task = World(norm=True).task()
     schedule = Schedule(rounds=rounds, participation=0.6, seed=3, evaluate_every=1, dropout=dropout)
     return Federation(build(expression), task, RowsEngine(task), schedule, directory)
@@ -201,7 +225,10 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     run.step()
     pipeline = run.pipeline
     pool = method.method.state["pool"].clone()
-    units, round = run.task.layout.units("layer"), Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2))
+    units, round = (
+        run.task.layout.units("layer"),
+        Round(2, 3, 3, 7, 4, 0.1, 0.1, selected=(5, 0, 6, 2)),
+    )
     exchange = pipeline.open(round, Selection(round.selected))
     sent = exchange.moved["model"]
     choices = stream_choices(lambda purpose, peer: stream(3, purpose, round=2, client=peer))
@@ -216,11 +243,13 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
     clients = torch.tensor([5, 6, 2])
     pipeline.close(exchange, Replies({"model": matrix}, clients, slots, torch.ones(3), exchange))
     sources_before_upload = rehearse([5, 6, 2], 3, Rules(3, 1, 3), choices, "before_upload").sources
-    assert torch.equal(method.method.state["pool"][1], pool[1])  # it dropped out: its slot is as it was
+    # it dropped out: its slot is as it was
+    assert torch.equal(method.method.state["pool"][1], pool[1])
     for unit, source in zip(units, sources_before_upload, strict=True):
         for slot, origin in zip((0, 2, 3), source, strict=True):
             assert all(
-                torch.equal(method.method.state["pool"][slot, columns], rows[origin, columns]) for columns in unit
+                torch.equal(method.method.state["pool"][slot, columns], rows[origin, columns])
+                for columns in unit
             )
     pipeline.finish(exchange)
     sizes = [sum(columns.stop - columns.start for columns in unit) * 8 for unit in units]
@@ -236,15 +265,22 @@ def test_the_exchange_moves_downloads_and_uploads() -> None:
 
 @pytest.mark.parametrize("when", ["both", "before_upload", "before_train"])
 def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> None:
-    plain, secure = federation("fedmr", rounds=1), federation(f"secure(fedmr, when={when})", rounds=1)
+    plain, secure = (
+        federation("fedmr", rounds=1),
+        federation(f"secure(fedmr, when={when})", rounds=1),
+    )
     plain.step()
     record, _ = secure.step()
-    # In the first round all models start equal, so that it makes no difference who holds which layer.
+    # In the first round all models start equal, so that it makes no difference who holds which
+    # layer.
     torch.testing.assert_close(secure.model(), plain.model(), rtol=1e-12, atol=1e-12)
     for columns in (columns for unit in secure.task.layout.units("layer") for columns in unit):
         pools = [run.server_state() for run in (plain, secure)]
         plain_rows, secure_rows = (
-            sorted(map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, columns].tolist())) for p in pools
+            sorted(
+                map(tuple, next(t for n, t in p.items() if n.endswith("pool"))[:, columns].tolist())
+            )
+            for p in pools
         )
         assert plain_rows == secure_rows
     assert record["bytes_up"] == plain.history[0]["bytes_up"]
@@ -267,12 +303,15 @@ def test_the_mean_is_fedmr_s_and_the_record_has_the_peers_bytes(when: str) -> No
         "secure(clustered(fedmr, by='size'))",
     ],
 )
-def test_nested_expressions_resume_bit_for_bit_and_round_trip(expression: str, tmp_path: Path) -> None:
+def test_nested_expressions_resume_bit_for_bit_and_round_trip(
+    expression: str, tmp_path: Path
+) -> None:
     uninterrupted = federation(expression, dropout=0.2)
     initial_state = uninterrupted.server_state()
     original = {name: tensor.clone() for name, tensor in initial_state.items()}
     uninterrupted.run()
-    assert all(torch.equal(initial_state[name], tensor) for name, tensor in original.items())  # replaced, never edited
+    # replaced, never edited
+    assert all(torch.equal(initial_state[name], tensor) for name, tensor in original.items())
     halted = federation(expression, directory=tmp_path, dropout=0.2)
     halted.step()
     halted.save()
@@ -280,7 +319,9 @@ def test_nested_expressions_resume_bit_for_bit_and_round_trip(expression: str, t
     resumed.run()
     assert resumed.history == uninterrupted.history
     state = resumed.server_state()
-    assert all(torch.equal(state[name], tensor) for name, tensor in uninterrupted.server_state().items())
+    assert all(
+        torch.equal(state[name], tensor) for name, tensor in uninterrupted.server_state().items()
+    )
     assert build(str(uninterrupted.algorithm)) == build(expression)
 
 
@@ -305,12 +346,21 @@ def test_idle_clients_are_sent_the_global_model_itself() -> None:
             "secure(fedmr, when='before_uplod')",
             "when must be 'both', 'before_upload' or 'before_train', not 'before_uplod'",
         ),
-        ("secure(fedavg)", "fedavg needs to know whose an upload is, which the exchange hides: give it weighted=false"),
+        (
+            "secure(fedavg)",
+            "fedavg needs to know whose an upload is, which the exchange hides: give it weighted=false",
+        ),
         ("secure(scaffold)", "scaffold needs to know whose an upload is"),
         ("secure(fedamp)", "fedamp needs to know whose an upload is"),
         ("secure(clustered(fedmr))", "needs to know whose an upload is"),
-        ("secure(umf(fedmr(blend=auto)))", r"fedmr\(blend='auto'\) needs to know whose an upload is"),
-        ("secure(fedmr(blend=auto, local=fedprox))", r"secure: fedmr\(.*fedprox.*\) needs to know whose an upload is"),
+        (
+            "secure(umf(fedmr(blend=auto)))",
+            r"fedmr\(blend='auto'\) needs to know whose an upload is",
+        ),
+        (
+            "secure(fedmr(blend=auto, local=fedprox))",
+            r"secure: fedmr\(.*fedprox.*\) needs to know whose an upload is",
+        ),
     ],
 )
 def test_bad_expressions_are_refused_in_one_line(expression: str, text: str) -> None:
@@ -325,5 +375,7 @@ def test_stages_that_move_different_units_are_refused() -> None:
 
 
 def test_more_layers_than_there_are_is_refused() -> None:
-    with pytest.raises(InvalidValue, match="low and high must be at most 3, the number of a model's layers, not 9"):
+    with pytest.raises(
+        InvalidValue, match="low and high must be at most 3, the number of a model's layers, not 9"
+    ):
         federation("secure(fedmr, high=9)")

@@ -1,4 +1,6 @@
-"""Faults of an exchange are noticed, named and lose no layer; a lying peer costs the others only time."""
+"""Faults of an exchange are noticed, named and lose no layer; a lying peer costs the others only
+time.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ Change = Callable[[tuple[Letter, ...], list[Letter]], tuple[Letter, ...]]
 
 def first_of_kind(letters: Sequence[Letter], kind: int) -> int:
     """Return the index of the first parcel of this kind."""
-    return next(k for k, letter in enumerate(letters) if read_note(letter.body, letter.sender).kind == kind)
+    return next(
+        k for k, letter in enumerate(letters) if read_note(letter.body, letter.sender).kind == kind
+    )
 
 
 def on(kind: int, change: Callable[[Letter], tuple[Letter, ...]]) -> Change:
@@ -68,10 +72,26 @@ ON_THE_WAY: dict[str, tuple[int, str, Change]] = {
     "a parcel twice": (2, "duplicated", on(SENT, lambda e: (e, e))),
     "a return twice": (3, "duplicated", on(RETURNED, lambda e: (e, e))),
     "an announcement twice": (2, "duplicated", on(ANNOUNCEMENT, lambda e: (e, e))),
-    "an altered envelope": (2, "altered", on(SENT, lambda e: (e._replace(body=flipped(e.body, 100)),))),
-    "an altered header": (2, "altered", on(SENT, lambda e: (e._replace(body=flipped(e.body, 50)),))),
-    "an altered signature": (3, "altered", on(RETURNED, lambda e: (e._replace(body=flipped(e.body, -1)),))),
-    "an altered number": (2, "altered", on(ANNOUNCEMENT, lambda e: (e._replace(body=flipped(e.body, 52)),))),
+    "an altered envelope": (
+        2,
+        "altered",
+        on(SENT, lambda e: (e._replace(body=flipped(e.body, 100)),)),
+    ),
+    "an altered header": (
+        2,
+        "altered",
+        on(SENT, lambda e: (e._replace(body=flipped(e.body, 50)),)),
+    ),
+    "an altered signature": (
+        3,
+        "altered",
+        on(RETURNED, lambda e: (e._replace(body=flipped(e.body, -1)),)),
+    ),
+    "an altered number": (
+        2,
+        "altered",
+        on(ANNOUNCEMENT, lambda e: (e._replace(body=flipped(e.body, 52)),)),
+    ),
     "a cut parcel": (2, "altered", on(SENT, lambda e: (e._replace(body=e.body[:-1]),))),
     "no letter at all": (2, "damaged", on(SENT, lambda e: (e._replace(body=b"hello"),))),
     "an earlier stage again": (
@@ -79,7 +99,11 @@ ON_THE_WAY: dict[str, tuple[int, str, Change]] = {
         "replayed",
         lambda letters, earlier: (*letters, next(e for e in earlier if is_parcel(e))),
     ),
-    "an introduction altered": (1, "impostor", lambda e, _: (e[0]._replace(body=flipped(e[0].body, 20)), *e[1:])),
+    "an introduction altered": (
+        1,
+        "impostor",
+        lambda e, _: (e[0]._replace(body=flipped(e[0].body, 20)), *e[1:]),
+    ),
     "an introduction lost": (1, "missing", lambda e, _: e[1:]),
     "an introduction twice": (1, "duplicated", lambda e, _: (*e, e[0])),
 }
@@ -139,17 +163,23 @@ def test_a_parcel_for_another_peer_or_of_another_exchange_is_refused() -> None:
     earlier = WatchedTransport(world.peers)
     world.exchange(earlier, round=1)
     stale = next(e for e in earlier.letters if is_parcel(e) and e.recipient == 12)
-    strayed = next(e for e in earlier.letters if is_parcel(e) and e.recipient == 11 and e.sender != 12)
+    strayed = next(
+        e for e in earlier.letters if is_parcel(e) and e.recipient == 11 and e.sender != 12
+    )
     cases = (
         (stale, "replayed"),
         (strayed, "misdirected"),
         (strayed._replace(recipient=12), "misdirected"),
         (stale._replace(sender=12, recipient=12), "invalid"),
-        (stale._replace(sender=next(k for k in world.numbers if k not in (12, stale.sender))), "altered"),
+        (
+            stale._replace(sender=next(k for k in world.numbers if k not in (12, stale.sender))),
+            "altered",
+        ),
     )
     for round, (extra, kind) in enumerate(cases, start=2):
         transport = WatchedTransport(
-            world.peers, tamper=lambda step, to, e, extra=extra: (*e, extra) if (step, to) == (2, 12) else e
+            world.peers,
+            tamper=lambda step, to, e, extra=extra: (*e, extra) if (step, to) == (2, 12) else e,
         )
         terms, faults = world.exchange(transport, round=round)
         assert [(f.kind, f.peer) for f in faults] == [("unproved", 12)]
@@ -171,8 +201,14 @@ def sends(step_of: int, change: Change) -> type[Peer]:
 
         def handle(self, request: bytes) -> bytes:
             answer = PeerMessage.decode(super().handle(request), self.number)
-            self.request_index = 0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
-            letters = change(answer.letters, self.seen) if self.request_index == step_of else answer.letters
+            self.request_index = (
+                0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
+            )
+            letters = (
+                change(answer.letters, self.seen)
+                if self.request_index == step_of
+                else answer.letters
+            )
             self.seen += answer.letters
             return replace(answer, letters=letters).encode()
 
@@ -224,7 +260,9 @@ class Doubling(Peer):
 
     def _send(self) -> list[Letter]:
         to = super()._send()[-1].recipient
-        content = pack(bytes(4) + bytes(self.terms.held_sizes()[0])).ljust(self.terms.content_size(), b"\0")
+        content = pack(bytes(4) + bytes(self.terms.held_sizes()[0])).ljust(
+            self.terms.content_size(), b"\0"
+        )
         announced = [self._letter(peer, ANNOUNCEMENT, 2 * (peer == to)) for peer in self.others]
         return announced + [self._letter(to, SENT, number, content) for number in range(2)]
 
@@ -278,7 +316,9 @@ class Forging(Peer):
 
     def handle(self, request: bytes) -> bytes:
         answer = PeerMessage.decode(super().handle(request), self.number)
-        return replace(answer, letters=tuple(e._replace(sender=10) for e in answer.letters)).encode()
+        return replace(
+            answer, letters=tuple(e._replace(sender=10) for e in answer.letters)
+        ).encode()
 
 
 class Babbling(Peer):
@@ -322,7 +362,9 @@ class Empty(Babbling):
         (Empty, "damaged"),
     ],
 )
-def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: type[Peer], fault: str) -> None:
+def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(
+    kind_of_peer: type[Peer], fault: str
+) -> None:
     # Two layers of one size, so that only the index tells them apart.
     world = World(4, sizes=(40, 40), rules=Rules(1, 2, 2), kinds={13: kind_of_peer})
     world.offer()
@@ -333,7 +375,9 @@ def test_a_peer_that_breaks_the_exchange_is_named_and_left_out(kind_of_peer: typ
     assert terms.peers == (10, 11, 12)
     exchanged = world.outcome(terms)
     for unit in range(2):
-        assert sorted(m[unit] for m in exchanged.values()) == sorted(world.models[k][unit] for k in (10, 11, 12))
+        assert sorted(m[unit] for m in exchanged.values()) == sorted(
+            world.models[k][unit] for k in (10, 11, 12)
+        )
 
 
 @pytest.mark.parametrize("change", ["rules", "layers"])
@@ -362,16 +406,24 @@ def accusing(kind: str, accused: int, step_of: int, detail: str = "") -> type[Pe
 
         def handle(self, request: bytes) -> bytes:
             answer = super().handle(request)
-            self.request_index = 0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
+            self.request_index = (
+                0 if PeerMessage.decode(request).kind == "begin" else self.request_index + 1
+            )
             fault = ProtocolViolation(kind, accused, detail)
-            return PeerMessage("fault", fault=fault).encode() if self.request_index == step_of else answer
+            return (
+                PeerMessage("fault", fault=fault).encode()
+                if self.request_index == step_of
+                else answer
+            )
 
     return Accusing
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("accused", [SERVER, 10, 13, 99, -7])
-@pytest.mark.parametrize("kind", ["altered", "missing", "impostor", "left", "disagrees", "withdrew"])
+@pytest.mark.parametrize(
+    "kind", ["altered", "missing", "impostor", "left", "disagrees", "withdrew"]
+)
 def test_an_accuser_without_proof_is_left_out(kind: str, accused: int, step: int) -> None:
     world = World(4, kinds={13: accusing(kind, accused, step)})
     terms, faults = world.exchange(InMemoryTransport(world.peers))
@@ -382,8 +434,9 @@ def test_an_accuser_without_proof_is_left_out(kind: str, accused: int, step: int
 
 
 def test_an_accusation_that_nobody_can_check_is_believed_once() -> None:
-    """A peer that claims of parcel after parcel that it cannot be opened leaves with the second peer that it accuses; only
-    senders of parcels can be accused."""
+    """A peer that claims of parcel after parcel that it cannot be opened leaves with the second
+    peer that it accuses; only senders of parcels can be accused.
+    """
 
     class Complaining(Peer):
         """Claims that the first parcel it receives cannot be opened."""
@@ -407,7 +460,11 @@ def test_an_accusation_that_nobody_can_check_is_believed_once() -> None:
 def test_a_peer_that_accuses_one_who_is_gone_ends_nothing() -> None:
     world = World(5, kinds={12: accusing("missing", 11, 0), 13: accusing("missing", 12, 1)})
     terms, faults = world.exchange(WatchedTransport(world.peers, gone={11: 0}))
-    assert [(fault.kind, fault.peer) for fault in faults] == [("left", 11), ("unproved", 12), ("unproved", 13)]
+    assert [(fault.kind, fault.peer) for fault in faults] == [
+        ("left", 11),
+        ("unproved", 12),
+        ("unproved", 13),
+    ]
     assert terms.peers == (10, 14)
     assert terms.attempt == 2
     assert world.outcome(terms) == world.expected(terms)
@@ -436,7 +493,12 @@ def test_random_bytes_raise_only_protocol_violations(data: st.DataObject) -> Non
     peer = world.peers[10]
     request = PeerMessage("begin", world.terms()).encode()
     answer = peer.handle(request)
-    messages = (request, answer, PeerMessage("letters", letters=PeerMessage.decode(answer, 10).letters).encode(), b"")
+    messages = (
+        request,
+        answer,
+        PeerMessage("letters", letters=PeerMessage.decode(answer, 10).letters).encode(),
+        b"",
+    )
     content = bytearray(data.draw(st.sampled_from(messages)))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(content)))
@@ -470,13 +532,22 @@ def test_another_server_key_for_one_peer_is_noticed() -> None:
     with pytest.raises(ExchangeAborted):
         world.exchange(transport)
     world.offer()
-    # By itself the honest server above refuses to carry what 11 signs; a dishonest one carries it, and the peers notice.
-    begun = transport.carry({k: PeerMessage("begin", world.terms(run="another")).encode() for k in world.numbers})
+    # By itself the honest server above refuses to carry what 11 signs; a dishonest one carries it,
+    # and the peers notice.
+    begun = transport.carry(
+        {k: PeerMessage("begin", world.terms(run="another")).encode() for k in world.numbers}
+    )
     for _ in range(2):
-        letters = [letter for k, answer in begun.items() for letter in PeerMessage.decode(answer, k).letters]
+        letters = [
+            letter
+            for k, answer in begun.items()
+            for letter in PeerMessage.decode(answer, k).letters
+        ]
         begun = transport.carry(
             {
-                k: PeerMessage("letters", letters=tuple(e for e in letters if e.recipient == k)).encode()
+                k: PeerMessage(
+                    "letters", letters=tuple(e for e in letters if e.recipient == k)
+                ).encode()
                 for k in world.numbers
             }
         )
@@ -489,7 +560,8 @@ def test_another_server_key_for_one_peer_is_noticed() -> None:
     assert {k: peer.layers for k, peer in world.peers.items()} == world.models
 
 
-# Every X25519 public key of low order, as in RFC 7748's security considerations and in libsodium's list.
+# Every X25519 public key of low order, as in RFC 7748's security considerations and in libsodium's
+# list.
 LOW_ORDER = [
     (0).to_bytes(32, "little"),
     (1).to_bytes(32, "little"),
@@ -505,10 +577,14 @@ LOW_ORDER = [
 def test_keys_with_which_nothing_is_secret_are_refused(key: bytes) -> None:
     world = World(3)
     world.offer()
-    answer = PeerMessage.decode(world.peers[10].handle(PeerMessage("begin", world.terms(server_key=key)).encode()), 10)
+    answer = PeerMessage.decode(
+        world.peers[10].handle(PeerMessage("begin", world.terms(server_key=key)).encode()), 10
+    )
     assert answer.fault is not None
     assert (answer.fault.peer, answer.fault.detail) == (SERVER, "no server key")
-    with pytest.raises(ProtocolViolation, match=r"peer 11: .*a key for which nothing can be sealed"):
+    with pytest.raises(
+        ProtocolViolation, match=r"peer 11: .*a key for which nothing can be sealed"
+    ):
         Introduction.decode(Introduction(bytes(32), key, bytes(64)).encode(), 11)
 
 
@@ -529,7 +605,9 @@ def test_peers_refuse_forbidden_requests_of_the_server() -> None:
         (world.terms(round=2, server_key=key), "disagrees", "another key than before"),
     ):
         world.offer()
-        answer = PeerMessage.decode(world.peers[10].handle(PeerMessage("begin", terms).encode()), 10)
+        answer = PeerMessage.decode(
+            world.peers[10].handle(PeerMessage("begin", terms).encode()), 10
+        )
         if kind is None:
             assert answer.fault is None
             continue
@@ -537,7 +615,13 @@ def test_peers_refuse_forbidden_requests_of_the_server() -> None:
         assert (answer.fault.kind, answer.fault.peer) == (kind, SERVER)
         assert text in str(answer.fault)
         assert world.peers[10].layers == world.models[10]
-    for request in (PeerMessage("letters").encode(), b"nonsense", b"", pack(b"[" * 200_000), bytes(16 << 20)):
+    for request in (
+        PeerMessage("letters").encode(),
+        b"nonsense",
+        b"",
+        pack(b"[" * 200_000),
+        bytes(16 << 20),
+    ):
         began = time.monotonic()
         answer = PeerMessage.decode(world.peers[10].handle(request), 10)
         assert time.monotonic() - began < 2
@@ -556,7 +640,9 @@ def test_a_peer_needs_two_others_by_default() -> None:
 
 
 def test_a_model_is_uploaded_once() -> None:
-    """From the uploads of four peers and of three of them, a server would know the fourth peer's layers."""
+    """From the uploads of four peers and of three of them, a server would know the fourth peer's
+    layers.
+    """
     world = World(4)
     terms, _ = world.exchange(InMemoryTransport(world.peers))
     uploads = {k: peer.upload() for k, peer in world.peers.items()}
@@ -565,7 +651,9 @@ def test_a_model_is_uploaded_once() -> None:
     second_terms = replace(world.terms(round=2), peers=(10, 11, 12))
     with pytest.raises(ExchangeAborted) as caught:
         run_exchange(InMemoryTransport(world.peers), second_terms)
-    assert [(fault.kind, fault.peer) for fault in caught.value.faults] == [("withdrew", k) for k in (10, 11, 12)]
+    assert [(fault.kind, fault.peer) for fault in caught.value.faults] == [
+        ("withdrew", k) for k in (10, 11, 12)
+    ]
     assert all("this model was uploaded before" in fault.detail for fault in caught.value.faults)
     for peer in world.peers.values():
         with pytest.raises(InvalidValue, match="did not come to its end"):
@@ -591,7 +679,9 @@ def test_the_server_notices_copied_altered_and_missing_layers_and_uses_the_other
         (altered, 12, 2, "layer 2 of its upload cannot be opened"),
     ):
         models, faults = KEY.open_models(spoilt, terms)
-        assert [(fault.kind, fault.peer, fault.detail) for fault in faults] == [("spoilt", peer, text)]
+        assert [(fault.kind, fault.peer, fault.detail) for fault in faults] == [
+            ("spoilt", peer, text)
+        ]
         assert models[peer][layer] is None
         models[peer][layer] = good[peer][layer]
         assert models == good

@@ -1,4 +1,6 @@
-"""The library: real envelopes and letters between peers in memory, and the contents that each party can read."""
+"""The library: real envelopes and letters between peers in memory, and the contents that each party
+can read.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_peers_end_with_the_models_of_the_simulator(
     count: int, sizes: list[int], data: st.DataObject, when: str
 ) -> None:
     low = data.draw(st.integers(1, len(sizes)))
-    rules = Rules(data.draw(st.integers(1, 3)), low, data.draw(st.none() | st.integers(low, len(sizes))))
+    rules = Rules(
+        data.draw(st.integers(1, 3)), low, data.draw(st.none() | st.integers(low, len(sizes)))
+    )
     world = World(count, sizes, rules, seed=data.draw(st.integers(0, 99)), fewest=1)
     transport = WatchedTransport(world.peers)
     terms, faults = world.exchange(transport, when)
@@ -68,7 +72,9 @@ def test_secret_choices_differ_from_one_exchange_to_the_next_and_keep_every_laye
         terms, _ = world.exchange(InMemoryTransport(world.peers), "before_train", round)
         outcomes.append(models := world.outcome(terms))
         for unit in range(3):
-            assert sorted(m[unit] for m in models.values()) == sorted(m[unit] for m in world.models.values())
+            assert sorted(m[unit] for m in models.values()) == sorted(
+                m[unit] for m in world.models.values()
+            )
     assert any(outcome != outcomes[0] for outcome in outcomes)
 
 
@@ -100,7 +106,9 @@ def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when
     assert all(not windows(captured) & secret for captured in transport.captured)
     parcels = [letter for letter in transport.letters if is_parcel(letter)]
     sealed = OVERHEAD if when == "before_upload" else 0
-    assert {len(p.body) for p in parcels} == {8 + 4 + max(SIZES) + sealed + OVERHEAD + NOTE_OVERHEAD}
+    assert {len(p.body) for p in parcels} == {
+        8 + 4 + max(SIZES) + sealed + OVERHEAD + NOTE_OVERHEAD
+    }
     encapsulated = [read_note(p.body, p.sender).payload[:32] for p in parcels]
     assert len(set(encapsulated)) == len(encapsulated)  # a fresh key, so a fresh nonce, for each
     for parcel in parcels:
@@ -112,7 +120,9 @@ def test_no_plaintext_passes_through_the_carrier_and_all_parcels_look_alike(when
     numbers: dict[tuple[int, ...], list[int]] = {}
     for parcel in parcels:
         note = read_note(parcel.body, parcel.sender)
-        numbers.setdefault((note.repeat, note.kind, note.sender, note.recipient), []).append(note.number)
+        numbers.setdefault((note.repeat, note.kind, note.sender, note.recipient), []).append(
+            note.number
+        )
     assert all(sorted(group) == list(range(len(group))) for group in numbers.values())
 
 
@@ -128,14 +138,22 @@ def test_before_upload_peers_never_hold_another_s_plain_layer() -> None:
     terms, _ = world.exchange(Watching(world.peers))
     assert len(snapshots) == 4 * (2 * world.rules.repeats + 3)
     for number, remembered in snapshots:
-        secrets = set().union(*(windows(layer) for k, m in world.models.items() if k != number for layer in m))
+        secrets = set().union(
+            *(windows(layer) for k, m in world.models.items() if k != number for layer in m)
+        )
         assert not windows(remembered) & secrets
     assert world.outcome(terms) == world.expected(terms)
-    assert any(world.peers[k].layers[unit] != world.peers[k].offered[unit] for k in terms.peers for unit in range(3))
+    assert any(
+        world.peers[k].layers[unit] != world.peers[k].offered[unit]
+        for k in terms.peers
+        for unit in range(3)
+    )
 
 
 def test_a_parcel_names_its_stage_one_sender_to_its_recipient_and_nothing_else() -> None:
-    """Algorithm 2 grants a recipient (sender, index) in stage 1, and in stage 3 a layer of an index that it sent itself."""
+    """Algorithm 2 grants a recipient (sender, index) in stage 1, and in stage 3 a layer of an index
+    that it sent itself.
+    """
     world = World(4, rules=Rules(1, 2, 2))
     transport = WatchedTransport(world.peers)
     world.exchange(transport)
@@ -157,7 +175,9 @@ def test_keys_belong_to_a_run_and_envelopes_are_never_the_same() -> None:
     introductions, envelopes = [], []
     for run, round in (("one", 1), ("one", 2), ("two", 1)):
         peer.offer(world.models[10])
-        answer = PeerMessage.decode(peer.handle(PeerMessage("begin", world.terms(round=round, run=run)).encode()), 10)
+        answer = PeerMessage.decode(
+            peer.handle(PeerMessage("begin", world.terms(round=round, run=run)).encode()), 10
+        )
         introductions.append(answer.letters[0].body)
         envelopes += peer.holding.items
     assert introductions[0] == introductions[1] != introductions[2]
@@ -166,9 +186,14 @@ def test_keys_belong_to_a_run_and_envelopes_are_never_the_same() -> None:
 
 def test_identities_may_be_those_of_supernodes() -> None:
     world = World(3)
-    curve: dict[int, PrivateIdentity] = {k: ec.generate_private_key(ec.SECP384R1()) for k in world.numbers}
+    curve: dict[int, PrivateIdentity] = {
+        k: ec.generate_private_key(ec.SECP384R1()) for k in world.numbers
+    }
     for number, peer in world.peers.items():
-        peer.identity, peer.identities = curve[number], {k: key.public_key() for k, key in curve.items()}
+        peer.identity, peer.identities = (
+            curve[number],
+            {k: key.public_key() for k, key in curve.items()},
+        )
     terms, faults = world.exchange(InMemoryTransport(world.peers))
     assert faults == []
     assert world.outcome(terms) == world.expected(terms)
@@ -181,7 +206,12 @@ def test_peers_may_be_restarted_before_every_request(when: str) -> None:
             for number in requests:
                 running = self.peers[number]
                 restarted = Peer(
-                    number, running.identity, running.identities, running.rules, fewest=1, choices=running.choices
+                    number,
+                    running.identity,
+                    running.identities,
+                    running.rules,
+                    fewest=1,
+                    choices=running.choices,
                 )
                 restarted.offer(running.offered)
                 restarted.restore(running.snapshot())
@@ -212,17 +242,25 @@ def test_colluding_peers_and_server_learn_of_an_honest_peer_only_the_layers_it_s
         transport = WatchedTransport(world.peers)
         terms, _ = world.exchange(transport)
         learned: Counter[int] = Counter()
-        for letter in (sent for sent in transport.letters if is_parcel(sent) and sent.sender not in colluding):
+        for letter in (
+            sent for sent in transport.letters if is_parcel(sent) and sent.sender not in colluding
+        ):
             note = read_note(letter.body, letter.sender)
             keys = [world.peers[k].opening for k in colluding] + [KEY.private]
-            opened = [content for key in keys if (content := unseal(note.payload, key, note.header())) is not None]
+            opened = [
+                content
+                for key in keys
+                if (content := unseal(note.payload, key, note.header())) is not None
+            ]
             assert bool(opened) == (letter.recipient in colluding)
             if opened and note.kind == SENT:
                 content = opened[0][8 : 8 + int.from_bytes(opened[0][:8])]
                 index = int.from_bytes(content[:4])
                 layer = unseal(content[4:], KEY.private, terms.layer_context(index))
                 from_sender = layer == world.models[letter.sender][index]
-                assert from_sender or note.repeat > 1, "in the first repeat a peer sends layers of its own"
+                assert from_sender or note.repeat > 1, (
+                    "in the first repeat a peer sends layers of its own"
+                )
                 learned[letter.sender] += note.repeat == 1
                 repeats[note.repeat] += 1
         assert max(learned.values(), default=0) <= 2  # n_u

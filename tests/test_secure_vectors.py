@@ -1,4 +1,5 @@
-"""Messages of an exchange have the bytes that docs/secure-messages.md describes: recorded ones in `vectors/` and new ones.
+"""Messages of an exchange have the bytes that docs/secure-messages.md describes: recorded ones in
+`vectors/` and new ones.
 
 `python tests/test_secure_vectors.py` records an exchange anew, where the description has changed.
 """
@@ -15,7 +16,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.secure import SERVER, InMemoryTransport, Peer, ProtocolViolation, Rules, ServerKey, Terms, run_exchange
+from fedloom.secure import (
+    SERVER,
+    InMemoryTransport,
+    Peer,
+    ProtocolViolation,
+    Rules,
+    ServerKey,
+    Terms,
+    run_exchange,
+)
 from fedloom.secure.envelopes import is_signed, unseal
 from fedloom.secure.wire import INDEX, Introduction, PeerMessage, PeerSession, pack, read_note
 from secure_reader import Reader
@@ -33,7 +43,10 @@ class Recording(InMemoryTransport):
     def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
         answers = super().carry(requests)
         self.steps.append(
-            [{"peer": k, "request": requests[k].hex(), "answer": answers[k].hex()} for k in sorted(requests)]
+            [
+                {"peer": k, "request": requests[k].hex(), "answer": answers[k].hex()}
+                for k in sorted(requests)
+            ]
         )
         return answers
 
@@ -51,11 +64,15 @@ def recorded(when: str) -> dict[str, Any]:
     transport.steps = []
     terms = Terms("vectors", 4, when, 0, tuple(peers), key.public, rules, SIZES)
     run_exchange(transport, terms)
-    uploads = {k: peer.upload() if when == "before_upload" else peer.layers for k, peer in peers.items()}
+    uploads = {
+        k: peer.upload() if when == "before_upload" else peer.layers for k, peer in peers.items()
+    }
     return {
         "when": when,
         "server_key": key.private.private_bytes_raw().hex(),
-        "identities": {str(k): identity.private_bytes_raw().hex() for k, identity in identities.items()},
+        "identities": {
+            str(k): identity.private_bytes_raw().hex() for k, identity in identities.items()
+        },
         "signing": {str(k): peer.signing.private_bytes_raw().hex() for k, peer in peers.items()},
         "sealing": {str(k): peer.opening.private_bytes_raw().hex() for k, peer in peers.items()},
         "models": {str(k): [layer.hex() for layer in model] for k, model in models.items()},
@@ -67,20 +84,30 @@ def recorded(when: str) -> dict[str, Any]:
 
 
 def require_exchange_as_documented(case: dict[str, Any]) -> None:
-    """Read a recorded exchange by the page alone, and require that it moves every layer as the page says."""
+    """Read a recorded exchange by the page alone, and require that it moves every layer as the page
+    says.
+    """
     server = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["server_key"]))
     identities = {
-        int(k): Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["identities"].items()
+        int(k): Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))
+        for k, text in case["identities"].items()
     }
-    sealing = {int(k): X25519PrivateKey.from_private_bytes(bytes.fromhex(text)) for k, text in case["sealing"].items()}
-    reader = Reader(sealing, server, {k: identity.public_key() for k, identity in identities.items()})
+    sealing = {
+        int(k): X25519PrivateKey.from_private_bytes(bytes.fromhex(text))
+        for k, text in case["sealing"].items()
+    }
+    reader = Reader(
+        sealing, server, {k: identity.public_key() for k, identity in identities.items()}
+    )
     introductions, *steps = case["steps"]
     for entry in introductions:
         terms = reader.begin(bytes.fromhex(entry["request"]))
         assert terms == {"run": "vectors", "when": case["when"], "round": 4, "attempt": 0, "repeats": 2, "low": 1, "high": 2,
                          "peers": [3, 7, 11], "sizes": list(SIZES)}  # fmt: skip
         letters = reader.letters(bytes.fromhex(entry["answer"]))
-        assert [recipient for _, recipient, _ in letters] == [k for k in (3, 7, 11) if k != entry["peer"]]
+        assert [recipient for _, recipient, _ in letters] == [
+            k for k in (3, 7, 11) if k != entry["peer"]
+        ]
         for sender, _, body in letters:
             reader.introduce(sender, body)
     assert reader.session.hex() == case["session"]
@@ -88,8 +115,14 @@ def require_exchange_as_documented(case: dict[str, Any]) -> None:
     kinds: list[set[tuple[int, int]]] = []
     delivered = introductions
     for step in steps:
-        going = [letter for entry in delivered for letter in reader.letters(bytes.fromhex(entry["answer"]))]
-        coming = [letter for entry in step for letter in reader.letters(bytes.fromhex(entry["request"]))]
+        going = [
+            letter
+            for entry in delivered
+            for letter in reader.letters(bytes.fromhex(entry["answer"]))
+        ]
+        coming = [
+            letter for entry in step for letter in reader.letters(bytes.fromhex(entry["request"]))
+        ]
         assert sorted(going) == sorted(coming), "the server changed what it carried"
         notes = [
             (sender, recipient, *reader.note(sender, recipient, body))
@@ -109,12 +142,17 @@ def require_exchange_as_documented(case: dict[str, Any]) -> None:
     outgoing = Counter((r, s, t, i) for r, kind, s, t, i in reader.sent if kind == 2)
     back = Counter((r, t, s, i) for r, kind, s, t, i in reader.sent if kind == 3)
     assert outgoing == back, "for every layer one of the same index comes back"
-    layers_held = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
+    layers_held = {
+        int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()
+    }
     if case["when"] == "before_upload":
         layers_held = {
-            k: [reader.layer(index, layer) for index, layer in enumerate(layers)] for k, layers in layers_held.items()
+            k: [reader.layer(index, layer) for index, layer in enumerate(layers)]
+            for k, layers in layers_held.items()
         }
-    models = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["models"].items()}
+    models = {
+        int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["models"].items()
+    }
     for index in range(len(SIZES)):
         assert sorted(layers[index] for layers in layers_held.values()) == sorted(
             layers[index] for layers in models.values()
@@ -145,10 +183,14 @@ def test_the_library_writes_and_reads_the_recorded_bytes(index: int) -> None:
         answer = PeerMessage.decode(bytes.fromhex(entry["answer"]), peer)
         assert answer.encode().hex() == entry["answer"]
         introductions[peer] = keys = Introduction.decode(answer.letters[0].body, peer)
-        identity = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["identities"][str(peer)]))
+        identity = Ed25519PrivateKey.from_private_bytes(
+            bytes.fromhex(case["identities"][str(peer)])
+        )
         signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(peer)]))
         assert keys.signature == identity.sign(keys.signed_content("vectors", peer))
-        assert is_signed(keys.signed_content("vectors", peer), keys.signature, identity.public_key())
+        assert is_signed(
+            keys.signed_content("vectors", peer), keys.signature, identity.public_key()
+        )
         assert keys.verifying == signing.public_key().public_bytes_raw()
     assert PeerSession(terms, introductions).digest.hex() == case["session"]
     for step in case["steps"][1:]:
@@ -157,19 +199,29 @@ def test_the_library_writes_and_reads_the_recorded_bytes(index: int) -> None:
             assert request.encode().hex() == entry["request"]
             for letter in PeerMessage.decode(bytes.fromhex(entry["answer"]), entry["peer"]).letters:
                 note = read_note(letter.body, letter.sender)
-                signing = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(case["signing"][str(letter.sender)]))
+                signing = Ed25519PrivateKey.from_private_bytes(
+                    bytes.fromhex(case["signing"][str(letter.sender)])
+                )
                 assert note.signed(signing) == letter.body
                 if note.payload:
                     assert len(letter.body) == terms.parcel_size()
-                    opening = X25519PrivateKey.from_private_bytes(bytes.fromhex(case["sealing"][str(letter.recipient)]))
+                    opening = X25519PrivateKey.from_private_bytes(
+                        bytes.fromhex(case["sealing"][str(letter.recipient)])
+                    )
                     padded = unseal(note.payload, opening, note.header()) or b""
                     content = padded[8 : 8 + int.from_bytes(padded[:8])]
-                    assert len(content) == INDEX + terms.held_sizes()[int.from_bytes(content[:INDEX])]
+                    assert (
+                        len(content) == INDEX + terms.held_sizes()[int.from_bytes(content[:INDEX])]
+                    )
     if case["when"] == "before_upload":
-        uploads = {int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()}
+        uploads = {
+            int(k): [bytes.fromhex(layer) for layer in layers] for k, layers in case["held"].items()
+        }
         models, faults = server.open_models(uploads, terms)
         assert faults == []
-        assert sorted(layers[0] or b"" for layers in models.values()) == [bytes([k] * 5) for k in (3, 7, 11)]
+        assert sorted(layers[0] or b"" for layers in models.values()) == [
+            bytes([k] * 5) for k in (3, 7, 11)
+        ]
 
 
 def test_a_fault_is_written_as_on_the_page() -> None:
@@ -179,4 +231,6 @@ def test_a_fault_is_written_as_on_the_page() -> None:
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps([recorded(when) for when in ("before_upload", "before_train")], indent=1) + "\n")
+    PATH.write_text(
+        json.dumps([recorded(when) for when in ("before_upload", "before_train")], indent=1) + "\n"
+    )

@@ -1,4 +1,6 @@
-"""A trained model in use: loaded with its preprocessing, predicting, exported; in Python and at a terminal."""
+"""A trained model in use: loaded with its preprocessing, predicting, exported; in Python and at a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TRAINING = {"learning_rate": 0.1, "batch_size": 10, "epochs": 5}
 
 def patients(rows: int = 80) -> pd.DataFrame:
     draw = np.random.default_rng(0)
-    frame = pd.DataFrame({"age": draw.integers(20, 90, rows), "ward": draw.choice(["east", "north"], rows)})
+    frame = pd.DataFrame(
+        {"age": draw.integers(20, 90, rows), "ward": draw.choice(["east", "north"], rows)}
+    )
     frame["cost"] = 400.5 + 3 * frame.age + 40 * (frame.ward == "north")
     frame["outcome"] = np.where(frame.cost > 560, "ill", "well")
     return frame
@@ -32,9 +36,22 @@ def patients(rows: int = 80) -> pd.DataFrame:
 def trained(folder: Path, frame: pd.DataFrame, target: str, **options: Any) -> fl.Result:
     model = options.pop("model", "logistic")
     task = fl.make_task(
-        frame, target=target, clients=3, partition="iid", model=model, local_test=0.25, training=TRAINING
+        frame,
+        target=target,
+        clients=3,
+        partition="iid",
+        model=model,
+        local_test=0.25,
+        training=TRAINING,
     )
-    return fl.run(options.pop("algorithm", "fedavg"), task, rounds=8, directory=folder, engine="rows", **options)
+    return fl.run(
+        options.pop("algorithm", "fedavg"),
+        task,
+        rounds=8,
+        directory=folder,
+        engine="rows",
+        **options,
+    )
 
 
 def test_a_classifier_predicts_the_names_of_classes(tmp_path: Path) -> None:
@@ -80,7 +97,9 @@ def test_metrics_of_the_users_get_the_units_of_the_target() -> None:
         targets_seen.append(float(targets.max()))
         return float(outputs.max())
 
-    task = fl.make_task(frame, target="cost", clients=2, partition="iid", model="logistic", metrics=[largest])
+    task = fl.make_task(
+        frame, target="cost", clients=2, partition="iid", model="logistic", metrics=[largest]
+    )
     fl.run("fedavg", task, rounds=1, engine="rows")
     assert max(targets_seen) > 400
 
@@ -116,7 +135,9 @@ def test_a_clients_personal_model_has_the_measured_accuracy(method: str, tmp_pat
         index = torch.from_numpy(task.local_test[client])
         hits = model.module(task.train.inputs[index]).argmax(1) == task.train.labels[index]
         assert float(hits.double().mean()) == pytest.approx(measured)
-    with pytest.raises(InvalidValue, match=r"client=9: .* has no such personal model \(there are: 0, 1, 2\)"):
+    with pytest.raises(
+        InvalidValue, match=r"client=9: .* has no such personal model \(there are: 0, 1, 2\)"
+    ):
         fl.load(tmp_path, client=9)
 
 
@@ -173,15 +194,30 @@ def test_the_command_predicts_files(
     assert [line.split(",")[2].strip('"') for line in lines[1:]] == expected
     assert main(["predict", "run", "new.csv", "--to", "out.parquet", "--probabilities"]) == 0
     written = pd.read_parquet("out.parquet")
-    assert list(written) == ["age", "ward", "prediction", "probability of ill", "probability of well"]
+    assert list(written) == [
+        "age",
+        "ward",
+        "prediction",
+        "probability of ill",
+        "probability of well",
+    ]
     assert written.prediction.tolist() == expected
     assert main(["export", "run", "--to", "safetensors", "--output", "m.safetensors"]) == 0
     assert Path("m.safetensors").exists()
     for words, line in (
         (["predict", "run", "odd.csv"], "no column 'age', which the model was trained on"),
-        (["predict", "run", "new.csv", "--to", "out.xls"], "predictions are written as .csv, .parquet or .npz"),
-        (["predict", "run", "new.csv", "--client", "1"], "client=1: run has no such personal model"),
-        (["predict", "nowhere", "new.csv"], "nowhere must be or hold one finished run (there are: none)"),
+        (
+            ["predict", "run", "new.csv", "--to", "out.xls"],
+            "predictions are written as .csv, .parquet or .npz",
+        ),
+        (
+            ["predict", "run", "new.csv", "--client", "1"],
+            "client=1: run has no such personal model",
+        ),
+        (
+            ["predict", "nowhere", "new.csv"],
+            "nowhere must be or hold one finished run (there are: none)",
+        ),
         (["export", "run", "--to", "onx"], "--to 'onx' is not allowed: did you mean 'onnx'?"),
     ):
         capfdbinary.readouterr()
@@ -197,7 +233,9 @@ def test_texts_in_a_file_get_a_class_or_a_continuation_a_line(
     words = {"sport": ["goal", "team"], "money": ["bank", "price"]}
     draw = np.random.default_rng(0)
     topics = draw.choice(list(words), 60)
-    rows = pd.DataFrame({"text": [" ".join(draw.choice(words[topic], 5)) for topic in topics], "topic": topics})
+    rows = pd.DataFrame(
+        {"text": [" ".join(draw.choice(words[topic], 5)) for topic in topics], "topic": topics}
+    )
     trained(tmp_path / "topics", rows, "topic", model="fasttext")
     Path("new.txt").write_text("goal team goal\nbank, price\n")
     assert main(["predict", "topics", "new.txt", "--to", "out.csv", "--probabilities"]) == 0
@@ -206,11 +244,19 @@ def test_texts_in_a_file_get_a_class_or_a_continuation_a_line(
     assert written.text.tolist() == ["goal team goal", "bank, price"]
     model = fl.load("topics")
     assert written.prediction.tolist() == model.predict(["goal team goal", "bank, price"]).tolist()
-    np.testing.assert_allclose(written.iloc[:, 2:], model.predict_proba(["goal team goal", "bank, price"]), rtol=1e-5)
-    Path("play.txt").write_text("\n\n".join(f"{name}:\n{'to be or not. ' * 8}" for name in ("HAMLET", "YORICK")))
+    np.testing.assert_allclose(
+        written.iloc[:, 2:], model.predict_proba(["goal team goal", "bank, price"]), rtol=1e-5
+    )
+    Path("play.txt").write_text(
+        "\n\n".join(f"{name}:\n{'to be or not. ' * 8}" for name in ("HAMLET", "YORICK"))
+    )
     data = f"shakespeare(folder='{tmp_path}', length=8)"
     task = fl.make_task(
-        data, clients=0, partition="natural", model="transformer(layers=1, width=8, heads=2)", training=TRAINING
+        data,
+        clients=0,
+        partition="natural",
+        model="transformer(layers=1, width=8, heads=2)",
+        training=TRAINING,
     )
     fl.run("fedavg", task, rounds=1, directory="plays", engine="rows")
     assert main(["predict", "plays", "new.txt", "--to", "next.npz", "--tokens", "7"]) == 0
@@ -239,13 +285,18 @@ def test_arrays_in_a_file_are_predicted(
     assert main(["predict", "run", "new.npz", "--to", "out.npz", "--probabilities"]) == 0
     written = np.load("out.npz")
     assert written["prediction"].tolist() == expected
-    np.testing.assert_allclose(written["probability"], model.predict_proba(inputs.astype(np.float32)))
+    np.testing.assert_allclose(
+        written["probability"], model.predict_proba(inputs.astype(np.float32))
+    )
     np.savez("flat.npz", inputs=inputs.reshape(7, -1))
     np.savez("other.npz", x=inputs)
     np.savez("none.npz", inputs=inputs[:0])
     Path("broken.npz").write_bytes(Path("new.npz").read_bytes()[:200])
     for name, line in (
-        ("flat", "flat.npz: the model was trained on [n, 1, 8, 8] of float32, not on [7, 64] of float32"),
+        (
+            "flat",
+            "flat.npz: the model was trained on [n, 1, 8, 8] of float32, not on [7, 64] of float32",
+        ),
         ("other", "other.npz: no array 'inputs' (it has: x)"),
         ("none", "none.npz: there are no samples to predict"),
         ("broken", "broken.npz: damaged, or neither an npz file nor a folder of npy files"),
@@ -257,7 +308,9 @@ def test_arrays_in_a_file_are_predicted(
         assert len(error.splitlines()) == 1
 
 
-def test_several_answers_to_a_sample_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_answers_to_a_sample_are_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
     inputs = draw.normal(size=(40, 4)).astype(np.float32)
@@ -278,7 +331,9 @@ def test_several_answers_to_a_sample_are_columns(tmp_path: Path, monkeypatch: py
     assert written.iloc[:, 1:4].to_numpy().tolist() == model.predict(inputs[:5]).tolist()
     np.testing.assert_allclose(written.iloc[:, 4:], model.predict_proba(inputs[:5]), rtol=1e-5)
     answers = np.zeros((3, 8, 8), np.int64)
-    with pytest.raises(InvalidValue, match=r"predictions of shape \[8, 8\] are no row of a table: --to FILE.npz"):
+    with pytest.raises(
+        InvalidValue, match=r"predictions of shape \[8, 8\] are no row of a table: --to FILE.npz"
+    ):
         prediction_columns(model, {"prediction": answers})
 
 
@@ -304,7 +359,9 @@ def test_a_folder_of_an_experiment_with_one_run_is_that_run(tmp_path: Path) -> N
         trained(tmp_path / "mine" / "fedavg" / f"seed-{seed}", frame, "outcome")
         if not seed:
             assert fl.load(tmp_path / "mine").classes == ("ill", "well")
-    with pytest.raises(InvalidValue, match=r"hold one finished run \(there are: .*seed-0, .*seed-1\)"):
+    with pytest.raises(
+        InvalidValue, match=r"hold one finished run \(there are: .*seed-0, .*seed-1\)"
+    ):
         fl.load(tmp_path / "mine")
 
 

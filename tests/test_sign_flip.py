@@ -28,7 +28,9 @@ def malicious(share: float) -> list[int]:
 
 @pytest.mark.parametrize("model", ["plain", "norm"])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_malicious_clients_upload_the_flipped_update_of_the_parameters(model: str, scale: float) -> None:
+def test_malicious_clients_upload_the_flipped_update_of_the_parameters(
+    model: str, scale: float
+) -> None:
     """The pool of `indep` shows each client's upload; statistics of batch norm stay honest."""
     attacked = federation(f"sign_flip(indep, share=0.4, scale={scale})", model)
     honest = federation("indep", model)
@@ -39,13 +41,17 @@ def test_malicious_clients_upload_the_flipped_update_of_the_parameters(model: st
     for slot, client in enumerate(clients):
         expected = uploads[slot].clone()
         if client in malicious(0.4):
-            expected[:trainable] = initial[:trainable] - scale * (expected[:trainable] - initial[:trainable])
+            expected[:trainable] = initial[:trainable] - scale * (
+                expected[:trainable] - initial[:trainable]
+            )
         assert torch.allclose(uploaded[slot], expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("expression", ["sign_flip({}, share=0)", "sign_flip({}, scale=-1)"])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedrep", "quantised(fedavg)"])
-def test_nobody_malicious_and_a_negative_flip_are_the_clean_run(expression: str, method: str) -> None:
+def test_nobody_malicious_and_a_negative_flip_are_the_clean_run(
+    expression: str, method: str
+) -> None:
     attacked, clean = federation(expression.format(method), rounds=3), federation(method, rounds=3)
     tolerance = 0.0 if "share=0" in expression else 1e-12
     assert torch.allclose(attacked.model(), clean.model(), rtol=0, atol=tolerance)

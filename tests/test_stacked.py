@@ -1,4 +1,6 @@
-"""The stacked engine gives the numbers of the rows engine, with every method and however clients train."""
+"""The stacked engine gives the numbers of the rows engine, with every method and however clients
+train.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,16 @@ from naive import World
 from small_task import small_task
 
 SIZES = (9, 22, 5, 14, 13, 7)
-TRAINING = Training(learning_rate=0.05, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4)
+TRAINING = Training(
+    learning_rate=0.05, momentum=0.5, weight_decay=1e-2, decay=0.9, epochs=2, batch_size=4
+)
 OPTIONS = {"pfedme": "pfedme(regularisation=5.0)"}
 METHODS = sorted(
-    {WRAPPERS.get(entry.name, OPTIONS.get(entry.name, entry.name)) for entry in algorithms if entry.name not in PRIVATE}
+    {
+        WRAPPERS.get(entry.name, OPTIONS.get(entry.name, entry.name))
+        for entry in algorithms
+        if entry.name not in PRIVATE
+    }
     | {
         "stages(fedavg:auto, fedmr, patience=1)",
         "umf(moon)",
@@ -57,17 +65,26 @@ METHODS = sorted(
 )
 
 
-def federated(engine: type[RowsEngine], task: Task, method: str, rounds: int = 3, **options: Any) -> Federation:
+def federated(
+    engine: type[RowsEngine], task: Task, method: str, rounds: int = 3, **options: Any
+) -> Federation:
     schedule = Schedule(
-        rounds=rounds, participation=1.0 if method.startswith(EVERYBODY) else 0.7, seed=3, evaluate_every=1
+        rounds=rounds,
+        participation=1.0 if method.startswith(EVERYBODY) else 0.7,
+        seed=3,
+        evaluate_every=1,
     )
     federation = Federation(build(method), task, engine(task, **options), schedule)
     federation.run()
     return federation
 
 
-def assert_same(expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()) -> None:
-    """The same server state, memory, figures and bytes; an engine had to say no more than these notices."""
+def assert_same(
+    expected: Federation, actual: Federation, tolerance: float = 1e-8, notices: Sequence[str] = ()
+) -> None:
+    """The same server state, memory, figures and bytes; an engine had to say no more than these
+    notices.
+    """
     engine = actual.engine
     assert engine.notices == list(notices)
     pairs = (
@@ -79,7 +96,12 @@ def assert_same(expected: Federation, actual: Federation, tolerance: float = 1e-
         for name, tensor in tensors.items():
             assert stacked[name].dtype == tensor.dtype, name
             torch.testing.assert_close(
-                stacked[name], tensor, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{name} differs"
+                stacked[name],
+                tensor,
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=f"{name} differs",
             )
     assert torch.equal(expected.integers, actual.integers)
     for expected_record, record in zip(expected.history, actual.history, strict=True):
@@ -121,7 +143,9 @@ def test_every_method_gives_the_numbers_of_rows(method: str) -> None:
 def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], norm: bool) -> None:
     task = world(norm, **changes)
     assert_same(federated(RowsEngine, task, "fedprox"), federated(StackedEngine, task, "fedprox"))
-    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=3))
+    assert_same(
+        federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=3)
+    )
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -129,7 +153,9 @@ def test_every_way_to_train_gives_the_numbers_of_rows(changes: dict[str, Any], n
 def test_every_optimiser_gives_the_numbers_of_rows(
     optimizer: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One optimizer moves all rows until short batches separate them, or each row has its own from the start."""
+    """One optimizer moves all rows until short batches separate them, or each row has its own from
+    the start.
+    """
     monkeypatch.setattr("fedloom.local.optimizer.TOGETHER", 10**9 if shared else 0)
     split: list[int] = []
     of_row = _Optimizer.of_row
@@ -141,7 +167,9 @@ def test_every_optimiser_gives_the_numbers_of_rows(
 
     monkeypatch.setattr(_Optimizer, "of_row", noted)
     task = world(False, optimizer=optimizer, momentum=0.0, weight_decay=0.0, learning_rate=0.01)
-    assert_same(federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=4))
+    assert_same(
+        federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg", chunk=4)
+    )
     assert bool(split) == shared  # clients have short batches
     alike = World(norm=False, sizes=(8,) * 5, training=task.training).task()
     split.clear()
@@ -185,7 +213,10 @@ def test_dropout_draws_each_clients_own_masks(method: str) -> None:
     """Statistics, counts of batches and personal scores too; the model is in single precision."""
     task = small_task()
     schedule = Schedule(rounds=3, participation=0.8, seed=2, evaluate_every=1, personal_every=1)
-    runs = [Federation(build(method), task, engine(task), schedule) for engine in (RowsEngine, StackedEngine)]
+    runs = [
+        Federation(build(method), task, engine(task), schedule)
+        for engine in (RowsEngine, StackedEngine)
+    ]
     random_state = torch.get_rng_state()
     for run in runs:
         run.run()
@@ -208,14 +239,21 @@ def image_task(module: nn.Module, **changes: Any) -> Task:
 @pytest.mark.parametrize("augmentation", ["none", "flip_crop"])
 def test_images_are_prepared_augmented_and_dropped_alike(augmentation: str) -> None:
     task = image_task(Drawing(), augmentation=augmentation)
-    on_rows, on_stacks = federated(RowsEngine, task, "fedavg"), federated(StackedEngine, task, "fedavg")
+    on_rows, on_stacks = (
+        federated(RowsEngine, task, "fedavg"),
+        federated(StackedEngine, task, "fedavg"),
+    )
     (notice,) = on_rows.notices
-    assert notice.startswith("images keep their layout in memory: with the channels last, layers draw other numbers")
+    assert notice.startswith(
+        "images keep their layout in memory: with the channels last, layers draw other numbers"
+    )
     assert_same(on_rows, on_stacks, tolerance=1e-5, notices=[notice])
 
 
 def test_statistics_of_a_stack_move() -> None:
-    """Were they no contiguous blocks while vmap runs, batch norm's moves would be lost without a word."""
+    """Were they no contiguous blocks while vmap runs, batch norm's moves would be lost without a
+    word.
+    """
     task = world()
     stack = StackedModule(task.model, task.layout)
     rows = task.initial.repeat(3, 1)
@@ -226,8 +264,12 @@ def test_statistics_of_a_stack_move() -> None:
     lower = dict(task.model.named_parameters())
     activations = inputs @ lower["lower.weight"].T + lower["lower.bias"]
     slices = {span.name: span.slice for span in task.layout.slices}
-    torch.testing.assert_close(rows[:, slices["norm.running_mean"]], 0.1 * activations.mean(1).detach())
-    torch.testing.assert_close(rows[:, slices["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach())
+    torch.testing.assert_close(
+        rows[:, slices["norm.running_mean"]], 0.1 * activations.mean(1).detach()
+    )
+    torch.testing.assert_close(
+        rows[:, slices["norm.running_var"]], 0.9 + 0.1 * activations.var(1).detach()
+    )
     assert stack.integers().tolist() == [[1], [1], [1]]
 
 
@@ -255,7 +297,9 @@ class Noisy(Branching):
 
 
 @pytest.mark.parametrize(("module", "reason"), [(Branching, "item()"), (Noisy, "random")])
-def test_a_model_that_cannot_be_stacked_trains_client_by_client(module: type[nn.Module], reason: str) -> None:
+def test_a_model_that_cannot_be_stacked_trains_client_by_client(
+    module: type[nn.Module], reason: str
+) -> None:
     task = replace(world(False), model=module())
     runs = [federated(engine, task, "fedavg") for engine in (RowsEngine, StackedEngine)]
     engine = runs[1].engine
@@ -263,7 +307,8 @@ def test_a_model_that_cannot_be_stacked_trains_client_by_client(module: type[nn.
     assert reason in str(engine.proof.unstackable)
     (notice,) = runs[1].timings[0]["notices"]
     assert (
-        notice == f"clients train one by one, since models of this kind cannot be stacked: {engine.proof.unstackable}"
+        notice
+        == f"clients train one by one, since models of this kind cannot be stacked: {engine.proof.unstackable}"
     )
     assert torch.equal(runs[0].model(), runs[1].model())
 
@@ -308,7 +353,9 @@ def test_a_client_that_fails_harms_no_other(chunk: int) -> None:
     assert runs[1].history[0]["faults"] == runs[0].history[0]["faults"]
     assert runs[0].engine.memory().keys() == runs[1].engine.memory().keys()
     torch.testing.assert_close(runs[1].model(), runs[0].model(), rtol=1e-8, atol=1e-8)
-    notice = "failing: clients train one by one where they fail in lock step: OSError: the disk is full"
+    notice = (
+        "failing: clients train one by one where they fail in lock step: OSError: the disk is full"
+    )
     assert [timing.get("notices") for timing in runs[1].timings] == [[notice], None]
 
 
@@ -319,7 +366,9 @@ def test_a_stack_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -
     lost: list[weakref.ref[Tensor]] = []
 
     def scarce(self: StackedModule, rows: Tensor, *arguments: Any) -> Any:
-        assert all(activations() is None for activations in lost), "while others try again, failed steps hold no memory"
+        assert all(activations() is None for activations in lost), (
+            "while others try again, failed steps hold no memory"
+        )
         sizes.append(len(rows))
         if self._counts is not None and len(self._counts) > 2:
             computed = torch.zeros(1000)
@@ -393,11 +442,16 @@ def test_every_kind_of_step_takes_the_gradients_of_a_chain(
 
 
 @pytest.mark.parametrize("only", [None, (slice(0, 35), slice(42, 70))], ids=["all", "two of three"])
-def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(only: tuple[slice, ...] | None) -> None:
+def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(
+    only: tuple[slice, ...] | None,
+) -> None:
     module = perceptron(5, 7, 4)
     layout, draw = Layout(module), torch.Generator().manual_seed(0)
     rows = torch.randn(2, layout.size, generator=draw, dtype=torch.float64)
-    inputs, labels = torch.randn(2, 3, 5, generator=draw, dtype=torch.float64), torch.tensor([[0, 3, 1], [2, 2, 0]])
+    inputs, labels = (
+        torch.randn(2, 3, 5, generator=draw, dtype=torch.float64),
+        torch.tensor([[0, 3, 1], [2, 2, 0]]),
+    )
     share = torch.tensor([[1 / 3, 1 / 3, 1 / 3], [1 / 2, 1 / 2, 0]], dtype=torch.float64)
     stack = StackedModule(module, layout, Shortcuts(linear=True))
     stack.begin(2, [])
@@ -412,7 +466,9 @@ def test_the_gradient_of_a_chain_is_that_of_autograd_without_its_padding(only: t
         expected = F.cross_entropy(copy(inputs[k, :count]), labels[k, :count])
         gradients = torch.autograd.grad(expected, list(copy.parameters()))
         torch.testing.assert_close(loss[k], expected.detach())
-        torch.testing.assert_close(gradient[k], torch.cat([tensor.flatten() for tensor in gradients]) * trained)
+        torch.testing.assert_close(
+            gradient[k], torch.cat([tensor.flatten() for tensor in gradients]) * trained
+        )
 
 
 def test_the_projects_own_models_of_linear_layers_are_chains() -> None:
@@ -453,5 +509,7 @@ def test_a_layer_used_twice_or_around_another_is_no_chain() -> None:
 
     for module in (Residual(), Twice()):
         assert linear_layers(module, Layout(module)) == []
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Identity(), nn.Linear(5, 4))
+    plain = nn.Sequential(
+        nn.Flatten(), nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Identity(), nn.Linear(5, 4)
+    )
     assert linear_layers(plain, Layout(plain))

@@ -1,4 +1,6 @@
-"""Worker processes that train stacks give the numbers of the rows engine, with every method, also if workers die."""
+"""Worker processes that train stacks give the numbers of the rows engine, with every method, also
+if workers die.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,37 @@ def engine(worker_processes: ProcessesEngine) -> Iterator[ProcessesEngine]:
     worker_processes.inside, worker_processes.wanted_chunk = "rows", None
 
 
-def run(algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participation: float = 1.0) -> Federation:
-    federation = Federation(algorithm, TASK, engine, Schedule(3, participation, seed=3, evaluate_every=1))
+def run(
+    algorithm: Algorithm, engine: ProcessesEngine | RowsEngine, participation: float = 1.0
+) -> Federation:
+    federation = Federation(
+        algorithm, TASK, engine, Schedule(3, participation, seed=3, evaluate_every=1)
+    )
     federation.run()
     return federation
 
 
-QUICK = ("ala", "dp_sgd", "fedavg", "fedmr", "fedrep", "moon", "quantised", "scaffold", "stages", "umf")
+QUICK = (
+    "ala",
+    "dp_sgd",
+    "fedavg",
+    "fedmr",
+    "fedrep",
+    "moon",
+    "quantised",
+    "scaffold",
+    "stages",
+    "umf",
+)
 """Prefixes of one method of each kind; `test_stacked` and `test_processes` run every method."""
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[] if name.startswith(QUICK) else pytest.mark.minutes) for name in METHODS]
+    "method",
+    [
+        pytest.param(name, marks=[] if name.startswith(QUICK) else pytest.mark.minutes)
+        for name in METHODS
+    ],
 )
 def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method: str) -> None:
     participation = 1.0 if method.startswith(EVERYBODY) else 0.7
@@ -57,7 +78,9 @@ def test_every_method_gives_the_numbers_of_rows(engine: ProcessesEngine, method:
     assert_same(expected, run(build(method), engine, participation))
 
 
-def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(engine: ProcessesEngine) -> None:
+def test_clients_share_groups_and_a_method_that_cannot_be_stacked_does_not(
+    engine: ProcessesEngine,
+) -> None:
     jobs = [Job(client, client, {}) for client in range(len(SIZES))]
     groups = engine._groups(Pipeline(build("fedavg")), jobs)
     assert engine.chunk == 3
@@ -95,13 +118,17 @@ def test_groups_of_any_length_hold_about_equally_many_samples(sizes: list[int], 
     assert max(sums) <= sum(sizes) / min(count, len(sizes)) + max(sizes)
 
 
-def test_clients_of_a_dead_worker_train_again_one_by_one(engine: ProcessesEngine, tmp_path: Path) -> None:
+def test_clients_of_a_dead_worker_train_again_one_by_one(
+    engine: ProcessesEngine, tmp_path: Path
+) -> None:
     federation = run(Deadly(victim=2, times=2, directory=str(tmp_path)), engine)
     assert len(list(tmp_path.iterdir())) == 2
     assert_same(run(KeepsClientMemory(), RowsEngine(TASK)), federation)
 
 
-def test_a_client_that_kills_its_worker_each_time_harms_no_other(engine: ProcessesEngine, tmp_path: Path) -> None:
+def test_a_client_that_kills_its_worker_each_time_harms_no_other(
+    engine: ProcessesEngine, tmp_path: Path
+) -> None:
     method = Deadly(victim=2, times=3, directory=str(tmp_path))
     federation = Federation(method, TASK, engine, Schedule(1, 1.0, seed=3))
     federation.run()
@@ -113,9 +140,14 @@ def test_clients_that_fail_in_a_stack_are_named(engine: ProcessesEngine) -> None
     federation = run(Failing(), engine)
     prefix = "failing: clients train one by one where they fail in lock step:"
     notices = [
-        f"{prefix} {reason}" for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")
+        f"{prefix} {reason}"
+        for reason in ("ZeroDivisionError: integer division or modulo by zero", "Private: 1 and 2")
     ]
-    assert sorted(federation.engine.notices) == sorted(federation.timings[0]["notices"]) == sorted(notices)
+    assert (
+        sorted(federation.engine.notices)
+        == sorted(federation.timings[0]["notices"])
+        == sorted(notices)
+    )
     assert federation.timings[1].get("notices") is None
     assert_same(run(Failing(), RowsEngine(TASK)), federation, notices=federation.engine.notices)
 

@@ -23,7 +23,8 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 from naive import State, World, assert_same, average, shares, uniform
 
-SLOW = 0.3  # an improvement that this data cannot keep up, so that the switch comes within a few rounds
+# an improvement that this data cannot keep up, so that the switch comes within a few rounds
+SLOW = 0.3
 
 
 # --- stages of known length ---
@@ -115,7 +116,9 @@ def test_a_loss_that_has_stopped_improving_ends_a_stage() -> None:
         ([1.0, 1.0, 1.0], False),
         ([], False),
     ]:
-        stopped = has_stopped_improving(torch.tensor(losses, dtype=torch.float64), patience=2, improvement=0.1)
+        stopped = has_stopped_improving(
+            torch.tensor(losses, dtype=torch.float64), patience=2, improvement=0.1
+        )
         assert stopped is expected, losses
 
 
@@ -127,8 +130,12 @@ def held_out(world: World, client: int) -> tuple[torch.Tensor, torch.Tensor]:
     return order[:count], order[count:]
 
 
-def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[list[State], list[float]]:
-    """Run FedAvg without the held-out samples; return the models and the loss of each round's download on the held-out ones."""
+def naive_fedavg_that_waits(
+    world: World, selected: list[list[int]]
+) -> tuple[list[State], list[float]]:
+    """Run FedAvg without the held-out samples; return the models and the loss of each round's
+    download on the held-out ones.
+    """
     state, models, losses = world.initial(), [], []
     settings = world.training
     for number, clients in enumerate(selected, start=1):
@@ -137,7 +144,9 @@ def naive_fedavg_that_waits(world: World, selected: list[list[int]]) -> tuple[li
             inputs, labels = world.data(client)
             validation, training = held_out(world, client)
             with torch.no_grad():
-                loss = F.cross_entropy(world.at(state).eval()(inputs[validation]), labels[validation])
+                loss = F.cross_entropy(
+                    world.at(state).eval()(inputs[validation]), labels[validation]
+                )
             total, weight = total + float(loss) * len(labels), weight + len(labels)
             module = world.at(state).train()
             optimizer = torch.optim.SGD(
@@ -193,7 +202,9 @@ def stages_of(run: Federation) -> list[float]:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("patience", [1, 2])
-def test_a_stage_ends_when_the_loss_on_held_out_samples_stops_falling(norm: bool, patience: int) -> None:
+def test_a_stage_ends_when_the_loss_on_held_out_samples_stops_falling(
+    norm: bool, patience: int
+) -> None:
     world = World(norm=norm, rounds=8)
     expression = f"stages(fedavg:auto, fedmr, patience={patience}, improvement={SLOW})"
     run = world.run(build(expression))
@@ -208,7 +219,10 @@ def test_a_stage_ends_when_the_loss_on_held_out_samples_stops_falling(norm: bool
         8 - switch + 1
     )  # after its last round the next method is up
     # From then on it is FedMR from the model that FedAvg left, on all samples.
-    expected = average([world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]], [1 / 3] * 3)
+    expected = average(
+        [world.train(models[switch - 1], switch + 1, c)[0] for c in run.selected[switch]],
+        [1 / 3] * 3,
+    )
     assert_same(run.models[switch : switch + 1], [expected])
 
 
@@ -216,17 +230,23 @@ def test_the_test_set_does_not_matter() -> None:
     world = World()
     task = world.task()
     changed = Samples(torch.randn_like(task.test.inputs) * 100, task.test.labels.flip(0))
-    spoilt = replace(task, test=changed, dataset=Dataset("random", task.train, changed, world.classes))
+    spoilt = replace(
+        task, test=changed, dataset=Dataset("random", task.train, changed, world.classes)
+    )
     run, changed_run = staged_run(task), staged_run(spoilt)
     run.run()
     changed_run.run()
     assert stages_of(run) == stages_of(changed_run)
-    assert [record["loss"] for record in run.history] != [record["loss"] for record in changed_run.history]
+    assert [record["loss"] for record in run.history] != [
+        record["loss"] for record in changed_run.history
+    ]
     assert torch.equal(run.model(), changed_run.model())
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5])
-def test_a_run_resumed_before_the_switch_equals_an_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+def test_a_run_resumed_before_the_switch_equals_an_uninterrupted_one(
+    tmp_path: Path, stop: int
+) -> None:
     uninterrupted = staged_run(World().task())
     uninterrupted.run()
     halted = staged_run(World().task(), directory=tmp_path)

@@ -28,7 +28,8 @@ def value(number: int) -> Tensor:
 
 def equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return state.keys() == expected.keys() and all(
-        state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name]) for name in state
+        state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name])
+        for name in state
     )
 
 
@@ -38,13 +39,23 @@ def files(directory: Path) -> set[str]:
 
 WRITE = st.tuples(st.just("write"), st.integers(0, CLIENTS - 1), st.sampled_from(NAMES))
 OPERATIONS = st.lists(
-    st.one_of(WRITE, WRITE, st.sampled_from([("commit",), ("rollback",), ("checkpoint",), ("fall back",), ("crash",)])),
+    st.one_of(
+        WRITE,
+        WRITE,
+        st.sampled_from([("commit",), ("rollback",), ("checkpoint",), ("fall back",), ("crash",)]),
+    ),
     max_size=40,
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(operations=OPERATIONS, budget=st.sampled_from([0, 50, 200, 10_000]), inline=st.sampled_from([0, 100, 10_000]))
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    operations=OPERATIONS,
+    budget=st.sampled_from([0, 50, 200, 10_000]),
+    inline=st.sampled_from([0, 100, 10_000]),
+)
 def test_a_store_is_a_dictionary_whatever_its_budget(
     operations: list[tuple], budget: int, inline: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -68,7 +79,8 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
                 if store.rollback():
                     pending = dict(settled)
                 else:
-                    assert budget < 10_000  # only a round that outgrows half the budget cannot be undone
+                    # only a round that outgrows half the budget cannot be undone
+                    assert budget < 10_000
                     break
             elif operation == "checkpoint":
                 store.commit()
@@ -88,7 +100,10 @@ def test_a_store_is_a_dictionary_whatever_its_budget(
                 assert equal(store.read(client), pending.get(client, {}))
                 assert store.read(client).keys() == set(pending.get(client, {}))
                 for name in NAMES:
-                    tensor, expected = store.read(client).get(name), pending.get(client, {}).get(name)
+                    tensor, expected = (
+                        store.read(client).get(name),
+                        pending.get(client, {}).get(name),
+                    )
                     assert (tensor is None) == (expected is None)
                     assert tensor is None or torch.equal(tensor, expected)
             assert store._undo_bytes + store._memory_bytes <= budget
@@ -119,11 +134,17 @@ def test_an_unchanged_client_costs_nothing_and_versions_never_change(tmp_path: P
     store.commit()
     store.state()
     store.release()
-    original = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    original = {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in (tmp_path / "clients").iterdir()
+    }
     store.write(1, {"model": torch.full((50,), 9.0)})
     store.commit()
     table = store.state()[VERSIONS]
-    later_files = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "clients").iterdir()}
+    later_files = {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in (tmp_path / "clients").iterdir()
+    }
     assert {
         name: later_files[name] for name in original
     } == original  # client 1's old version serves the checkpoint before
@@ -165,7 +186,9 @@ def test_half_written_files_of_a_kill_are_removed(tmp_path: Path) -> None:
     unfinished = tmp_path / ".client-000001.v4.safetensors.0123456789abcdef.writing"
     unfinished.mkdir()
     (unfinished / "client-000001.v4.safetensors").write_bytes(b"half")
-    (tmp_path / "client-000001.v3.safetensors").write_bytes(b"of a checkpoint that was never written")
+    (tmp_path / "client-000001.v3.safetensors").write_bytes(
+        b"of a checkpoint that was never written"
+    )
     store = ClientStore(tmp_path, budget=0)
     assert files(tmp_path) == {"client-000001.v3.safetensors"}
     store.write(1, {"model": value(1)})
@@ -203,7 +226,9 @@ def test_a_cohort_reads_rows_and_writes_on_commit() -> None:
     same_cohort = Memory(store, [4, 2])
     assert same_cohort.knows("w").tolist() == [False, True]
     assert torch.equal(same_cohort.get("w", default), torch.tensor([[1.0, 1.0], [6.0, 6.0]]))
-    assert torch.equal(same_cohort.get("w", torch.zeros(1, 2)), torch.tensor([[0.0, 0.0], [6.0, 6.0]]))
+    assert torch.equal(
+        same_cohort.get("w", torch.zeros(1, 2)), torch.tensor([[0.0, 0.0], [6.0, 6.0]])
+    )
     store.close()
 
 

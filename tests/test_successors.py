@@ -1,4 +1,6 @@
-"""Successors of recombination and methods of other libraries against a second computation of their definitions."""
+"""Successors of recombination and methods of other libraries against a second computation of their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,24 @@ def kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
 
 def without_label(logits: Tensor, labels: Tensor) -> Tensor:
     """Remove the label's logit from each row."""
-    return torch.stack([torch.cat([row[:y], row[y + 1 :]]) for row, y in zip(logits, labels.tolist(), strict=True)])
+    return torch.stack(
+        [torch.cat([row[:y], row[y + 1 :]]) for row, y in zip(logits, labels.tolist(), strict=True)]
+    )
 
 
 def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iterator[State]:
-    """FedAvg whose clients use `term(world, logits, features, x, y, client, sent)` as the loss of each batch."""
+    """FedAvg whose clients use `term(world, logits, features, x, y, client, sent)` as the loss of
+    each batch.
+    """
     state = world.initial()
     for number, clients in enumerate(rounds, start=1):
         uploads = []
         for client in clients:
             sent = world.at(state).eval()
 
-            def loss(module: Net, x: Tensor, y: Tensor, step: int, client: int = client, sent: Any = sent) -> Tensor:
+            def loss(
+                module: Net, x: Tensor, y: Tensor, step: int, client: int = client, sent: Any = sent
+            ) -> Tensor:
                 features = module.features(x)
                 logits = module.head(features)
                 return term(world, logits, features, x, y, client, sent)
@@ -63,12 +71,18 @@ def trained_with(world: World, rounds: Rounds, term: Callable[..., Any]) -> Iter
         yield state
 
 
-def not_true(world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any) -> Tensor:
+def not_true(
+    world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any
+) -> Tensor:
     teacher = sent(x).detach()
-    return F.cross_entropy(logits, y) + 0.7 * 4 * kl(without_label(teacher, y), without_label(logits, y), 2.0)
+    return F.cross_entropy(logits, y) + 0.7 * 4 * kl(
+        without_label(teacher, y), without_label(logits, y), 2.0
+    )
 
 
-def calibrated(world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any) -> Tensor:
+def calibrated(
+    world: World, logits: Tensor, features: Tensor, x: Tensor, y: Tensor, client: int, sent: Any
+) -> Tensor:
     counts = [int((world.data(client)[1] == c).sum()) for c in range(world.classes)]
     total = logits.new_zeros(())
     for row, label in zip(logits, y.tolist(), strict=True):
@@ -98,7 +112,9 @@ TERMS = [
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch-norm"])
 @pytest.mark.parametrize(("name", "term"), TERMS, ids=[name for name, _ in TERMS])
-def test_terms_agree_with_the_second_computation(name: str, term: Callable[..., Any], norm: bool) -> None:
+def test_terms_agree_with_the_second_computation(
+    name: str, term: Callable[..., Any], norm: bool
+) -> None:
     world = World(norm=norm)
     run = world.run(build(name))
     assert_same(run.models, list(trained_with(world, run.selected, term)))
@@ -132,7 +148,16 @@ def test_limits_of_methods_that_need_everybody(name: str) -> None:
 
 @pytest.mark.parametrize(
     "wrapped",
-    ["scaffold", "moon", "fedsam", "fedmr", "fedrep", "ala(fedavg)", "umf(fedavg)", "stages(fedavg:1, fedmr)"],
+    [
+        "scaffold",
+        "moon",
+        "fedsam",
+        "fedmr",
+        "fedrep",
+        "ala(fedavg)",
+        "umf(fedavg)",
+        "stages(fedavg:1, fedmr)",
+    ],
 )
 @pytest.mark.parametrize("term", ["fedntd({}, beta=0)", "feddecorr({}, beta=0)"])
 def test_a_term_of_no_weight_changes_no_method(wrapped: str, term: str) -> None:
@@ -143,7 +168,10 @@ def test_a_term_of_no_weight_changes_no_method(wrapped: str, term: str) -> None:
 @pytest.mark.parametrize("wrapped", ["moon", "fedmr(local=fedprox)", "fedper"])
 def test_terms_nest_in_any_order(wrapped: str) -> None:
     world = World()
-    pair = [f"fedntd(feddecorr({wrapped}, beta=0.2), beta=0.5)", f"feddecorr(fedntd({wrapped}, beta=0.5), beta=0.2)"]
+    pair = [
+        f"fedntd(feddecorr({wrapped}, beta=0.2), beta=0.5)",
+        f"feddecorr(fedntd({wrapped}, beta=0.5), beta=0.2)",
+    ]
     nested, swapped = (world.run(build(name)).models for name in pair)
     assert_same(nested, swapped)
 
@@ -160,21 +188,34 @@ def test_two_classes_leave_nothing_to_distil() -> None:
 
 
 def travelling(
-    world: World, rounds: Rounds, mix: Callable[[int, list[State]], list[State]], loss_of: Any = None
+    world: World,
+    rounds: Rounds,
+    mix: Callable[[int, list[State]], list[State]],
+    loss_of: Any = None,
 ) -> Iterator[State]:
-    """Train a pool of models, one a slot, mix them by `mix(number, uploads)` and yield their mean after each round."""
+    """Train a pool of models, one a slot, mix them by `mix(number, uploads)` and yield their mean
+    after each round.
+    """
     pool = [world.initial() for _ in rounds[0]]
     for number, clients in enumerate(rounds, start=1):
         mean = average(pool, uniform(clients))
         loss = None if loss_of is None else loss_of(number, world.at(mean).eval())
         counters = average(pool, uniform(clients))
-        starts = [{n: t if t.is_floating_point() else counters[n] for n, t in model.items()} for model in pool]
-        pool = mix(number, [world.train(s, number, i, loss=loss)[0] for s, i in zip(starts, clients, strict=True)])
+        starts = [
+            {n: t if t.is_floating_point() else counters[n] for n, t in model.items()}
+            for model in pool
+        ]
+        pool = mix(
+            number,
+            [world.train(s, number, i, loss=loss)[0] for s, i in zip(starts, clients, strict=True)],
+        )
         yield average(pool, uniform(clients))
 
 
 def sum_over_pairs(one: State, other: State) -> float:
-    """The authors' code: a list of two tensors after the other, the cosine of each list, and once more that of the last list."""
+    """The authors' code: a list of two tensors after the other, the cosine of each list, and once
+    more that of the last list.
+    """
     total, here, there = 0.0, [], []
     tensors = [(t, other[n]) for n, t in one.items() if t.is_floating_point()]
     for k, (a, b) in enumerate(tensors):
@@ -188,7 +229,11 @@ def sum_over_pairs(one: State, other: State) -> float:
 
 
 def crossing(
-    world: World, partner: str, alpha: Callable[[int], float], propellers: int = 0, pairs: bool = False
+    world: World,
+    partner: str,
+    alpha: Callable[[int], float],
+    propellers: int = 0,
+    pairs: bool = False,
 ) -> Callable[..., list[State]]:
     def mix(number: int, uploads: list[State]) -> list[State]:
         count, vectors = len(uploads), [flat(world, upload) for upload in uploads]
@@ -204,11 +249,16 @@ def crossing(
                 "in_order": [(k + (number - 1) % (count - 1) + 1) % count],
             }[partner]
             if propellers:
-                partners = [(k + (number - 1 + p) % (count - 1) + 1) % count for p in range(propellers)]
+                partners = [
+                    (k + (number - 1 + p) % (count - 1) + 1) % count for p in range(propellers)
+                ]
             partner_model = average([uploads[j] for j in partners], uniform(partners))
             a = alpha(number)
             mixed.append(
-                {n: a * t + (1 - a) * partner_model[n] if t.is_floating_point() else t for n, t in upload.items()}
+                {
+                    n: a * t + (1 - a) * partner_model[n] if t.is_floating_point() else t
+                    for n, t in upload.items()
+                }
             )
         return mixed
 
@@ -220,7 +270,10 @@ def crossing(
     ("name", "options"),
     [
         ("fedcross(alpha=0.7)", {"partner": "lowest", "alpha": lambda number: 0.7}),
-        ("fedcross(alpha=0.8, partner=highest)", {"partner": "highest", "alpha": lambda number: 0.8}),
+        (
+            "fedcross(alpha=0.8, partner=highest)",
+            {"partner": "highest", "alpha": lambda number: 0.8},
+        ),
         (
             "fedcross(alpha=[[1, 0.5], [3, 0.9]], partner=in_order)",
             {"partner": "in_order", "alpha": lambda number: min(0.5 + 0.2 * (number - 1), 0.9)},
@@ -239,7 +292,9 @@ def crossing(
         ),
     ],
 )
-def test_fedcross_agrees_with_the_second_computation(name: str, options: dict[str, Any], norm: bool) -> None:
+def test_fedcross_agrees_with_the_second_computation(
+    name: str, options: dict[str, Any], norm: bool
+) -> None:
     world = World(norm=norm)
     run = world.run(build(name))
     assert len(run.selected[0]) > 2
@@ -248,11 +303,15 @@ def test_fedcross_agrees_with_the_second_computation(name: str, options: dict[st
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("largest", [False, True])
-def test_the_last_pair_counts_twice_where_all_tensors_have_a_partner(layers: int, largest: bool) -> None:
+def test_the_last_pair_counts_twice_where_all_tensors_have_a_partner(
+    layers: int, largest: bool
+) -> None:
     module = nn.Sequential(*(nn.Linear(3, 3, bias=k < 2) for k in range(layers)))
     method, layout = FedCross(similarity="pairs"), Layout(module)
     method.plan = Plan(layout, layout.flatten(module), 5, 5, 1, 0, 3, torch.ones_like, module)
-    pool = torch.randn(5, layout.size, generator=torch.Generator().manual_seed(layers), dtype=torch.float64)
+    pool = torch.randn(
+        5, layout.size, generator=torch.Generator().manual_seed(layers), dtype=torch.float64
+    )
     states = [layout.tensors(row) for row in pool]
     expected = []
     for k, state in enumerate(states):
@@ -282,7 +341,9 @@ def test_partners_in_order_keep_the_mean_of_the_pool() -> None:
 
 
 def test_fedcross_needs_two_models() -> None:
-    with pytest.raises(InvalidValue, match=r"^fedcross: 1 participants are too few: a model needs 1 others$"):
+    with pytest.raises(
+        InvalidValue, match=r"^fedcross: 1 participants are too few: a model needs 1 others$"
+    ):
         World(participation=1 / 7).run(build("fedcross"))
 
 
@@ -307,7 +368,9 @@ def test_fedkdmr_agrees_with_the_second_computation(norm: bool) -> None:
 
         def loss(module: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
             logits = module(x)
-            return (1 - a) * F.cross_entropy(logits, y) + a * 0.25 * kl(teacher(x).detach(), logits, 0.5)
+            return (1 - a) * F.cross_entropy(logits, y) + a * 0.25 * kl(
+                teacher(x).detach(), logits, 0.5
+            )
 
         return loss
 
@@ -360,7 +423,9 @@ def simplex(values: list[float]) -> list[float]:
 
 def test_the_projection_on_the_simplex_is_the_nearest_point() -> None:
     values = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(on_simplex(values), torch.tensor(simplex(values.tolist()), dtype=torch.float64))
+    torch.testing.assert_close(
+        on_simplex(values), torch.tensor(simplex(values.tolist()), dtype=torch.float64)
+    )
 
 
 def agnostic(world: World, rounds: Rounds, rate: float) -> Iterator[State]:
@@ -395,21 +460,32 @@ def test_ifca_trains_the_model_of_least_loss_on_each_client() -> None:
     assert len({tuple(flat(world, model).tolist()) for model in models}) == 3
     chosen: set[int] = set()
     for number, clients in enumerate(run.selected, start=1):
-        picks = [min(range(3), key=lambda j: float(mean_loss(world, models[j], client))) for client in clients]
-        uploads = [world.train(models[j], number, client)[0] for j, client in zip(picks, clients, strict=True)]
+        picks = [
+            min(range(3), key=lambda j: float(mean_loss(world, models[j], client)))
+            for client in clients
+        ]
+        uploads = [
+            world.train(models[j], number, client)[0]
+            for j, client in zip(picks, clients, strict=True)
+        ]
         for j in set(picks):
             members = [upload for upload, pick in zip(uploads, picks, strict=True) if pick == j]
             models[j] = average(members, uniform(members))
         chosen |= set(picks)
     assert len(chosen) > 1
     for row, model in zip(method.state["models"], models, strict=True):
-        torch.testing.assert_close(row[: layout.trainable], flat(world, model), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            row[: layout.trainable], flat(world, model), rtol=1e-9, atol=1e-9
+        )
     assert isinstance(method, IFCA)
     assert method.plan.layout is layout
 
 
 def layout_state(world: World, layout: Any, row: Tensor) -> State:
-    return {**world.initial(), **{name: tensor.clone() for name, tensor in layout.tensors(row).items()}}
+    return {
+        **world.initial(),
+        **{name: tensor.clone() for name, tensor in layout.tensors(row).items()},
+    }
 
 
 def test_cfl_splits_groups_whose_updates_are_orthogonal() -> None:
@@ -448,14 +524,19 @@ def test_cfl_agrees_with_the_second_computation() -> None:
 
 
 def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[list[int]]:
-    """Join the two groups whose farthest members are nearest until two are left; sorted by their first member."""
+    """Join the two groups whose farthest members are nearest until two are left; sorted by their
+    first member.
+    """
     groups = [[member] for member in members]
 
     def gap(a: list[int], b: list[int]) -> float:
         return max(1 - float(F.cosine_similarity(vectors[i], vectors[j], 0)) for i in a for j in b)
 
     while len(groups) > 2:
-        a, b = min(((a, b) for k, a in enumerate(groups) for b in groups[k + 1 :]), key=lambda pair: gap(*pair))
+        a, b = min(
+            ((a, b) for k, a in enumerate(groups) for b in groups[k + 1 :]),
+            key=lambda pair: gap(*pair),
+        )
         groups = [group for group in groups if group not in (a, b)] + [sorted(a + b)]
     return sorted(groups)
 
@@ -465,7 +546,9 @@ def complete_linkage(members: list[int], vectors: dict[int, Tensor]) -> list[lis
 
 def candidates(world: World, number: int, count: int) -> list[int]:
     """The clients of the largest log(u) / n."""
-    uniforms = torch.rand(world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64)
+    uniforms = torch.rand(
+        world.clients, generator=stream(world.seed, "candidates", round=number), dtype=torch.float64
+    )
     keys = [math.log(float(u)) / n for u, n in zip(uniforms, world.sizes, strict=True)]
     return sorted(range(world.clients), key=lambda i: -keys[i])[:count]
 
@@ -482,12 +565,16 @@ def test_power_of_choice_asks_its_candidates(samples: int | None, norm: bool) ->
         for client in candidates(world, number, 5):
             inputs, labels = world.data(client)
             if samples is not None:
-                order = torch.randperm(len(labels), generator=stream(world.seed, "asked", round=number, client=client))
+                order = torch.randperm(
+                    len(labels), generator=stream(world.seed, "asked", round=number, client=client)
+                )
                 inputs, labels = inputs[order[:samples]], labels[order[:samples]]
             with torch.no_grad():
                 losses[client] = float(F.cross_entropy(world.at(state).eval()(inputs), labels))
         assert clients == sorted(losses, key=lambda i: -losses[i])[: len(clients)]
-        state = average([world.train(state, number, client)[0] for client in clients], uniform(clients))
+        state = average(
+            [world.train(state, number, client)[0] for client in clients], uniform(clients)
+        )
         assert_same([run.models[number - 1]], [state])
         seen.add(tuple(clients))
     assert len(seen) > 1
@@ -530,7 +617,8 @@ def test_sites_are_not_asked() -> None:
     world = World()
     plan = replace(world.run(build("fedavg")).federation.algorithm.plan, remote=True)
     with pytest.raises(
-        InvalidValue, match=r"^power_of_choice: sites are asked nothing before a round: give ask=false$"
+        InvalidValue,
+        match=r"^power_of_choice: sites are asked nothing before a round: give ask=false$",
     ):
         Course(build("power_of_choice(fedavg)")).setup(plan)
     Course(build("power_of_choice(fedavg, ask=false)")).setup(plan)
@@ -541,15 +629,22 @@ def test_power_of_choice_takes_the_candidates_of_highest_known_loss() -> None:
     run = world.run(build("power_of_choice(fedavg, candidates=5, ask=false)"))
     losses = dict.fromkeys(range(world.clients), math.inf)
     for number, clients in enumerate(run.selected, start=1):
-        assert clients == sorted(candidates(world, number, 5), key=lambda i: -losses[i])[: len(clients)]
+        assert (
+            clients
+            == sorted(candidates(world, number, 5), key=lambda i: -losses[i])[: len(clients)]
+        )
         for client in clients:
             losses[client] = loss_of_round(world, run, number, client)
-    expected_losses = torch.tensor([losses[client] for client in range(world.clients)], dtype=torch.float64)
+    expected_losses = torch.tensor(
+        [losses[client] for client in range(world.clients)], dtype=torch.float64
+    )
     torch.testing.assert_close(run.federation.algorithm.state["losses"], expected_losses)
 
 
 def loss_of_round(world: World, run: Any, number: int, client: int) -> float:
-    """Return the client's mean loss over the steps of that round, starting from fedloom's own global model."""
+    """Return the client's mean loss over the steps of that round, starting from fedloom's own
+    global model.
+    """
     start = world.initial() if number == 1 else run.models[number - 2]
     steps: list[float] = []
 
@@ -572,13 +667,17 @@ def test_power_of_choice_with_as_many_candidates_draws_by_size() -> None:
         object.__setattr__(round, "number", number)
         selected = pipeline.select(round).clients
         counts[list(selected)] += 1
-    assert counts[world.sizes.index(max(world.sizes))] > 2 * counts[world.sizes.index(min(world.sizes))]
+    assert (
+        counts[world.sizes.index(max(world.sizes))]
+        > 2 * counts[world.sizes.index(min(world.sizes))]
+    )
     assert len(run.selected[0]) == 3
 
 
 def test_power_of_choice_weighs_replies_alike() -> None:
     world = World(norm=True)
     weighted, uniform_weights = (
-        world.run(build(f"power_of_choice({inner})")).models for inner in ("fedavg", "fedavg(weighted=false)")
+        world.run(build(f"power_of_choice({inner})")).models
+        for inner in ("fedavg", "fedavg(weighted=false)")
     )
     assert_same(weighted, uniform_weights)

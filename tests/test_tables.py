@@ -27,9 +27,24 @@ from fedloom.cli.terminal import comparison_tables, difference_tables, overall_t
 from fedloom.experiment.finished import StoredRun, write_reports
 from fedloom.objectives import Metric
 from fedloom.report.conclusions import conclusions
-from fedloom.report.export import differences_to_csv, escape_latex, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.export import (
+    differences_to_csv,
+    escape_latex,
+    to_csv,
+    to_data,
+    to_latex,
+    to_markdown,
+)
 from fedloom.report.page import ReportOptions, render
-from fedloom.report.sheet import NOT_SIGNIFICANT, T_TEST_ONLY, Sheet, caption, overall, reading, sheet
+from fedloom.report.sheet import (
+    NOT_SIGNIFICANT,
+    T_TEST_ONLY,
+    Sheet,
+    caption,
+    overall,
+    reading,
+    sheet,
+)
 from fedloom.report.significance import (
     FLIPS,
     comparisons,
@@ -51,7 +66,9 @@ def run_of(accuracies: list[float], method: str, seed: int, **figures: float) ->
         for k, accuracy in enumerate(accuracies, 1)
     ]
     records[-1] |= figures
-    return RunSummary(method, seed, records, [{"round": k, "seconds": 1.0} for k in range(1, len(records) + 1)])
+    return RunSummary(
+        method, seed, records, [{"round": k, "seconds": 1.0} for k in range(1, len(records) + 1)]
+    )
 
 
 def methods(seeds: int, **shifts: float) -> list[RunSummary]:
@@ -72,7 +89,9 @@ def test_the_t_test_equals_scipy(gaps: list[float]) -> None:
     if max(gaps) - min(gaps) < 1e-12:
         assert (p, low, high) == (None, None, None)  # no spread: nothing to test with
     else:
-        assert p == pytest.approx(stats.ttest_rel(gaps, [0.0] * len(gaps)).pvalue, rel=1e-9, abs=1e-300)
+        assert p == pytest.approx(
+            stats.ttest_rel(gaps, [0.0] * len(gaps)).pvalue, rel=1e-9, abs=1e-300
+        )
 
 
 @settings(deadline=None, max_examples=60)
@@ -145,7 +164,9 @@ def test_verdicts_say_what_the_seeds_can_show() -> None:
 
 
 def test_equal_differences_are_no_proof_by_themselves() -> None:
-    """Two seeds that differ by the same number have no spread; the t-test must not make certainty of that."""
+    """Two seeds that differ by the same number have no spread; the t-test must not make certainty
+    of that.
+    """
     comparison = sheet(
         [
             run_of([level + shift], name, k)
@@ -160,7 +181,9 @@ def test_equal_differences_are_no_proof_by_themselves() -> None:
 def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
     values = {"a": {0: 0.5, 1: 0.6, 2: 0.7}, "b": {1: 0.1, 2: 0.3, 5: 0.9}, "c": {9: 0.2}}
     verdicts = differences(values, "first")
-    assert [(difference.method, difference.other, difference.seeds) for difference in verdicts] == [("b", "a", 2)]
+    assert [(difference.method, difference.other, difference.seeds) for difference in verdicts] == [
+        ("b", "a", 2)
+    ]
     assert verdicts[0].mean == pytest.approx(((0.1 - 0.6) + (0.3 - 0.7)) / 2)
     theirs = stats.ttest_rel([0.1, 0.3], [0.6, 0.7])
     assert verdicts[0].t_test == pytest.approx(theirs.pvalue)
@@ -174,7 +197,10 @@ def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> N
     assert {test.other for test in against_first.tests["last"]} == {"a"}
     reference = {test.other for test in best.tests["last"]}
     assert reference < {"c", "d"}
-    values = {name: [measured(run, "last") or 0 for run in runs if run.algorithm == name] for name in "abcd"}
+    values = {
+        name: [measured(run, "last") or 0 for run in runs if run.algorithm == name]
+        for name in "abcd"
+    }
     exact = {}
     for first_method, second_method in itertools.combinations("abcd", 2):
         exact[frozenset((first_method, second_method))] = sign_flip_test(
@@ -182,13 +208,23 @@ def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> N
         )
     corrected = dict(zip(exact, holm(list(exact.values())), strict=True))
     for test in best.tests["last"]:
-        assert test.exact_corrected == pytest.approx(corrected[frozenset((test.method, test.other))])
+        assert test.exact_corrected == pytest.approx(
+            corrected[frozenset((test.method, test.other))]
+        )
         assert test.mean < 0  # minus the best
 
 
 def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -> None:
-    personal = {"personal_accuracy": 0.9, "personal_accuracy_std": 0.1, "personal_accuracy_worst": 0.7}
-    global_model = {"client_accuracy": 0.8, "client_accuracy_std": 0.2, "client_accuracy_worst": 0.3}
+    personal = {
+        "personal_accuracy": 0.9,
+        "personal_accuracy_std": 0.1,
+        "personal_accuracy_worst": 0.7,
+    }
+    global_model = {
+        "client_accuracy": 0.8,
+        "client_accuracy_std": 0.2,
+        "client_accuracy_worst": 0.3,
+    }
     comparison = sheet(
         [
             run_of([0.5], "a", 0, **personal, **global_model),
@@ -226,9 +262,12 @@ def test_one_table_over_all_settings_ranks_the_methods() -> None:
     assert [column.title for column in table.columns] == [*titles, "Mean rank"]
     means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2, 3)]
     ranks = [[1 + sum(higher > mean for higher in column) for mean in column] for column in means]
-    assert [line[4].value for line in table.lines] == [sum(three) / 3 for three in zip(*ranks, strict=True)]
+    assert [line[4].value for line in table.lines] == [
+        sum(three) / 3 for three in zip(*ranks, strict=True)
+    ]
     assert caption(three_settings()).endswith("Rank 1 is the best.")
-    # Of two settings the mean rank says nothing: whoever wins one and loses the other is in the middle, like everybody.
+    # Of two settings the mean rank says nothing: whoever wins one and loses the other is in the
+    # middle, like everybody.
     two_settings = three_settings()[:2]
     assert [column.title for column in overall(two_settings).columns] == titles[:3]
     assert {len(line) for line in overall(two_settings).lines} == {3}
@@ -238,7 +277,9 @@ def test_one_table_over_all_settings_ranks_the_methods() -> None:
 def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
     sheets = three_settings()
     lines = list(csv.DictReader(io.StringIO(to_csv(sheets))))
-    assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3 + ["dirichlet(1.0)"] * 3
+    assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3 + [
+        "dirichlet(1.0)"
+    ] * 3
     expected = sheets[1].rows[1].last
     assert expected is not None
     assert float(lines[4]["mean_of_last"]) == expected.mean
@@ -269,7 +310,8 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
         print_tables(sheets)
         blocks = " ".join(capsys.readouterr().out.split()).split("epochs=")[1:]
         assert [
-            re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", block) for block in blocks
+            re.findall(r"(?:once|\d+ times) a client was absent, failed or was refused", block)
+            for block in blocks
         ] == [[text] if text else [] for text in expected]
 
     stored = [
@@ -277,12 +319,16 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
         for comparison, runs in comparisons_and_runs
         for run in runs
     ]
-    overview, *pages = [page.read_text() for page in write_reports(tmp_path, stored, ReportOptions("Epochs"))]
+    overview, *pages = [
+        page.read_text() for page in write_reports(tmp_path, stored, ReportOptions("Epochs"))
+    ]
     for page, comparison, text in zip(pages, sheets, expected, strict=True):
         assert ("a client was absent" in page) is bool(text)
         assert not text or f"{text[0].upper()}{text[1:]}." in page
         assert (
-            f"{comparison.setting}</a> <small>{text}</small></li>" if text else f"{comparison.setting}</a></li>"
+            f"{comparison.setting}</a> <small>{text}</small></li>"
+            if text
+            else f"{comparison.setting}</a></li>"
         ) in overview
 
 
@@ -300,7 +346,9 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
 def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "tables.tex").write_text(to_latex(three_settings(), "50 % & more"))
     long = {"stages(fedavg:100, fedmr(unit=segment, fraction=0.5))": 0.1, "fedprox(mu=0.01)": 0.0}
-    wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace("{tab:", "{tab:wide-")
+    wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace(
+        "{tab:", "{tab:wide-"
+    )
     (tmp_path / "wide.tex").write_text(wide)
     preamble = "\\documentclass{article}\\usepackage{booktabs,graphicx}"
     document = preamble + "\\begin{document}\\input{tables}\\input{wide}\\end{document}"
@@ -325,7 +373,9 @@ def test_latex_is_booktabs_with_everything_escaped_and_balanced() -> None:
         for line in re.findall(r"^    (.*) \\\\$", body[1], re.MULTILINE):
             assert len(re.findall(r"(?<!\\)&", line)) == len(body[0]) - 1
     assert not set("±×ⁿᵗ–") & set(text)
-    assert escape_latex(r"\a_b^c~{d}#$") == (r"\textbackslash{}a\_b\textasciicircum{}c\textasciitilde{}\{d\}\#\$")
+    assert escape_latex(r"\a_b^c~{d}#$") == (
+        r"\textbackslash{}a\_b\textasciicircum{}c\textasciitilde{}\{d\}\#\$"
+    )
 
 
 def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
@@ -338,7 +388,9 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
     shown = {
         "terminal": capsys.readouterr().out,
         "page": re.sub(
-            'data-title=".*?"', "", html.unescape(render("Three", runs, sheet=comparison).replace(get_plotlyjs(), ""))
+            'data-title=".*?"',
+            "",
+            html.unescape(render("Three", runs, sheet=comparison).replace(get_plotlyjs(), "")),
         ),
         "markdown": to_markdown([comparison]),
     }
@@ -352,7 +404,10 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
     assert all(escape_latex(sentence) in paper for sentence in reading([comparison]))
     assert [paper.count(word) for word in ("sign-flip", "Holm")] == [1, 1]
     captions = re.findall(r"\\caption\{(.*)\}", paper)
-    assert captions == ["Comparison: accuracy.", "Comparison: cost. Rounds and bytes until the target; * never."]
+    assert captions == [
+        "Comparison: accuracy.",
+        "Comparison: cost. Rounds and bytes until the target; * never.",
+    ]
 
 
 def test_conclusions_say_no_more_than_the_tests() -> None:
@@ -361,19 +416,29 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     (far,) = (test for test in clear.tests["last"] if test.method == "far")
     p = max(far.t_test_corrected or 0, far.exact_corrected or 0)
     (text,) = conclusions([clear])
-    assert text.startswith("With 40 % symmetric label noise, best has the best mean accuracy of the last evaluation, ")
+    assert text.startswith(
+        "With 40 % symmetric label noise, best has the best mean accuracy of the last evaluation, "
+    )
     assert (
         f"; far is {-100 * far.mean:.1f} points below best (95 % interval {-100 * (far.high or 0):.1f} to "
         f"{-100 * (far.low or 0):.1f}, p = {p:.2g}, significant)."
     ) in text
     assert ", not significant); far" in text
-    against_first = conclusions([sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)])
-    assert against_first[0].startswith("With clean labels, best has the best mean accuracy of the last evaluation, ")
+    against_first = conclusions(
+        [sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)]
+    )
+    assert against_first[0].startswith(
+        "With clean labels, best has the best mean accuracy of the last evaluation, "
+    )
     few = conclusions([sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
     assert "(95 % interval 18.9 to 21.3, p < 0.001, significant by the t-test only: " in few
     assert f"the exact test needs {seeds_needed(3)} seeds)" in few
-    alike = conclusions([sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})])[0]
-    assert alike.startswith("With partition iid and rounds 5, no difference in the mean accuracy of the last")
+    alike = conclusions(
+        [sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})]
+    )[0]
+    assert alike.startswith(
+        "With partition iid and rounds 5, no difference in the mean accuracy of the last"
+    )
     many = conclusions([sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
     assert ": m7 is 5.0 points below m8 (" in many
     assert many.endswith("; 5 more in the table.")
@@ -384,7 +449,9 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
         "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell whether another would show "
         "the same."
     ]
-    assert conclusions([sheet(single_seed[:1])]) == ["a: mean accuracy of the last evaluation 50.00 %."]
+    assert conclusions([sheet(single_seed[:1])]) == [
+        "a: mean accuracy of the last evaluation 50.00 %."
+    ]
     slow = [run_of([0.1, 0.1, 0.9], "slow", seed) for seed in range(7)]
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
     costs = conclusions([sheet([*slow, *quick], [0.8], measure="rounds")])
@@ -397,7 +464,10 @@ def test_the_page_begins_with_its_conclusions() -> None:
     runs = methods(9, best=0.2, far=0.0)
     page = html.unescape(render("Conclusions", runs))
     assert page.index(conclusions([sheet(runs)])[0]) < page.index("<dl class=tiles>")
-    tiles = re.findall(r"<dt>Fewest rounds to 50.%</dt><dd>[^<]*<small>([^<]*)</small>", render("Tiles", runs, [0.5]))
+    tiles = re.findall(
+        r"<dt>Fewest rounds to 50.%</dt><dd>[^<]*<small>([^<]*)</small>",
+        render("Tiles", runs, [0.5]),
+    )
     assert tiles == ["best, far"]
 
 
@@ -436,7 +506,9 @@ def test_columns_without_room_move_to_another_table(width: int) -> None:
         for record in run.records:
             for name in ("personal_accuracy", "personal_accuracy_std", "personal_accuracy_worst"):
                 record[name] = 0.0123 * (1 + run.seed)
-    comparison = sheet([replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"])
+    comparison = sheet(
+        [replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"]
+    )
     console = Console(width=width, record=True, file=io.StringIO())
     tables = comparison_tables(comparison, width)
     for table in tables:

@@ -1,4 +1,6 @@
-"""SIGTERM saves as Ctrl-C does, in every engine and pool; a full disk is told by one line and one exit code."""
+"""SIGTERM saves as Ctrl-C does, in every engine and pool; a full disk is told by one line and one
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,19 @@ partition = "iid"
 
 def start(folder: Path, settings: str, *command: str) -> subprocess.Popen[str]:
     (folder / "job.toml").write_text(JOB.format(settings=settings))
-    arguments = [sys.executable, "-c", "import sys; from fedloom.cli import main; sys.exit(main())", *command]
+    arguments = [
+        sys.executable,
+        "-c",
+        "import sys; from fedloom.cli import main; sys.exit(main())",
+        *command,
+    ]
     return subprocess.Popen(
-        arguments, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments,
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -89,11 +101,15 @@ def children(process: int) -> list[int]:
         pytest.param('engine = "stacked"', ["run", "job.toml"], 1, marks=pytest.mark.minutes),
         ('engine = "processes(workers=2)"', ["run", "job.toml"], 1),
         ("workers = 2", ["compare", "job.toml", "algorithms=[fedavg, scaffold]"], 2),
-        pytest.param('engine = "ray(workers=1)"', ["run", "job.toml"], 1, marks=pytest.mark.minutes),
+        pytest.param(
+            'engine = "ray(workers=1)"', ["run", "job.toml"], 1, marks=pytest.mark.minutes
+        ),
     ],
     ids=["rows", "stacked", "processes", "compare", "ray"],
 )
-def test_sigterm_saves_the_last_finished_round(settings: str, command: list[str], runs: int, tmp_path: Path) -> None:
+def test_sigterm_saves_the_last_finished_round(
+    settings: str, command: list[str], runs: int, tmp_path: Path
+) -> None:
     with start(tmp_path, settings, *command) as process:
         wait_for_rounds(tmp_path, runs, process)
         workers = children(process.pid)
@@ -145,7 +161,12 @@ def test_a_full_disk_is_named_with_the_file_and_what_it_needs(
     Path("job.toml").write_text(JOB.format(settings='engine = "rows"').replace("3000", "2"))
     messages = {}
     fsync = os.fsync
-    for name in ("checkpoint-0000002.safetensors", "model.safetensors", "configuration.json", "result.json"):
+    for name in (
+        "checkpoint-0000002.safetensors",
+        "model.safetensors",
+        "configuration.json",
+        "result.json",
+    ):
 
         def full(descriptor: int, name: str = name) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
@@ -174,7 +195,9 @@ def test_a_limit_on_the_size_of_files_is_no_mistake_in_the_input(
         assert main(["run", "job.toml", "--quiet"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.search(r"cannot be written: it needs [\d,]+ bytes \(File too large\)", capsys.readouterr().err)
+    assert re.search(
+        r"cannot be written: it needs [\d,]+ bytes \(File too large\)", capsys.readouterr().err
+    )
     assert main(["run", "job.toml", "--quiet"]) == 0
 
 
@@ -192,11 +215,15 @@ def test_an_interruption_between_a_rounds_figures_and_its_state_waits(
             signal.raise_signal(number)
 
     monkeypatch.setattr(RoundLog, "append", interrupted)
-    federation = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
+    federation = Federation(
+        KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run"
+    )
     with pytest.raises(KeyboardInterrupt):
         federation.run()
     monkeypatch.undo()
-    repeated = Federation(KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run")
+    repeated = Federation(
+        KeepsClientMemory(), task, RowsEngine(task), schedule, tmp_path, "this run"
+    )
     assert repeated.finished == 3
     assert repeated.notices == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -229,7 +256,8 @@ def test_what_killed_writers_left_is_gone_with_the_next_start_and_nothing_else(
     for folder in (leftover, *kept_folders):
         folder.mkdir()
         (folder / "report.html").write_text("half")
-    assert main(["run", "job.toml", "--quiet", *options]) == 0  # finished: nothing is computed without --fresh
+    # finished: nothing is computed without --fresh
+    assert main(["run", "job.toml", "--quiet", *options]) == 0
     assert not leftover.exists()
     assert all((folder / "report.html").read_text() == "half" for folder in kept_folders)
 

@@ -1,4 +1,6 @@
-"""What trackers hear of a run, read back from real event files and a real MLflow database; and plugins."""
+"""What trackers hear of a run, read back from real event files and a real MLflow database; and
+plugins.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ JOB = {
 
 
 class RecordingTracker:
-    """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single trackers."""
+    """A tracker of the user's own that knows nothing of earlier starts; `all` outlives the single
+    trackers.
+    """
 
     all: ClassVar[list[RecordingTracker]] = []
 
@@ -83,7 +87,9 @@ class Broken:
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing that the run does on its way out may count on more than what is on disk."""
+    """Stands for a kill: nothing that the run does on its way out may count on more than what is on
+    disk.
+    """
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +135,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
@@ -159,14 +168,23 @@ def test_a_tracker_of_ones_own_hears_every_round_with_all_figures() -> None:
 
 def test_a_run_in_python_takes_trackers_as_objects_too(tmp_path: Path) -> None:
     tracker, another = RecordingTracker(), RecordingTracker()
-    result = fl.run("fedavg", small_task(), rounds=3, participation=0.5, trackers=[tracker, another])
+    result = fl.run(
+        "fedavg", small_task(), rounds=3, participation=0.5, trackers=[tracker, another]
+    )
     assert list(tracker.rounds) == list(another.rounds) == [1, 2, 3]
     assert tracker.run.directory is None
     assert tracker.result is not None
     assert tracker.result["accuracy"] == result.accuracy
     recorder = RecordingTracker()
     for _ in range(2):  # the second time the run is only read
-        fl.run("fedavg", small_task(), rounds=3, participation=0.5, directory=tmp_path / "kept", trackers=[recorder])
+        fl.run(
+            "fedavg",
+            small_task(),
+            rounds=3,
+            participation=0.5,
+            directory=tmp_path / "kept",
+            trackers=[recorder],
+        )
     assert list(recorder.rounds) == [1, 2, 3]
 
 
@@ -178,7 +196,8 @@ def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
     if kill:
         forget(4, folder)
     go(settings)
-    earlier, later = RecordingTracker.all[1:]  # the first was made for the check of the configuration
+    # the first was made for the check of the configuration
+    earlier, later = RecordingTracker.all[1:]
     assert list(earlier.rounds) == [1, 2, 3, 4, 5]
     assert earlier.result is None
     assert list(later.rounds) == [6]
@@ -189,7 +208,14 @@ def test_no_round_is_told_of_twice_when_a_run_goes_on(kill: bool) -> None:
 def test_a_tracker_added_later_hears_of_the_rounds_before() -> None:
     go(job("test_trackers_here:RecordingTracker"), stop_after=4)
     go(job("test_trackers_here:RecordingTracker", "tensorboard"))
-    assert [step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["seconds"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in scalars(Path("runs/job/fedavg/seed-0"))["seconds"]] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_tensorboard_shows_the_figures_and_starting_afresh_replaces_them() -> None:
@@ -236,8 +262,13 @@ def test_mlflow_keeps_parameters_metrics_and_files(tmp_path: Path) -> None:
     assert run.data.params["data.partition"] == "iid"
     records = RoundLog(Path("runs/job/fedavg/seed-0/metrics.jsonl")).read()
     for name in ("accuracy", "bytes_up"):
-        history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
-        assert sorted(history) == [(r["round"], r[name]) for r in records if r.get(name) is not None]
+        history = [
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(run.info.run_id, name)
+        ]
+        assert sorted(history) == [
+            (r["round"], r[name]) for r in records if r.get(name) is not None
+        ]
     assert run.data.metrics["final_accuracy"] == records[-1]["accuracy"]
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "model.safetensors", "configuration.json", "metrics.jsonl", "result.json",
@@ -269,7 +300,9 @@ class FakeWandb(types.ModuleType):
         self.exit_code = exit_code
 
 
-def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_is_told_as_its_documentation_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     requirement = "fedloom.experiment.trackers.wandb.require_installed"
     with pytest.raises(FedloomError, match=r"tracker wandb needs 'wandb': pip install wandb"):
         build_tracker("wandb")
@@ -280,7 +313,11 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytes
     assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]
     assert fake.logged[-1][1]["accuracy"] == fake.summary["final_accuracy"]
     assert fake.exit_code == 0
-    assert (fake.options["project"], fake.options["mode"], fake.options["name"]) == ("mine", "offline", "fedavg/seed-0")
+    assert (fake.options["project"], fake.options["mode"], fake.options["name"]) == (
+        "mine",
+        "offline",
+        "fedavg/seed-0",
+    )
     online = FakeWandb(step=4)  # three rounds are there: the next step is the fourth
     monkeypatch.setitem(sys.modules, "wandb", online)
     fl.run("fedavg", small_task(), rounds=5, participation=0.5, trackers=["wandb(mode=online)"])
@@ -289,7 +326,9 @@ def test_weights_and_biases_is_told_as_its_documentation_asks(monkeypatch: pytes
 
 @pytest.mark.parametrize("round", [0, 3, 99])
 def test_a_tracker_that_fails_costs_one_line_and_nothing_else(round: int) -> None:
-    events = go(job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:RecordingTracker"))
+    events = go(
+        job(f"test_trackers_here:Broken(round={round})", "test_trackers_here:RecordingTracker")
+    )
     notices = [event.text for event in events if event.kind == "notice"]
     assert notices == [
         f"tracker test_trackers_here:Broken(round={round}) failed and hears no more of this run: "
@@ -322,7 +361,9 @@ def test_a_failing_tracker_is_warned_of_in_python(caplog: pytest.LogCaptureFixtu
         ("test_trackers_here:Killed", "a tracker has begin, record and end"),
     ],
 )
-def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(expression: str, text: str) -> None:
+def test_what_is_wrong_with_a_tracker_is_said_before_the_first_round(
+    expression: str, text: str
+) -> None:
     with pytest.raises(FedloomError) as caught:
         job(expression)
     assert text in str(caught.value)
@@ -363,9 +404,13 @@ class Plugged(FedAvg):
 def test_plugins_are_known_to_the_command_line_and_to_worker_processes(tmp_path: Path) -> None:
     (tmp_path / "my_methods.py").write_text(PLUGIN)
     table = 'plugins = ["my_methods"]\nalgorithms = ["plugged", "fedavg"]\nworkers = 2\nthreads = 1\nrounds = 2\n'
-    (tmp_path / "job.toml").write_text(table + 'model = "logistic"\n[data]\nclients = 4\npartition = "iid"\n')
+    (tmp_path / "job.toml").write_text(
+        table + 'model = "logistic"\n[data]\nclients = 4\npartition = "iid"\n'
+    )
     command = [sys.executable, "-m", "fedloom"]
-    done = subprocess.run([*command, "compare", "job.toml"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "compare", "job.toml"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "runs/job/comparison.json").read_text())
     assert [row["algorithm"] for row in summary["methods"]] == ["plugged", "fedavg"]
@@ -382,9 +427,14 @@ def test_plugins_are_known_to_the_command_line_and_to_worker_processes(tmp_path:
 
 def test_a_plugin_that_cannot_be_imported_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "half_a_plugin.py").write_text("import no_such_module_at_all\n")
-    with pytest.raises(InvalidValue, match=r"^plugins: cannot import 'half_a_plugin': ModuleNotFoundError: No module"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^plugins: cannot import 'half_a_plugin': ModuleNotFoundError: No module",
+    ):
         configuration({**JOB, "plugins": ["half_a_plugin"]})
-    with pytest.raises(InvalidValue, match=r"is a file: give the name of the module, such as 'my.methods'"):
+    with pytest.raises(
+        InvalidValue, match=r"is a file: give the name of the module, such as 'my.methods'"
+    ):
         import_plugins(["my/methods.py"])
     (tmp_path / "taken.py").write_text(PLUGIN.replace("plugged", "fedprox"))
     assert "fedprox" in algorithms

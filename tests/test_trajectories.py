@@ -47,16 +47,24 @@ def models(folder: Path) -> torch.Tensor:
 
 def test_the_plane_is_that_of_all_models_and_the_surface_the_clients_loss(folder: Path) -> None:
     (trajectory,) = json.loads((folder / "trajectories.json").read_text())["trajectories"]
-    assert (trajectory["client"], trajectory["seed"], list(trajectory["methods"])) == (1, 0, list(PLACES))
+    assert (trajectory["client"], trajectory["seed"], list(trajectory["methods"])) == (
+        1,
+        0,
+        list(PLACES),
+    )
     rows = models(folder)
     centre = rows.mean(0)
     left_vectors, singular, axes = np.linalg.svd((rows - centre).numpy(), full_matrices=False)
-    points = np.array([point for method in PLACES for point in trajectory["methods"][method]["points"]])
+    points = np.array(
+        [point for method in PLACES for point in trajectory["methods"][method]["points"]]
+    )
     assert np.abs(points) == pytest.approx(np.abs(left_vectors[:, :2] * singular[:2]), abs=1e-6)
     assert trajectory["explained"] == pytest.approx(singular[:2] ** 2 / np.sum(singular**2))
 
     signs = np.sign((points * left_vectors[:, :2]).sum(0))
-    point = centre + torch.from_numpy(trajectory["x"][2] * signs[0] * axes[0] + trajectory["y"][0] * signs[1] * axes[1])
+    point = centre + torch.from_numpy(
+        trajectory["x"][2] * signs[0] * axes[0] + trajectory["y"][0] * signs[1] * axes[1]
+    )
     task = fl.make_task("digits", clients=4, partition="dirichlet(0.5)", model="logistic")
     mine = Partition.load(folder / "fedavg/seed-0/split.npz")[1]
     inputs, labels = task.train.inputs[mine].flatten(1).double(), task.train.labels[mine]
@@ -74,7 +82,9 @@ def test_the_page_draws_both_trajectories_once_also_when_rewritten(folder: Path)
     assert (folder / "report.html").read_text() == page
     drawn = {
         slot.name: slot
-        for slot in image_figures([run.labelled for run in with_trajectories(folder, read_runs(folder))])
+        for slot in image_figures(
+            [run.labelled for run in with_trajectories(folder, read_runs(folder))]
+        )
     }
     named = [trace.name for trace in drawn["trajectories-1"].variants[""].data if trace.name]
     assert named == list(PLACES)
@@ -88,4 +98,6 @@ def test_trajectories_of_other_runs_are_not_shown(folder: Path) -> None:
         shown = with_trajectories(folder, read_runs(folder))
     finally:
         file.write_text(original)
-    assert not any(entry["kind"] == "trajectories" for run in shown for entry in run.summary.recorded)
+    assert not any(
+        entry["kind"] == "trajectories" for run in shown for entry in run.summary.recorded
+    )

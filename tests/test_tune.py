@@ -37,7 +37,9 @@ def small_digits(*, garbled: bool = False) -> Dataset:
     digits = make_dataset("digits")
     train, test = digits.train[:300], digits.test[:60]
     labels = (test.labels * 7 + 3) % 10 if garbled else test.labels
-    return dataclasses.replace(digits, name="small-digits", train=train, test=Samples(test.inputs, labels))
+    return dataclasses.replace(
+        digits, name="small-digits", train=train, test=Samples(test.inputs, labels)
+    )
 
 
 def table(folder: Path, **keys: object) -> dict[str, Any]:
@@ -64,7 +66,9 @@ def searched(*texts: str) -> dict[str, Any]:
 RATES = "training.learning_rate=[0.001, 0.5]"
 
 
-def grid(content: dict[str, Any], *texts: str, events: list[Event] | None = None) -> tuple[Search, list[Trial]]:
+def grid(
+    content: dict[str, Any], *texts: str, events: list[Event] | None = None
+) -> tuple[Search, list[Trial]]:
     heard: list[Event] = [] if events is None else events
     search = Search(content, searched(*texts))
     trials = search.grid()
@@ -78,12 +82,19 @@ def test_validation_data_are_training_data_of_the_clients_and_nothing_else(
     seed: int, share: float, local: bool
 ) -> None:
     task = fl.make_task(
-        "digits", clients=4, partition="dirichlet(0.5)", model="logistic", local_test=0.25 if local else None
+        "digits",
+        clients=4,
+        partition="dirichlet(0.5)",
+        model="logistic",
+        local_test=0.25 if local else None,
     )
     validation = withhold(task, share, seed)
     withheld: list[int] = []
     for client in range(4):
-        all_samples, training = set(task.partition[client].tolist()), set(validation.partition[client].tolist())
+        all_samples, training = (
+            set(task.partition[client].tolist()),
+            set(validation.partition[client].tolist()),
+        )
         validation_samples = all_samples - training
         assert training < all_samples
         assert len(training) == max(1, int((1 - share) * len(all_samples) + 1e-9))
@@ -107,7 +118,10 @@ def test_parameters_are_set_wherever_they_stand() -> None:
     assert changed("fedmr(layer)", {"algorithm.unit": "segment", "algorithm.fraction": 0.5}) == (
         "fedmr(unit='segment', fraction=0.5)"
     )
-    assert changed("stages(fedprox:3, fedmr)", {"algorithm.fedprox.mu": 0.5}) == "stages(fedprox(mu=0.5):3, fedmr)"
+    assert (
+        changed("stages(fedprox:3, fedmr)", {"algorithm.fedprox.mu": 0.5})
+        == "stages(fedprox(mu=0.5):3, fedmr)"
+    )
     assert changed("fedprox", {}) == "fedprox"
     keys = parameter_keys(build("stages(fedmr:3, fedmr)"))
     assert "algorithm.unit" not in keys  # two methods have it, and their names are one
@@ -118,7 +132,10 @@ def test_parameters_are_set_wherever_they_stand() -> None:
     ("texts", "message"),
     [
         (("algorithm.mo=[1]",), "unknown key 'algorithm.mo': did you mean 'algorithm.mu'?"),
-        (("algorithm.mu=[0.1, -1]",), "algorithm.mu=-1: mu must be at least 0 and at most 3.4e+38, not -1"),
+        (
+            ("algorithm.mu=[0.1, -1]",),
+            "algorithm.mu=-1: mu must be at least 0 and at most 3.4e+38, not -1",
+        ),
         (("algorithm.mu=0.1",), "algorithm.mu must be a list such as"),
         (("algorithm.mu={from=0.1, to=1}",), "algorithm.mu lacks steps"),
         (("training.epoch=[1]",), "did you mean 'training.epochs'?"),
@@ -148,16 +165,26 @@ def test_a_bad_search_space_is_refused_before_the_first_run(
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_tuned_is_refused(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+def test_a_configuration_that_cannot_be_tuned_is_refused(
+    tmp_path: Path, keys: dict[str, object], message: str
+) -> None:
     with pytest.raises(InvalidValue, match=re.escape(message)):
         Search(table(tmp_path, **keys), searched(RATES))
 
 
 def test_a_grid_takes_every_combination_and_the_best_by_validation(tmp_path: Path) -> None:
     search, trials = grid(table(tmp_path, seeds=[0, 1], last=1), RATES, "algorithm.mu=[0, 10]")
-    assert [tuple(trial.changes.values()) for trial in trials] == [(0.001, 0), (0.001, 10), (0.5, 0), (0.5, 10)]
+    assert [tuple(trial.changes.values()) for trial in trials] == [
+        (0.001, 0),
+        (0.001, 10),
+        (0.5, 0),
+        (0.5, 10),
+    ]
     for trial in trials:
-        finals = [json.loads((path / "result.json").read_text())["accuracy"] for path in run_folders(trial)]
+        finals = [
+            json.loads((path / "result.json").read_text())["accuracy"]
+            for path in run_folders(trial)
+        ]
         assert trial.score == pytest.approx(sum(finals) / 2)
         settled = json.loads((run_folders(trial)[0] / "configuration.json").read_text())
         assert settled["data"]["validation"] == 0.2
@@ -197,10 +224,14 @@ def test_an_interrupted_search_resumes_and_repeats_nothing(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         run_trials(search.grid(), SerialPool(), lambda event: None, stopped)
     _, resumed = grid(table(tmp_path), RATES, events=events)
-    assert [event.kind for event in events if event.kind in ("skipped", "started")] == ["skipped", "started"]
+    assert [event.kind for event in events if event.kind in ("skipped", "started")] == [
+        "skipped",
+        "started",
+    ]
     events.clear()
     _, repeated = grid(table(tmp_path), RATES, "training.momentum=[0, 0.5]", events=events)
-    assert sum(event.kind == "skipped" for event in events) == 2  # without momentum is how the others were
+    # without momentum is how the others were
+    assert sum(event.kind == "skipped" for event in events) == 2
     assert [trial.score for trial in repeated[::2]] == [trial.score for trial in resumed]
 
 
@@ -217,7 +248,13 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
     search, trials = grid(table(tmp_path, last=1), RATES)
     tested = final_trial(search, best_of(trials))
     run_trials([tested], SerialPool(), lambda event: None, lambda: False)
-    task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic", training={"learning_rate": 0.5})
+    task = fl.make_task(
+        "small-digits",
+        clients=3,
+        partition="iid",
+        model="logistic",
+        training={"learning_rate": 0.5},
+    )
     single_run = fl.run("fedprox", task, rounds=2, participation=1.0, evaluate_every=1)
     assert tested.score == single_run.accuracy  # on all training data, scored on the test data
     events: list[Event] = []
@@ -229,9 +266,13 @@ def test_the_test_data_are_scored_once_for_one_choice(tmp_path: Path) -> None:
         final_trial(search, trials[0])
 
 
-def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optuna_suggests_the_same_trials_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("optuna")
-    content = table(tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2})
+    content = table(
+        tmp_path, seeds=[0, 1], rounds=3, data={**table(tmp_path)["data"], "clients": 2}
+    )
     texts = (
         "training.learning_rate={from=0.02, to=1, scale=log}",
         "training.epochs={from=1, to=2}",
@@ -240,7 +281,9 @@ def test_optuna_suggests_the_same_trials_again(tmp_path: Path, capsys: pytest.Ca
 
     def optuna_trials(events: list[Event]) -> list[Trial]:
         search = Search(content, searched(*texts), steps_needed=False)
-        return search_optuna(search, lambda batch: run_trials(batch, SerialPool(), events.append, lambda: False), 10)
+        return search_optuna(
+            search, lambda batch: run_trials(batch, SerialPool(), events.append, lambda: False), 10
+        )
 
     events: list[Event] = []
     trials, repeated = optuna_trials([]), optuna_trials(events)
@@ -260,9 +303,20 @@ def test_the_command_prints_its_trials_and_the_next_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    content = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    content = {
+        key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")
+    }
     Path("job.toml").write_text(tomli_w.dumps({**content, "workers": 1}))
-    command = ["tune", "job.toml", "rounds=1", "--quiet", "--search", RATES, "--search", "algorithm.mu=[0, 1]"]
+    command = [
+        "tune",
+        "job.toml",
+        "rounds=1",
+        "--quiet",
+        "--search",
+        RATES,
+        "--search",
+        "algorithm.mu=[0, 1]",
+    ]
     assert main(command) == 0
     out, progress = capsys.readouterr()
     assert progress == ""
@@ -292,10 +346,20 @@ def test_each_setting_is_searched_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    content = {key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")}
+    content = {
+        key: value for key, value in table(tmp_path).items() if key not in ("name", "directory")
+    }
     settings = {"data": {"partition": ["iid", "dirichlet(0.1)"]}}
     Path("job.toml").write_text(tomli_w.dumps({**content, "workers": 1, "settings": settings}))
-    command = ["tune", "job.toml", "rounds=1", "algorithm=fedprox", "--quiet", "--search", "algorithm.mu=[0.01, 1]"]
+    command = [
+        "tune",
+        "job.toml",
+        "rounds=1",
+        "algorithm=fedprox",
+        "--quiet",
+        "--search",
+        "algorithm.mu=[0.01, 1]",
+    ]
     assert main(command) == 0
     out, _ = capsys.readouterr()
     assert [line for line in out.splitlines() if line.startswith("data.partition=")] == [
@@ -313,9 +377,18 @@ def test_each_setting_is_searched_by_itself(
 AXES = {"mu": (0, 10), "training.learning_rate": np.array([0.001, 0.5])}
 
 
-def python_search(folder: Path | None, method: Any = "fedprox", search: Any = AXES, **options: Any) -> fl.TuneResult:
+def python_search(
+    folder: Path | None, method: Any = "fedprox", search: Any = AXES, **options: Any
+) -> fl.TuneResult:
     task = fl.make_task("small-digits", clients=3, partition="iid", model="logistic")
-    usual = {"rounds": 2, "participation": 1.0, "evaluate_every": 1, "workers": 1, "quiet": True, "directory": folder}
+    usual = {
+        "rounds": 2,
+        "participation": 1.0,
+        "evaluate_every": 1,
+        "workers": 1,
+        "quiet": True,
+        "directory": folder,
+    }
     return fl.tune(method, task, search, **{**usual, **options})
 
 
@@ -331,7 +404,10 @@ def test_python_searches_as_the_command_does(tmp_path: Path) -> None:
             assert path.relative_to(tmp_path / "python") == other.relative_to(tmp_path / "command")
             for name in ("metrics.jsonl", "split.npz"):
                 assert (path / name).read_bytes() == (other / name).read_bytes()
-            settings = (json.loads((folder / "configuration.json").read_text())["training"] for folder in (path, other))
+            settings = (
+                json.loads((folder / "configuration.json").read_text())["training"]
+                for folder in (path, other)
+            )
             assert next(settings) == next(settings)
     tested = final_trial(search, best_of(trials))
     run_trials([tested], SerialPool(), lambda event: None, lambda: False)
@@ -360,10 +436,14 @@ def test_a_search_in_python_gives_tables_frames_and_figures(tmp_path: Path) -> N
     assert f"<b>{shown['Validation'].iloc[0]}</b>" in result._repr_html_()
     assert "learning_rate=0.5" in result.report().read_text()
     with (result.folder / "trials.csv").open() as file:
-        assert [line["algorithm"] for line in csv.DictReader(file)] == [trial.algorithm for trial in result.trials]
+        assert [line["algorithm"] for line in csv.DictReader(file)] == [
+            trial.algorithm for trial in result.trials
+        ]
 
 
-def test_a_search_in_python_goes_on_and_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_python_goes_on_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedloom.rounds.federation import Federation
 
     step, steps = Federation.step, [0]
@@ -383,7 +463,9 @@ def test_a_search_in_python_goes_on_and_repeats_nothing(tmp_path: Path, monkeypa
     assert steps[0] == 9 + 24 - 8
     whole = python_search(None)
     assert [trial.values for trial in parts.trials] == [trial.values for trial in whole.trials]
-    assert [trial.values[0] for trial in more.trials[:4]] == [trial.values[0] for trial in whole.trials]
+    assert [trial.values[0] for trial in more.trials[:4]] == [
+        trial.values[0] for trial in whole.trials
+    ]
     folder = whole.folder.parent
     assert folder.exists()
     del whole
@@ -401,8 +483,14 @@ class Partly(fl.Algorithm):
 
 @pytest.mark.parametrize("method", [Partly(step=0.3), f"{__name__}:Partly"])
 def test_own_methods_are_searched(method: Any) -> None:
-    search = {"step": [0.0, 1.0], "participation": {"from": 0.5, "to": 1.0, "steps": 2}, "training.clip": [None, 1.0]}
-    result = python_search(None, method, {**search, "training.learning_rate": [0.5]}, trials=5, workers=2)
+    search = {
+        "step": [0.0, 1.0],
+        "participation": {"from": 0.5, "to": 1.0, "steps": 2},
+        "training.clip": [None, 1.0],
+    }
+    result = python_search(
+        None, method, {**search, "training.learning_rate": [0.5]}, trials=5, workers=2
+    )
     assert len(result.trials) == 5
     assert result.best.changes["algorithm.step"] == 1.0
     best = result.method
@@ -423,8 +511,16 @@ def test_a_task_for_each_seed_and_the_clients_own_tests(tmp_path: Path) -> None:
     def task(seed: int) -> fl.Task:
         return fl.make_task("digits", clients=3, model="logistic", local_test=0.25, seed=seed)
 
-    options: dict[str, Any] = {"rounds": 2, "participation": 1.0, "workers": 1, "quiet": True, "personal_every": 1}
-    result = fl.tune("fedprox", task, {"mu": [0, 100.0]}, seeds=[3, 4], directory=tmp_path, **options)
+    options: dict[str, Any] = {
+        "rounds": 2,
+        "participation": 1.0,
+        "workers": 1,
+        "quiet": True,
+        "personal_every": 1,
+    }
+    result = fl.tune(
+        "fedprox", task, {"mu": [0, 100.0]}, seeds=[3, 4], directory=tmp_path, **options
+    )
     assert "accuracy of the clients' own models on validation data" in repr(result)
     for trial in result.trials:
         for seed, value in trial.values.items():
@@ -444,7 +540,10 @@ def test_a_task_for_each_seed_and_the_clients_own_tests(tmp_path: Path) -> None:
         ({"search": {"mu": []}}, "algorithm.mu lists no value"),
         ({"search": {"mu": {"from": 0, "to": 1}}}, "lacks steps"),
         ({"search": {}}, "nothing to search: give keys with values"),
-        ({"search": ["mu"]}, r"search must be a dictionary such as \{'mu': \[0.01, 0.1\]\}, not \['mu'\]"),
+        (
+            {"search": ["mu"]},
+            r"search must be a dictionary such as \{'mu': \[0.01, 0.1\]\}, not \['mu'\]",
+        ),
         ({"search": {"data.clients": [2]}}, "unknown key 'data.clients'"),
         ({"method": "fedproxx"}, "did you mean 'fedprox'"),
         ({"method": Partly}, r"no method but a class: give an object"),

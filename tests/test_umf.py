@@ -1,4 +1,6 @@
-"""FedUmf against plain loops in which every client trains in every round; idle clients that a simulation may skip."""
+"""FedUmf against plain loops in which every client trains in every round; idle clients that a
+simulation may skip.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,17 @@ from naive import State, World, assert_same, average, flat, shares, uniform, zer
 
 
 def naive_umf(
-    world: World, selected: list[list[int]], alpha: float, *, weighted: bool, mu: float = 0.0, pool: bool = False
+    world: World,
+    selected: list[list[int]],
+    alpha: float,
+    *,
+    weighted: bool,
+    mu: float = 0.0,
+    pool: bool = False,
 ) -> list[State]:
-    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client trains in every round."""
+    """FedUmf over FedAvg (uniform or by samples), FedProx (mu) or Indep (pool); every client trains
+    in every round.
+    """
     state = world.initial()
     slots = [world.initial() for _ in selected[0]] if pool else []
     stored: dict[int, State] = {}
@@ -72,7 +82,8 @@ def naive_umf(
 
 # --- rounds ---
 
-# Without epochs that differ between clients nothing here would notice a wrong learning-rate ratio: the world decays by 0.9.
+# Without epochs that differ between clients nothing here would notice a wrong learning-rate ratio:
+# the world decays by 0.9.
 LONG = 6
 
 
@@ -130,7 +141,9 @@ def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> li
                 for name in world.trained:
                     start[name] = start[name] + ratio * stored[client][name]
             centre = {name: cloud[name] - drift[client][name] for name in world.trained}
-            shift = {name: general[name] / scale - gradients[client][name] for name in world.trained}
+            shift = {
+                name: general[name] / scale - gradients[client][name] for name in world.trained
+            }
 
             def correct(
                 parameters: dict[str, nn.Parameter],
@@ -153,7 +166,9 @@ def naive_umf_feddc(world: World, selected: list[list[int]], alpha: float) -> li
                 + (start[name] - trained[name]) / (steps * world.rate(number))
                 for name in world.trained
             }
-            changes.append({name: (gradient[name] - gradients[client][name]) * scale for name in world.trained})
+            changes.append(
+                {name: (gradient[name] - gradients[client][name]) * scale for name in world.trained}
+            )
             gradients[client] = gradient
             for name in world.trained:
                 moved = trained[name] - cloud[name]
@@ -194,10 +209,15 @@ COMPOSITIONS = [
 ]
 
 
-@pytest.mark.parametrize("inner", [inner for inner in COMPOSITIONS if inner.partition("(")[0] in algorithms])
+@pytest.mark.parametrize(
+    "inner", [inner for inner in COMPOSITIONS if inner.partition("(")[0] in algorithms]
+)
 def test_skipping_idle_clients_not_selected_next_changes_nothing(inner: str) -> None:
     world = World(norm=True, rounds=LONG)
-    some, every = world.run(build(f"umf({inner})")), world.run(build(f"umf({inner}, simulate_all=true)"))
+    some, every = (
+        world.run(build(f"umf({inner})")),
+        world.run(build(f"umf({inner}, simulate_all=true)")),
+    )
     for tensors, expected in zip(some.models, every.models, strict=True):
         for name, tensor in expected.items():
             assert torch.equal(tensors[name], tensor), name
@@ -227,17 +247,22 @@ def test_idle_clients_train_only_before_a_round_that_selects_them() -> None:
     assert idle_work(build("umf(fedavg, simulate_all=true)"), world) == [(3, 4)] * LONG
 
 
-@pytest.mark.parametrize("inner", ["clusamp", "stages(fedavg:auto, fedmr)", "stages(fedavg:2, clusamp)"])
+@pytest.mark.parametrize(
+    "inner", ["clusamp", "stages(fedavg:auto, fedmr)", "stages(fedavg:2, clusamp)"]
+)
 def test_all_idle_clients_train_if_the_next_selection_is_unknown(inner: str) -> None:
     world = World(rounds=3)
-    assert all(busy + idle == world.clients for busy, idle in idle_work(build(f"umf({inner})"), world))
+    assert all(
+        busy + idle == world.clients for busy, idle in idle_work(build(f"umf({inner})"), world)
+    )
 
 
 def test_clusamp_under_umf_equals_plain_loops() -> None:
     """Selection by similarity depends on the replies, so nobody can be left out."""
     world = World(rounds=LONG, sizes=(9,) * 7)
     run = world.run(build("umf(clusamp)"))
-    assert all(len(clients) == 3 for clients in run.selected)  # nobody drawn twice, so plain weights are right
+    # nobody drawn twice, so plain weights are right
+    assert all(len(clients) == 3 for clients in run.selected)
     assert_same(run.models, naive_umf(world, run.selected, 1.0, weighted=False))
 
 
@@ -250,14 +275,18 @@ class Faulty(RowsEngine):
     lost: frozenset[tuple[int, int]] = frozenset()
 
     def train(self, pipeline, round, jobs):  # type: ignore[no-untyped-def]
-        reachable = [o for o in jobs if o.slot is not None or (round.number, o.client) not in self.lost]
+        reachable = [
+            o for o in jobs if o.slot is not None or (round.number, o.client) not in self.lost
+        ]
         return super().train(pipeline, round, reachable)
 
 
 def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
     world = World(rounds=LONG)
     task = world.task()
-    everybody = {(number, client) for number in range(1, LONG + 1) for client in range(world.clients)}
+    everybody = {
+        (number, client) for number in range(1, LONG + 1) for client in range(world.clients)
+    }
 
     def run(lost: set[tuple[int, int]]) -> Tensor:
         engine = Faulty(task)
@@ -271,9 +300,12 @@ def test_a_client_that_missed_a_round_has_nothing_to_fuse() -> None:
     plain = FedAvg()
     world.run(plain)
     torch.testing.assert_close(run(everybody), plain.model(), rtol=1e-9, atol=1e-9)
-    # An update of round 1 must not be fused later: losing the idle from round 2 on leaves what round 1 gave to round 2.
+    # An update of round 1 must not be fused later: losing the idle from round 2 on leaves what
+    # round 1 gave to round 2.
     late = run({(number, client) for number, client in everybody if number > 1})
-    after_two_rounds = naive_umf(replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True)[-1]
+    after_two_rounds = naive_umf(
+        replace(world, rounds=2), world.run(FedAvg()).selected[:2], 1.0, weighted=True
+    )[-1]
     state, selected = after_two_rounds, world.run(FedAvg()).selected
     for number in range(3, LONG + 1):
         clients = selected[number - 1]
@@ -312,12 +344,17 @@ def test_what_idle_clients_write_to_shielded_memory_is_forgotten_after_the_round
     assert shielded.knows("old").tolist() == [False, True, False]
     assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [0, 10, 0]
     shielded["old"] = torch.tensor([[1.0], [2.0], [3.0]])
-    assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [1, 2, 3]  # within the round all see their own
+    # within the round all see their own
+    assert shielded.get("old", torch.zeros(1, 1)).flatten().tolist() == [1, 2, 3]
     assert shielded.knows("old").all()
     memory["outer"] = torch.tensor([[7.0], [8.0], [9.0]])
     memory.commit()
     assert {name: t.tolist() for name, t in store.read(0).items()} == {"old": [1.0], "outer": [7.0]}
-    assert {n: t.tolist() for n, t in store.read(1).items()} == {"old": [10.0], "other": [5.0], "outer": [8.0]}
+    assert {n: t.tolist() for n, t in store.read(1).items()} == {
+        "old": [10.0],
+        "other": [5.0],
+        "outer": [8.0],
+    }
     assert {name: t.tolist() for name, t in store.read(2).items()} == {"outer": [9.0]}
 
 
@@ -327,7 +364,9 @@ def test_what_idle_clients_write_to_shielded_memory_is_forgotten_after_the_round
 def test_every_client_is_counted_as_a_receiver_and_the_selected_as_senders() -> None:
     world = World(rounds=2)
     plain, fused = world.run(build("feddc")), world.run(build("umf(feddc)"))
-    for plain_record, fused_record in zip(plain.federation.history, fused.federation.history, strict=True):
+    for plain_record, fused_record in zip(
+        plain.federation.history, fused.federation.history, strict=True
+    ):
         assert fused_record["bytes_down"] * 3 == plain_record["bytes_down"] * world.clients
         assert fused_record["bytes_up"] == plain_record["bytes_up"]
 
@@ -358,7 +397,10 @@ class Many(FedAvg):
 
 class Addressed(FedAvg):
     def send(self, round):  # type: ignore[no-untyped-def]
-        return {"model": self.state["model"].unsqueeze(0), "note": torch.zeros(len(round.selected), 1)}
+        return {
+            "model": self.state["model"].unsqueeze(0),
+            "note": torch.zeros(len(round.selected), 1),
+        }
 
 
 @pytest.mark.parametrize(
@@ -369,7 +411,9 @@ class Addressed(FedAvg):
         (Addressed(), "'note' of their own"),
     ],
 )
-def test_methods_that_do_not_start_from_one_model_are_refused(inner: Algorithm, reason: str) -> None:
+def test_methods_that_do_not_start_from_one_model_are_refused(
+    inner: Algorithm, reason: str
+) -> None:
     with pytest.raises(InvalidValue, match=reason) as caught:
         World().run(Umf(inner))
     assert "\n" not in str(caught.value)
@@ -395,20 +439,32 @@ def test_alpha_is_a_share(alpha: str) -> None:
 
 
 def test_an_expression_round_trips() -> None:
-    for expression in ("umf(fedavg)", "umf(stages(fedavg:50, fedmr), alpha=0.5, simulate_all=true)"):
+    for expression in (
+        "umf(fedavg)",
+        "umf(stages(fedavg:50, fedmr), alpha=0.5, simulate_all=true)",
+    ):
         assert str(build(expression)) == expression
         assert build(str(build(expression))) == build(expression)
 
 
 def test_fusion_speeds_up_learning() -> None:
     """FedUmf needs fewer rounds than FedAvg if few of many similar clients take part (its Table 1)."""
-    world = World(rounds=12, participation=0.1, sizes=(20,) * 20, training=Training(learning_rate=0.1, batch_size=5))
+    world = World(
+        rounds=12,
+        participation=0.1,
+        sizes=(20,) * 20,
+        training=Training(learning_rate=0.1, batch_size=5),
+    )
     task = world.task()
-    world.labels = (world.inputs @ torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).double()).argmax(1)
+    world.labels = (
+        world.inputs @ torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).double()
+    ).argmax(1)
     losses = {}
     for expression in ("fedavg", "umf(fedavg)"):
         task = world.task()
-        federation = Federation(build(expression), task, RowsEngine(task), Schedule(rounds=12, participation=0.1))
+        federation = Federation(
+            build(expression), task, RowsEngine(task), Schedule(rounds=12, participation=0.1)
+        )
         federation.run()
         losses[expression] = federation.history[-1]["loss"]
     assert losses["umf(fedavg)"] < losses["fedavg"] < math.log(4)

@@ -1,4 +1,6 @@
-"""`fedloom watch`: what it tells of runs, whom it answers, and the page in a real browser while a run goes on."""
+"""`fedloom watch`: what it tells of runs, whom it answers, and the page in a real browser while a
+run goes on.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,20 @@ Ask = Callable[..., tuple[int, str]]
 
 
 def small_run(
-    folder: Path, seed: int = 0, stop_after: int | None = None, method: str = "fedavg", data: str = "digits"
+    folder: Path,
+    seed: int = 0,
+    stop_after: int | None = None,
+    method: str = "fedavg",
+    data: str = "digits",
 ) -> Path:
     """A run of six rounds below `folder`, or its first rounds."""
-    table = {"directory": str(folder), "rounds": 6, "participation": 0.5, "model": "logistic", "evaluate_every": 1}
+    table = {
+        "directory": str(folder),
+        "rounds": 6,
+        "participation": 0.5,
+        "model": "logistic",
+        "evaluate_every": 1,
+    }
     settings = configuration({**table, "data": {"name": data, "clients": 4, "partition": "iid"}})
 
     def stop(event: Event) -> None:
@@ -90,14 +102,25 @@ def test_the_state_tells_where_each_run_stands(folder: Path) -> None:
     state = Watched(folder).state()
     assert [group["name"] for group in state["groups"]] == ["job", "other"]
     finished, stopped, regression = runs_of(state)
-    accuracies = [record["accuracy"] for record in RunDirectory(folder / "job/fedavg/seed-0").summary().records]
-    assert (finished["state"], finished["rounds"], finished["total"], finished["left"]) == ("finished", 6, 6, None)
+    accuracies = [
+        record["accuracy"]
+        for record in RunDirectory(folder / "job/fedavg/seed-0").summary().records
+    ]
+    assert (finished["state"], finished["rounds"], finished["total"], finished["left"]) == (
+        "finished",
+        6,
+        6,
+        None,
+    )
     shown = [f"{100 * value:.2f}" for value in (accuracies[-1], max(accuracies))]
     assert [finished["score"], finished["best"]] == shown
     assert (stopped["seed"], stopped["rounds"], stopped["total"]) == (1, 2, 6)
     assert stopped["left"] == pytest.approx(4 * stopped["pace"])
     assert regression["total"] == 6
-    assert [group["heads"] for group in state["groups"]] == [["Accuracy, %", "Best, %"], ["RMSE", "Best"]]
+    assert [group["heads"] for group in state["groups"]] == [
+        ["Accuracy, %", "Best, %"],
+        ["RMSE", "Best"],
+    ]
 
 
 def test_a_run_that_writes_nothing_any_more_is_not_said_to_go_on(folder: Path) -> None:
@@ -149,7 +172,12 @@ def test_damaged_and_half_made_runs_are_passed_over(folder: Path, tmp_path: Path
     with (tmp_path / "job/fedavg/seed-1/metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "accu')
     damaged, listed = runs_of(Watched(tmp_path).state())
-    assert (damaged["algorithm"], damaged["seed"], damaged["state"], damaged["score"]) == ("fedavg", 0, "damaged", "–")
+    assert (damaged["algorithm"], damaged["seed"], damaged["state"], damaged["score"]) == (
+        "fedavg",
+        0,
+        "damaged",
+        "–",
+    )
     assert (listed["seed"], listed["rounds"]) == (1, 2)
     assert Watched(tmp_path).page(None) is not None
 
@@ -159,7 +187,13 @@ def test_only_requests_that_mean_this_server_are_answered(folder: Path) -> None:
         assert server.server_address[0] == "127.0.0.1"
         assert ask("/")[0] == 200
         assert ask("/", host=server.hosts[1])[0] == 200
-        for host in ("evil.example", f"evil.example:{server.server_address[1]}", "127.0.0.1", "127.0.0.1:1", ""):
+        for host in (
+            "evil.example",
+            f"evil.example:{server.server_address[1]}",
+            "127.0.0.1",
+            "127.0.0.1:1",
+            "",
+        ):
             status, text = ask("/state", host=host)
             assert status == 421, host
             assert "fedavg" not in text
@@ -198,7 +232,9 @@ def test_nothing_can_be_changed(folder: Path) -> None:
 def test_a_port_that_is_taken_is_told_in_one_line(folder: Path) -> None:
     with served(folder) as (server, _):
         port = server.server_address[1]
-        with pytest.raises(InvalidValue, match=rf"^port {port} cannot be used \(.+\): choose another with --port$"):
+        with pytest.raises(
+            InvalidValue, match=rf"^port {port} cannot be used \(.+\): choose another with --port$"
+        ):
             Server(folder, port)
 
 
@@ -206,7 +242,9 @@ def test_names_of_methods_cannot_smuggle_code_into_the_page(folder: Path, tmp_pa
     shutil.copytree(folder / "job", tmp_path / "job")
     path = tmp_path / "job/fedavg/seed-0/configuration.json"
     configuration = read_json(path, dict)
-    path.write_text(json.dumps({**configuration, "algorithm": "</script><script>alert(1)</script>"}))
+    path.write_text(
+        json.dumps({**configuration, "algorithm": "</script><script>alert(1)</script>"})
+    )
     page = Watched(tmp_path).page(None)
     assert page is not None
     assert "<script>alert(1)" not in page
@@ -220,23 +258,49 @@ def test_the_page_follows_a_run_and_stays_where_the_reader_left_it(
     small_run(tmp_path / "job", 0)
     small_run(tmp_path / "job", 0, stop_after=2, method="fedmr")
     with served(tmp_path / "job") as (server, _), Browser(tmp_path / "profile") as browser:
-        browser.call("Emulation.setDeviceMetricsOverride", width=1100, height=800, deviceScaleFactor=1, mobile=False)
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1100,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         browser.call("Page.navigate", url=server.url)
         wait_for(browser, "document.documentElement.dataset.drawn === 'all'")
         wait_for(browser, "document.querySelectorAll('#watch tbody tr').length === 2")
         assert "2 of 6 rounds" in browser.run("document.getElementById('watch').textContent")
-        browser.run("document.querySelector('.chip').click(); scrollTo(0, 600); window.mine = true; 0")
+        browser.run(
+            "document.querySelector('.chip').click(); scrollTo(0, 600); window.mine = true; 0"
+        )
         small_run(tmp_path / "job", 0, method="fedmr")
-        wait_for(browser, "window.mine === undefined && document.documentElement.dataset.drawn === 'all'")
-        wait_for(browser, "document.getElementById('watch').textContent.includes('2 of 2 finished')")
+        wait_for(
+            browser, "window.mine === undefined && document.documentElement.dataset.drawn === 'all'"
+        )
+        wait_for(
+            browser, "document.getElementById('watch').textContent.includes('2 of 2 finished')"
+        )
         assert browser.run("scrollY") == 600
-        assert browser.run("document.querySelectorAll('.chip')[0].getAttribute('aria-pressed')") == "false"
-        assert browser.run("document.querySelectorAll('.chip')[1].getAttribute('aria-pressed')") == "true"
-        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        assert (
+            browser.run("document.querySelectorAll('.chip')[0].getAttribute('aria-pressed')")
+            == "false"
+        )
+        assert (
+            browser.run("document.querySelectorAll('.chip')[1].getAttribute('aria-pressed')")
+            == "true"
+        )
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=390,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
         cut = "[document.documentElement, ...document.querySelectorAll('#watch *')].filter(e => e.scrollWidth > e.clientWidth"
         wait_for(browser, f"{cut} && e.clientWidth).length === 0")  # a phone shows all of it
         assert browser.errors == []
-        assert {url.split("/")[2] for url in browser.requests if url.startswith("http")} == {server.hosts[0]}
+        assert {url.split("/")[2] for url in browser.requests if url.startswith("http")} == {
+            server.hosts[0]
+        }
 
 
 def wait_for(browser: Browser, condition: str) -> None:
@@ -246,10 +310,15 @@ def wait_for(browser: Browser, condition: str) -> None:
         time.sleep(0.05)
 
 
-def test_the_command_serves_until_it_is_interrupted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_serves_until_it_is_interrupted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [sys.executable, "-m", "fedloom", "watch"]
     with subprocess.Popen(
-        [*command, str(folder), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, str(folder), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

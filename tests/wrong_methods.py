@@ -1,4 +1,6 @@
-"""Methods with one typical mistake each, in the line marked `# wrong`; `MISTAKES` lists the findings of `fedloom check`."""
+"""Methods with one typical mistake each, in the line marked `# wrong`; `MISTAKES` lists the
+findings of `fedloom check`.
+"""
 
 from __future__ import annotations
 
@@ -174,13 +176,17 @@ class DrawsFromTorch(fl.Algorithm):
 class DrawsFromNumPy(fl.Algorithm):
     def receive(self, round: Round, replies: Replies) -> None:
         share = np.random.rand()  # wrong
-        self.state["model"] = torch.lerp(self.state["model"], weighted_mean(replies["model"], replies.weights), share)
+        self.state["model"] = torch.lerp(
+            self.state["model"], weighted_mean(replies["model"], replies.weights), share
+        )
 
 
 class DrawsFromPython(fl.Algorithm):
     def receive(self, round: Round, replies: Replies) -> None:
         share = random.uniform(0.4, 0.6)  # wrong
-        self.state["model"] = torch.lerp(self.state["model"], weighted_mean(replies["model"], replies.weights), share)
+        self.state["model"] = torch.lerp(
+            self.state["model"], weighted_mean(replies["model"], replies.weights), share
+        )
 
 
 class NeverMoves(fl.Algorithm):
@@ -202,7 +208,9 @@ class HasNoType(fl.Algorithm):
 class CountsRounds(fl.Algorithm):
     def receive(self, round: Round, replies: Replies) -> None:
         share = round.number / round.rounds  # wrong
-        self.state["model"] = torch.lerp(self.state["model"], weighted_mean(replies["model"], replies.weights), share)
+        self.state["model"] = torch.lerp(
+            self.state["model"], weighted_mean(replies["model"], replies.weights), share
+        )
 
 
 class ForgetsThePlan(fl.Algorithm):

@@ -1,9 +1,12 @@
-"""Seconds a round of fedloom beside its peers: the same data, model, batches and number of local steps, all in one run.
+"""Seconds a round of fedloom beside its peers: the same data, model, batches and number of local
+steps, all in one run.
 
-Each framework runs in its own environment (`--environments FOLDER` holds one for each: `pfl`, `flower`, `fluke`, `fedjax`;
-`--install` makes those that are missing) and in its best documented setting: pfl with one and with two processes, Flower with
-one core an actor. The frameworks take turns, `--repeats` times; a framework's figure is the least over the turns of the median
-over its counted rounds, which a machine with other work on it disturbs least. fedloom runs in this environment.
+Each framework runs in its own environment (`--environments FOLDER` holds one for each: `pfl`,
+`flower`, `fluke`, `fedjax`; `--install` makes those that are missing) and in its best documented
+setting: pfl with one and with two processes, Flower with one core an actor. The frameworks take
+turns, `--repeats` times; a framework's figure is the least over the turns of the median over its
+counted rounds, which a machine with other work on it disturbs least. fedloom runs in this
+environment.
 
     python benchmarks/peers/compare.py --environments /tmp/peers --install [--workloads mlp,cnn,pfl] [--rounds 8] [--repeats 3]
 """
@@ -52,16 +55,31 @@ def install(environments: Path) -> None:
     for name, packages in PACKAGES.items():
         if not python(name, environments).exists():
             venv.create(environments / name, with_pip=True)
-            subprocess.check_call([python(name, environments), "-m", "pip", "install", "--quiet", *packages])
+            subprocess.check_call(
+                [python(name, environments), "-m", "pip", "install", "--quiet", *packages]
+            )
 
 
-def measure(name: str, workload: str, environments: Path, options: list[str], limit: float) -> dict[str, Any] | str:
+def measure(
+    name: str, workload: str, environments: Path, options: list[str], limit: float
+) -> dict[str, Any] | str:
     """Return the figures that a framework's script printed, or the reason why there are none."""
     script, extra, environment = CONTENDERS[name]
-    command = [python(script, environments), HERE / f"run_{script}.py", "--workload", workload, *extra, *options]
+    command = [
+        python(script, environments),
+        HERE / f"run_{script}.py",
+        "--workload",
+        workload,
+        *extra,
+        *options,
+    ]
     try:
         done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=limit, env={**os.environ, **environment}
+            list(map(str, command)),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env={**os.environ, **environment},
         )
     except subprocess.TimeoutExpired:
         return f"not done in {limit:.0f} s"
@@ -73,14 +91,22 @@ def measure(name: str, workload: str, environments: Path, options: list[str], li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, default=Path("peers"), help="folder of the environments")
-    parser.add_argument("--install", action="store_true", help="make the environments that are missing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--environments", type=Path, default=Path("peers"), help="folder of the environments"
+    )
+    parser.add_argument(
+        "--install", action="store_true", help="make the environments that are missing"
+    )
     parser.add_argument("--workloads", default="mlp,cnn,pfl")
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help="names, separated by ;")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=300, help="seconds after which a framework's turn is ended")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="seconds after which a framework's turn is ended"
+    )
     arguments = parser.parse_args()
     if arguments.install:
         install(arguments.environments)
@@ -91,13 +117,19 @@ def main() -> None:
         for _ in range(arguments.repeats):
             for name in names:
                 measurement = measure(
-                    name, workload, arguments.environments, ["--rounds", str(arguments.rounds)], arguments.limit
+                    name,
+                    workload,
+                    arguments.environments,
+                    ["--rounds", str(arguments.rounds)],
+                    arguments.limit,
                 )
                 if isinstance(measurement, str):
                     trouble[name] = measurement
                 else:
                     turns[name].append(measurement)
-        best = {name: min(rows, key=lambda row: row["seconds"]) for name, rows in turns.items() if rows}
+        best = {
+            name: min(rows, key=lambda row: row["seconds"]) for name, rows in turns.items() if rows
+        }
         base = best.get(names[0], {"seconds": float("nan")})["seconds"]
         rows = [
             {

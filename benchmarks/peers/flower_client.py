@@ -40,5 +40,8 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         F.cross_entropy(module(inputs[chosen]), labels[chosen]).backward()
         optimizer.step()
-    content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": work.samples})}
+    content = {
+        "arrays": ArrayRecord(module.state_dict()),
+        "metrics": MetricRecord({"num-examples": work.samples}),
+    }
     return Message(content=RecordDict(content), reply_to=message)

@@ -1,4 +1,6 @@
-"""FedJAX on the CPU: its own FedAvg with the jit back end, models written with stax so that all is compiled together."""
+"""FedJAX on the CPU: its own FedAvg with the jit back end, models written with stax so that all is
+compiled together.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,13 @@ import workload as w
 def main() -> None:
     arguments = w.arguments(__doc__ or "")
     threads = "true" if arguments.cores > 1 else "false"
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={threads} intra_op_parallelism_threads={arguments.cores}"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_cpu_multi_thread_eigen={threads} intra_op_parallelism_threads={arguments.cores}"
+    )
     import jax
 
-    jax.tree_map = jax.tree_util.tree_map  # which this FedJAX calls by the name that JAX has dropped
+    # which this FedJAX calls by the name that JAX has dropped
+    jax.tree_map = jax.tree_util.tree_map
     import fedjax
     import jax.numpy as jnp
     import numpy as np
@@ -44,7 +49,10 @@ def main() -> None:
         return -jnp.take_along_axis(logits, batch["y"][:, None], axis=1).mean()
 
     clients = [
-        (str(user).encode(), fedjax.ClientDataset({"x": inputs[user], "y": labels[user].astype(np.int32)}))
+        (
+            str(user).encode(),
+            fedjax.ClientDataset({"x": inputs[user], "y": labels[user].astype(np.int32)}),
+        )
         for user in range(work.users)
     ]
     algorithm = fed_avg.federated_averaging(
@@ -60,12 +68,21 @@ def main() -> None:
         start = number * work.cohort
         chosen = [clients[(start + k) % work.users] for k in range(work.cohort)]
         keys = jax.random.split(jax.random.PRNGKey(number), work.cohort)
-        state, _ = algorithm.apply(state, [(*client, key) for client, key in zip(chosen, keys, strict=True)])
+        state, _ = algorithm.apply(
+            state, [(*client, key) for client, key in zip(chosen, keys, strict=True)]
+        )
         jax.block_until_ready(state.params)
         ends.append(w.clock())
     flat = inputs.reshape(-1, *inputs.shape[2:])[:2000]
     batch = {"x": flat, "y": labels.reshape(-1)[:2000].astype(np.int32)}
-    w.tell("fedjax", ends, began, arguments.warm_up, float(loss(state.params, batch, None)), jax=jax.__version__)
+    w.tell(
+        "fedjax",
+        ends,
+        began,
+        arguments.warm_up,
+        float(loss(state.params, batch, None)),
+        jax=jax.__version__,
+    )
 
 
 if __name__ == "__main__":

@@ -31,11 +31,17 @@ if __name__ == "__main__":
         Dataset("made", samples, samples[:10], 10),
         partition=Partition.from_sizes(np.arange(len(samples)), [work.samples] * work.users),
         model=torch_models.model(arguments.workload),
-        training={"learning_rate": work.learning_rate, "batch_size": work.batch, "momentum": work.momentum},
+        training={
+            "learning_rate": work.learning_rate,
+            "batch_size": work.batch,
+            "momentum": work.momentum,
+        },
     )
     began = w.clock()
     rounds = arguments.warm_up + arguments.rounds
-    schedule = Schedule(rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds)
+    schedule = Schedule(
+        rounds=rounds, participation=work.cohort / work.users, seed=0, evaluate_every=rounds
+    )
     engine = make_engine(engine_name, task)
     run = Federation(FedAvg(), task, engine, schedule)
     ends: list[float] = []

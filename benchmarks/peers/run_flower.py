@@ -1,4 +1,6 @@
-"""Flower's simulation: the Message API, FedAvg, Ray actors with one core each as its documentation advises for a CPU."""
+"""Flower's simulation: the Message API, FedAvg, Ray actors with one core each as its documentation
+advises for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def main() -> None:
 
     @server.main()
     def run(grid: Grid, context: Context) -> None:
-        strategy = Timed(fraction_train=work.cohort / work.users, fraction_evaluate=0.0, min_train_nodes=1)
+        strategy = Timed(
+            fraction_train=work.cohort / work.users, fraction_evaluate=0.0, min_train_nodes=1
+        )
         initial = ArrayRecord(torch_models.model(arguments.workload).state_dict())
-        strategy.start(grid=grid, initial_arrays=initial, num_rounds=arguments.warm_up + arguments.rounds)
+        strategy.start(
+            grid=grid, initial_arrays=initial, num_rounds=arguments.warm_up + arguments.rounds
+        )
 
     began = w.clock()
     run_simulation(

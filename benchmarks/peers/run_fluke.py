@@ -1,7 +1,7 @@
 """fluke: its FedAVG with clients that hold their tensors in memory, without evaluation.
 
-torchvision, from which it takes data sets and ready-made models that are not used here, is stood in for by empty modules: its
-builds do not import beside every build of torch.
+torchvision, from which it takes data sets and ready-made models that are not used here, is stood in
+for by empty modules: its builds do not import beside every build of torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main() -> None:
     data = work.data()
     inputs, labels = (torch.from_numpy(array) for array in data)
     clients = [
-        FastDataLoader(inputs[user], labels[user], num_labels=10, batch_size=work.batch, shuffle=True)
+        FastDataLoader(
+            inputs[user], labels[user], num_labels=10, batch_size=work.batch, shuffle=True
+        )
         for user in range(work.users)
     ]
     environment = FlukeENV()
@@ -62,7 +64,13 @@ def main() -> None:
     began = w.clock()
     algorithm.run(arguments.warm_up + arguments.rounds, work.cohort / work.users, finalize=False)
     probe = (torch.from_numpy(array) for array in work.probe(data))
-    w.tell("fluke", clock.ends, began, arguments.warm_up, torch_models.loss_of(algorithm.server.model, *probe))
+    w.tell(
+        "fluke",
+        clock.ends,
+        began,
+        arguments.warm_up,
+        torch_models.loss_of(algorithm.server.model, *probe),
+    )
 
 
 if __name__ == "__main__":

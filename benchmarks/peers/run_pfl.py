@@ -1,4 +1,6 @@
-"""pfl (pfl-research): users as resident tensors; several processes through torchrun, which is its documented way."""
+"""pfl (pfl-research): users as resident tensors; several processes through torchrun, which is its
+documented way.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def main() -> None:
     ends: list[float] = []
 
     class Clock(TrainingProcessCallback):
-        def after_central_iteration(self, aggregate_metrics, model, *, central_iteration, **options):  # type: ignore[no-untyped-def]
+        def after_central_iteration(
+            self, aggregate_metrics, model, *, central_iteration, **options
+        ):  # type: ignore[no-untyped-def]
             ends.append(w.clock())
             return False, Metrics()
 

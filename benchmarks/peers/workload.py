@@ -1,7 +1,8 @@
-"""The workloads that every framework runs: data, sizes and settings, with NumPy alone so that each environment can import it.
+"""The workloads that every framework runs: data, sizes and settings, with NumPy alone so that each
+environment can import it.
 
-Labels come from a fixed random linear map of the inputs, so that a falling training loss shows that training took place; all
-frameworks print the loss of their last global model on the same samples.
+Labels come from a fixed random linear map of the inputs, so that a falling training loss shows that
+training took place; all frameworks print the loss of their last global model on the same samples.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Workload:
         return inputs, labels.reshape(self.users, self.samples)
 
     def probe(self, data: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The samples on which the last global model is scored: those of the first users, 2,000 at most."""
+        """The samples on which the last global model is scored: those of the first users, 2,000 at
+        most.
+        """
         inputs, labels = data
         return inputs.reshape(-1, *self.shape)[:2000], labels.reshape(-1)[:2000]
 
@@ -56,14 +59,22 @@ def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workload", choices=WORKLOADS, default="mlp")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds at the start that are not counted")
-    parser.add_argument("--processes", type=int, default=1, help="threads are the machine's cores over this")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="rounds at the start that are not counted"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="threads are the machine's cores over this"
+    )
     parser.add_argument("--cores", type=int, default=2)
     return parser.parse_args()
 
 
-def tell(framework: str, ends: list[float], began: float, warm_up: int, loss: float, **extra: Any) -> None:
-    """One line of JSON: seconds of each counted round from the times at which rounds ended, and seconds until the first end."""
+def tell(
+    framework: str, ends: list[float], began: float, warm_up: int, loss: float, **extra: Any
+) -> None:
+    """One line of JSON: seconds of each counted round from the times at which rounds ended, and
+    seconds until the first end.
+    """
     rounds = np.diff(np.array(ends))[warm_up - 1 :]
     result = {
         "framework": framework,

@@ -1,7 +1,7 @@
 """Formulas of docstrings as MathML, which browsers set without any script or font from elsewhere.
 
-A docstring writes `w <- w_t - eta * sum_i g_i^2` in plain text among its prose. A formula is what this grammar reads and what has
-an operator, an index or an exponent:
+A docstring writes `w <- w_t - eta * sum_i g_i^2` in plain text among its prose. A formula is what
+this grammar reads and what has an operator, an index or an exponent:
 
     formula = sum (relation sum)*          relation = <- -> = != <= >= < >
     sum     = product (("+" | "-") product)*
@@ -21,7 +21,21 @@ GREEK = {
     "mu": "μ", "xi": "ξ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ",
 }  # fmt: skip
 SIGNS = {"sum": "∑", "grad": "∇"}
-FUNCTIONS = {"sqrt", "exp", "log", "max", "min", "cos", "mean", "ceil", "floor", "sign", "clip", "var", "softmax"}
+FUNCTIONS = {
+    "sqrt",
+    "exp",
+    "log",
+    "max",
+    "min",
+    "cos",
+    "mean",
+    "ceil",
+    "floor",
+    "sign",
+    "clip",
+    "var",
+    "softmax",
+}
 RELATIONS = {"<-": "←", "->": "→", "<=": "≤", ">=": "≥", "!=": "≠", "=": "=", "<": "<", ">": ">"}
 PRODUCTS = {"*": "·", "/": "/", "mod": "mod"}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -31,7 +45,9 @@ STOPS = re.compile(
 )
 """Words that are prose unless an index or a bracket follows."""
 
-TOKEN = re.compile(r"`[^`]*`|\d+(?:\.\d+)?(?:e-?\d+)?|[A-Za-z]+\d*'?|<-|->|<=|>=|!=|\|\||\.\.\.|\s+|.", re.S)
+TOKEN = re.compile(
+    r"`[^`]*`|\d+(?:\.\d+)?(?:e-?\d+)?|[A-Za-z]+\d*'?|<-|->|<=|>=|!=|\|\||\.\.\.|\s+|.", re.S
+)
 
 
 class _NoFormula(Exception):
@@ -50,7 +66,11 @@ class _Reader:
 
     def begins(self) -> bool:
         """Return True unless the next token is a word that no operator, index or bracket follows."""
-        if not re.fullmatch(r"[A-Za-z]{2,}'?|`[^`]*`", self.peek()) or self.peek() in GREEK or self.peek() in SIGNS:
+        if (
+            not re.fullmatch(r"[A-Za-z]{2,}'?|`[^`]*`", self.peek())
+            or self.peek() in GREEK
+            or self.peek() in SIGNS
+        ):
             return True
         if self.peek().startswith("`"):
             return False
@@ -67,7 +87,9 @@ class _Reader:
         return int(self.peek().isspace())
 
     def attempt(self, read: Callable[[], str]) -> str:
-        """Return what `read` makes of the next tokens; empty, and nothing read, where it finds no formula."""
+        """Return what `read` makes of the next tokens; empty, and nothing read, where it finds no
+        formula.
+        """
         state = self.position, self.strong
         try:
             return read()
@@ -84,7 +106,9 @@ class _Reader:
                 space = self.spaced()
                 sign = self.peek(space)
                 if sign not in signs or (
-                    sign in "+-" and not self.compact and not (space and self.peek(space + 1).isspace())
+                    sign in "+-"
+                    and not self.compact
+                    and not (space and self.peek(space + 1).isspace())
                 ):
                     raise _NoFormula
                 self.position += space + 1 + int(self.peek(space + 1).isspace())
@@ -140,7 +164,9 @@ class _Reader:
                 opposite = "^" if mark == "_" else "_"
                 if self.peek() == opposite:
                     self.position += 1
-                    lower, upper = (script, self.script()) if mark == "_" else (self.script(), script)
+                    lower, upper = (
+                        (script, self.script()) if mark == "_" else (self.script(), script)
+                    )
                     base = f"<msubsup>{base}{lower}{upper}</msubsup>"
                 else:
                     base = f"<{'msub' if mark == '_' else 'msup'}>{base}{script}</{'msub' if mark == '_' else 'msup'}>"
@@ -148,7 +174,11 @@ class _Reader:
             elif mark == "[" and not self.tokens[self.position - 1].isspace():
                 base += self.bracket()
                 self.strong = True
-            elif mark == "+" and self.tokens[self.position - 2] == "_" and self.peek(1)[:1] in ("", " ", ")", ","):
+            elif (
+                mark == "+"
+                and self.tokens[self.position - 2] == "_"
+                and self.peek(1)[:1] in ("", " ", ")", ",")
+            ):
                 self.position += 1  # c_i+ is the next c_i
                 base = f"<msup>{base}<mo>+</mo></msup>"
             else:
@@ -194,7 +224,8 @@ class _Reader:
             self.position += 1
         self.position += 1
         inner = "".join(elements)
-        left, right = (f"<mo>&#{ord(sign)};</mo>" for sign in (opening, CLOSING[opening]))  # Markdown reads brackets
+        # Markdown reads brackets
+        left, right = (f"<mo>&#{ord(sign)};</mo>" for sign in (opening, CLOSING[opening]))
         return f"<mrow>{left}{inner}{right}</mrow>" if drawn else inner
 
     def fenced(self, fence: str, sign: str) -> str:
@@ -263,7 +294,9 @@ class _Reader:
         return drawn
 
     def symbol(self, follows: str) -> bool:
-        """Return True if the letter `a` is a variable here: an operator, an index or a bracket comes next."""
+        """Return True if the letter `a` is a variable here: an operator, an index or a bracket
+        comes next.
+        """
         token = self.peek()
         if len(token) > 1:
             return False
@@ -279,7 +312,9 @@ def with_formulas(text: str, prose: Callable[[str], str]) -> str:
     shown, pending, position = [], "", 0
     while position < len(tokens):
         reader = _Reader(tokens, position)
-        begins = (position == 0 or not re.fullmatch(r"\w", tokens[position - 1][-1:])) and reader.begins()
+        begins = (
+            position == 0 or not re.fullmatch(r"\w", tokens[position - 1][-1:])
+        ) and reader.begins()
         drawn = reader.attempt(reader.formula) if begins and not tokens[position].isspace() else ""
         if drawn and reader.strong:
             shown += [prose(pending), f"<math>{drawn}</math>"]

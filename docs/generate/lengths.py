@@ -19,8 +19,9 @@ Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 def code_lines(source: str, name: str) -> int:
     """Return the number of lines of code of the class `name`, with what it uses of the same file.
 
-    That is the functions, constants, bases and other classes of the file that the class names, however deep, but no other
-    registered method. Docstrings, comments, blank lines and imports do not count.
+    That is the functions, constants, bases and other classes of the file that the class names,
+    however deep, but no other registered method. Docstrings, comments, blank lines and imports do
+    not count.
     """
     tree = ast.parse(source)
     definitions = {defined: node for node in tree.body for defined in _names(node)}
@@ -32,16 +33,33 @@ def code_lines(source: str, name: str) -> int:
             continue
         needed[current] = node
         open_names += [used.id for used in ast.walk(node) if isinstance(used, ast.Name)]
-    text, numbers = source.splitlines(), {number for node in needed.values() for number in _span(node)}
-    numbers -= {number for node in needed.values() for inner in ast.walk(node) for number in _docstring(inner)}
-    return sum(bool(text[number - 1].strip()) and not text[number - 1].lstrip().startswith("#") for number in numbers)
+    text, numbers = (
+        source.splitlines(),
+        {number for node in needed.values() for number in _span(node)},
+    )
+    numbers -= {
+        number
+        for node in needed.values()
+        for inner in ast.walk(node)
+        for number in _docstring(inner)
+    }
+    return sum(
+        bool(text[number - 1].strip()) and not text[number - 1].lstrip().startswith("#")
+        for number in numbers
+    )
 
 
 def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [inner.id for target in targets if target for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+    return [
+        inner.id
+        for target in targets
+        if target
+        for inner in ast.walk(target)
+        if isinstance(inner, ast.Name)
+    ]
 
 
 def _registered(node: ast.stmt) -> bool:
@@ -51,14 +69,18 @@ def _registered(node: ast.stmt) -> bool:
 
 
 def _span(node: ast.stmt) -> range:
-    begin = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    begin = min(
+        [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))]
+    )
     return range(begin, (node.end_lineno or begin) + 1)
 
 
 def _docstring(node: ast.AST) -> range:
     body = getattr(node, "body", None)
     statement = (
-        body[0] if isinstance(body, list) and body and isinstance(node, ast.FunctionDef | ast.ClassDef) else None
+        body[0]
+        if isinstance(body, list) and body and isinstance(node, ast.FunctionDef | ast.ClassDef)
+        else None
     )
     is_text = (
         isinstance(statement, ast.Expr)
@@ -70,7 +92,9 @@ def _docstring(node: ast.AST) -> range:
 
 def length(entry: Entry[type[Method]]) -> int:
     """Return the lines of code of a registered method."""
-    return code_lines(Path(inspect.getfile(entry.make)).read_text(encoding="utf-8"), entry.make.__name__)
+    return code_lines(
+        Path(inspect.getfile(entry.make)).read_text(encoding="utf-8"), entry.make.__name__
+    )
 
 
 def lengths() -> Iterator[tuple[str, Entry[Any], int]]:

@@ -1,12 +1,12 @@
 """What the documentation takes from the code when it is built: a hook of MkDocs.
 
-A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`, `[[partitions]]`,
-`[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`,
-`[[recorders]]` and `[[trackers]]` by all there is of each, `[[methods]]` by a
-table of every method, `[[moments]]` by a table of the moments of a round, `[[lengths]]` by the lines of code of each method,
-`[[ledger]]` by what is recorded of the papers' tables and
-figures, and `[[file: benchmarks/RESULTS.md]]` by a file of the repository, whose links lead to pages. So a new method is in
-the documentation without another edit. Within a line, `[[= a^2 + b]]` is set as a formula.
+A line `[[methods: personal]]` in a page is replaced by all methods of that family, `[[datasets]]`,
+`[[partitions]]`, `[[label_noises]]`, `[[shifts]]`, `[[models]]`, `[[objectives]]`, `[[recorders]]`
+and `[[trackers]]` by all there is of each, `[[methods]]` by a table of every method, `[[moments]]`
+by a table of the moments of a round, `[[lengths]]` by the lines of code of each method,
+`[[ledger]]` by what is recorded of the papers' tables and figures, and `[[file:
+benchmarks/RESULTS.md]]` by a file of the repository, whose links lead to pages. So a new method is
+in the documentation without another edit. Within a line, `[[= a^2 + b]]` is set as a formula.
 """
 
 from __future__ import annotations
@@ -51,18 +51,36 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 _ELSEWHERE = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 
-_SIGNS = {"&lt;-": "←", "-&gt;": "→", "&gt;=": "≥", "&lt;=": "≤", "||": "‖", " * ": " · ", "...": "…", "!=": "≠"}
+_SIGNS = {
+    "&lt;-": "←",
+    "-&gt;": "→",
+    "&gt;=": "≥",
+    "&lt;=": "≤",
+    "||": "‖",
+    " * ": " · ",
+    "...": "…",
+    "!=": "≠",
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this for each page."""
-    markdown = re.sub(r"\[\[= (.+?)\]\]", lambda formula: with_formulas(formula[1], _prose), markdown)
-    return re.sub(r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$", lambda match: _filled(match[1], match[2]), markdown, flags=re.M)
+    markdown = re.sub(
+        r"\[\[= (.+?)\]\]", lambda formula: with_formulas(formula[1], _prose), markdown
+    )
+    return re.sub(
+        r"^\[\[(\w+)(?:: ([\w./-]+))?\]\]$",
+        lambda match: _filled(match[1], match[2]),
+        markdown,
+        flags=re.M,
+    )
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """The theme fetches from elsewhere what searching from disk needs; this site brings its own."""
-    return output.replace(_ELSEWHERE, f'<script src="{"../" * page.url.count("/")}assets/worker.js"></script>')
+    return output.replace(
+        _ELSEWHERE, f'<script src="{"../" * page.url.count("/")}assets/worker.js"></script>'
+    )
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
@@ -82,17 +100,28 @@ def _filled(kind: str, which: str | None) -> str:
     if kind == "file" and which is not None:
         text = (ROOT / which).read_text(encoding="utf-8")
         body = text.partition("\n")[2].strip()  # the page has a title of its own
-        return re.sub(r"\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)", lambda link: _page_link(link, (ROOT / which).parent), body)
-    return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[kind])  # one level below the page's sections
+        return re.sub(
+            r"\[([^]]*)\]\(([^)#:]+)(#[^)]*)?\)",
+            lambda link: _page_link(link, (ROOT / which).parent),
+            body,
+        )
+    # one level below the page's sections
+    return "\n\n".join(f"#{described(entry)}" for entry in REGISTRIES[kind])
 
 
 def _page_link(link: re.Match[str], folder: Path) -> str:
-    """Return a link of a file in `folder` as one to a page: the text alone where no page shows the target."""
+    """Return a link of a file in `folder` as one to a page: the text alone where no page shows the
+    target.
+    """
     text, target, anchor = link[1], (folder / link[2]).resolve(), link[3] or ""
     if target.is_relative_to(ROOT / "docs"):
         return f"[{text}]({target.relative_to(ROOT / 'docs')}{anchor})"
     page = ROOT / "docs" / f"{target.stem.lower()}.md"
-    return f"[{text}]({page.name}{anchor})" if target.parent == ROOT / "benchmarks" and page.exists() else text
+    return (
+        f"[{text}]({page.name}{anchor})"
+        if target.parent == ROOT / "benchmarks" and page.exists()
+        else text
+    )
 
 
 def family(name: str) -> list[Entry[type[Method]]]:
@@ -106,7 +135,12 @@ def overview() -> str:
     """All methods, family by family, each with when to use it."""
     sections = []
     for name, title in FAMILIES.items():
-        lines = [f"## [{title}]({name}.md)", "", "| method | what it is | when to use it |", "| --- | --- | --- |"]
+        lines = [
+            f"## [{title}]({name}.md)",
+            "",
+            "| method | what it is | when to use it |",
+            "| --- | --- | --- |",
+        ]
         for entry in family(name):
             cells = [
                 f"[`{entry.name}`]({name}.md#{entry.name})",
@@ -138,7 +172,9 @@ def table_of_moments() -> str:
     lines = ["| moment | hooks | runs at | parts |", "| --- | --- | --- | --- |"]
     for moment in MOMENTS:
         names = sorted({name for hook in moment.hooks for name in by_hook[hook]})
-        hooks, parts = (", ".join(f"`{name}`" for name in listed) for listed in (moment.hooks, names))
+        hooks, parts = (
+            ", ".join(f"`{name}`" for name in listed) for listed in (moment.hooks, names)
+        )
         lines.append(f"| {moment.name} | {hooks} | {moment.runs} | {parts or 'none of fedloom'} |")
     return "\n".join(lines)
 
@@ -186,7 +222,9 @@ def _parameters(entry: Entry[Any]) -> str:
         else:
             text = f"`{default if isinstance(default, str) and default.isidentifier() else show(default)}`"
         sentences = re.split(r"(?<=[.;])\s+", entry.text)
-        sentence = next((" ".join(text.split()) for text in sentences if re.search(f"`{name}[`=]", text)), "")
+        sentence = next(
+            (" ".join(text.split()) for text in sentences if re.search(f"`{name}[`=]", text)), ""
+        )
         meaning = typeset(entry.arguments[name] or sentence, entry.parameters)
         cells = (f"`{name}`", text, kind(hints.get(name, Any)), meaning)
         lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
@@ -195,7 +233,13 @@ def _parameters(entry: Entry[Any]) -> str:
 
 def kind(hint: Any) -> str:
     """Return a type and its range in words."""
-    plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+    plain = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "none",
+    }
     if hint in plain:
         return plain[hint]
     if get_origin(hint) is Annotated:
@@ -219,8 +263,8 @@ def _bound(bound: Any) -> str:
 
 
 def typeset(text: str, names: Iterable[str] = ()) -> str:
-    """Prose with plain formulae as Markdown that shows them as mathematics, in MathML; what stands in backticks stays as it is,
-    and so do `names` with an underscore.
+    """Prose with plain formulae as Markdown that shows them as mathematics, in MathML; what stands
+    in backticks stays as it is, and so do `names` with an underscore.
 
     >>> typeset("`mu`: eta is w_t")
     '`mu`: η is <math><msub><mi>w</mi><mi>t</mi></msub></math>'
@@ -240,5 +284,7 @@ def _signs(text: str) -> str:
     text = escape(text, quote=False)
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
-    text = re.sub(rf"(?<![A-Za-z_])({'|'.join(GREEK)})(?![a-z])", lambda match: GREEK[match[1]], text)
+    text = re.sub(
+        rf"(?<![A-Za-z_])({'|'.join(GREEK)})(?![a-z])", lambda match: GREEK[match[1]], text
+    )
     return re.sub(r"([*_\[\]\\])", r"\\\1", text)

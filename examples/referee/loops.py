@@ -1,7 +1,9 @@
-"""FedAvg, SCAFFOLD and FedALA as plain PyTorch loops, held against fedloom step by step: python examples/referee/loops.py
+"""FedAvg, SCAFFOLD and FedALA as plain PyTorch loops, held against fedloom step by step: python
+examples/referee/loops.py
 
-Each loop takes the start, the clients and the batches from fedloom's trace, and writes a trace of its own. `mistake` plants an
-error that such code often has; `fedloom referee` says in which round, client, step and tensor it shows, and what it may be.
+Each loop takes the start, the clients and the batches from fedloom's trace, and writes a trace of
+its own. `mistake` plants an error that such code often has; `fedloom referee` says in which round,
+client, step and tensor it shows, and what it may be.
 """
 
 from __future__ import annotations
@@ -23,8 +25,20 @@ Weights = dict[str, Tensor]
 RATE, DECAY, MOMENTUM, CLIENTS = 0.1, 0.8, 0.5, 6
 
 MISTAKES = {
-    "fedavg": ("order of batches", "momentum kept", "equal weights", "statistics left", "rate does not decay"),
-    "scaffold": ("sign", "divided by participants", "steps of all", "variate forgotten", "server rate"),
+    "fedavg": (
+        "order of batches",
+        "momentum kept",
+        "equal weights",
+        "statistics left",
+        "rate does not decay",
+    ),
+    "scaffold": (
+        "sign",
+        "divided by participants",
+        "steps of all",
+        "variate forgotten",
+        "server rate",
+    ),
     "fedala": ("no blend", "all layers", "begins anew", "not clipped", "rate of the weights"),
 }
 METHODS = {
@@ -56,11 +70,16 @@ def as_weights(arrays: Arrays) -> Weights:
 
 
 def mean(replies: list[Weights], shares: list[float]) -> Weights:
-    return {key: sum((s * r[key] for s, r in zip(shares, replies, strict=True)), torch.zeros(())) for key in replies[0]}
+    return {
+        key: sum((s * r[key] for s, r in zip(shares, replies, strict=True)), torch.zeros(()))
+        for key in replies[0]
+    }
 
 
 class Loop:
-    """What the three loops share: data, fedloom's trace, local training, and the trace that is written."""
+    """What the three loops share: data, fedloom's trace, local training, and the trace that is
+    written.
+    """
 
     def __init__(self, task: fl.Task, folder: Path, mistake: str) -> None:
         self.task, self.mistake, self.trace = task, mistake, TraceWriter(folder)
@@ -73,14 +92,23 @@ class Loop:
         return batches[::-1] if self.mistake == "order of batches" else batches
 
     def train(
-        self, client: int, start: Weights, batches: list[Tensor], rate: float, correction: Weights | None = None
+        self,
+        client: int,
+        start: Weights,
+        batches: list[Tensor],
+        rate: float,
+        correction: Weights | None = None,
     ) -> Weights:
         """Train by SGD with momentum; a correction is added to each gradient."""
         self.net.load_state_dict(start, strict=False)
         self.net.train()
-        optimizer = torch.optim.SGD(self.net.parameters(), rate, momentum=0.0 if correction is not None else MOMENTUM)
+        optimizer = torch.optim.SGD(
+            self.net.parameters(), rate, momentum=0.0 if correction is not None else MOMENTUM
+        )
         if self.mistake == "momentum kept" and client in self.buffers:
-            optimizer.load_state_dict(self.buffers[client] | {"param_groups": optimizer.state_dict()["param_groups"]})
+            optimizer.load_state_dict(
+                self.buffers[client] | {"param_groups": optimizer.state_dict()["param_groups"]}
+            )
         for step, index in enumerate(batches):
             self.trace.add(client, step, "before", weights_of(self.net))
             loss = F.cross_entropy(self.net(self.inputs(index)), self.task.train.labels[index])
@@ -90,7 +118,11 @@ class Loop:
                 if correction is not None and parameter.grad is not None:
                     parameter.grad += correction[name]
             optimizer.step()
-            for role, value in {"samples": index, "loss": loss.detach(), "after": weights_of(self.net)}.items():
+            for role, value in {
+                "samples": index,
+                "loss": loss.detach(),
+                "after": weights_of(self.net),
+            }.items():
                 self.trace.add(client, step, role, value)
         self.buffers[client] = copy.deepcopy(optimizer.state_dict())
         return weights_of(self.net)
@@ -127,7 +159,9 @@ def fedavg(task: fl.Task, theirs: Path, folder: Path, mistake: str = "") -> None
 
 def scaffold(task: fl.Task, theirs: Path, folder: Path, mistake: str = "") -> None:
     loop, model = Loop(task, folder, mistake), weights_of(task.model)
-    variate = {name: torch.zeros_like(parameter) for name, parameter in task.model.named_parameters()}
+    variate = {
+        name: torch.zeros_like(parameter) for name, parameter in task.model.named_parameters()
+    }
     variates = dict.fromkeys(range(CLIENTS), variate)
     for _, clients, _, arrays, rate in loop.rounds(theirs):
         replies, changes = [], []
@@ -138,7 +172,10 @@ def scaffold(task: fl.Task, theirs: Path, folder: Path, mistake: str = "") -> No
             offset = {name: sign * (variate[name] - own[name]) for name in variate}
             trained = loop.train(client, model, batches, rate, offset)
             steps = 20 if mistake == "steps of all" else len(batches)
-            new = {name: own[name] - variate[name] + (model[name] - trained[name]) / (steps * rate) for name in own}
+            new = {
+                name: own[name] - variate[name] + (model[name] - trained[name]) / (steps * rate)
+                for name in own
+            }
             replies.append(trained)
             changes.append({name: new[name] - own[name] for name in new})
             loop.exchange(client, "out", model=trained, variate=changes[-1])
@@ -147,7 +184,11 @@ def scaffold(task: fl.Task, theirs: Path, folder: Path, mistake: str = "") -> No
         before, average = model, mean(replies, [1 / len(clients)] * len(clients))
         eta = 0.5 if mistake == "server rate" else 1.0
         model = {name: before[name] + eta * (average[name] - before[name]) for name in before}
-        total = mean(changes, [1 / (len(clients) if mistake == "divided by participants" else CLIENTS)] * len(clients))
+        total = mean(
+            changes,
+            [1 / (len(clients) if mistake == "divided by participants" else CLIENTS)]
+            * len(clients),
+        )
         variate = {name: variate[name] + total[name] for name in variate}
         loop.trace.add("server", "end", "model", model)
         loop.trace.add("server", "end", "variate", variate)
@@ -171,7 +212,9 @@ def fedala(task: fl.Task, theirs: Path, folder: Path, mistake: str = "") -> None
         loop.trace.add("server", "end", "model", model)
 
 
-def _blended(loop: Loop, client: int, model: Weights, old: Weights, blends: dict[int, Weights]) -> Weights:
+def _blended(
+    loop: Loop, client: int, model: Weights, old: Weights, blends: dict[int, Weights]
+) -> Weights:
     """Learn the blend of the classifier: start = old + (model - old) * W."""
     names = [name for name in model if name.startswith("out") or loop.mistake == "all layers"]
     epochs = 1 if client in blends and loop.mistake != "begins anew" else 3
@@ -204,7 +247,9 @@ def task_for(method: str) -> fl.Task:
     training = fl.Training(learning_rate=RATE, decay=DECAY, momentum=momentum, batch_size=20)
     torch.manual_seed(0)
     network = Network(norm=method == "fedavg")
-    return fl.make_task("digits", clients=CLIENTS, partition="dirichlet(0.5)", model=network, training=training)
+    return fl.make_task(
+        "digits", clients=CLIENTS, partition="dirichlet(0.5)", model=network, training=training
+    )
 
 
 def main() -> None:
@@ -214,7 +259,14 @@ def main() -> None:
     for method, loop in LOOPS.items():
         with tempfile.TemporaryDirectory() as folder:
             task, theirs = task_for(method), Path(folder) / "fedloom"
-            fl.run(METHODS[method], task, rounds=5, participation=0.5, record=["steps"], directory=theirs)
+            fl.run(
+                METHODS[method],
+                task,
+                rounds=5,
+                participation=0.5,
+                record=["steps"],
+                directory=theirs,
+            )
             for mistake in ("", *MISTAKES[method]):
                 ours = Path(folder) / (mistake or "right").replace(" ", "-")
                 loop(task, theirs, ours, mistake)

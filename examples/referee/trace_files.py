@@ -1,14 +1,16 @@
-"""Read and write traces for `fedloom referee`, with NumPy and safetensors alone. Copy this file into your project.
+"""Read and write traces for `fedloom referee`, with NumPy and safetensors alone. Copy this file
+into your project.
 
 A trace is a folder:
 
     recorded.jsonl                        a line a round: which clients trained, in order, and their numbers of samples
     recorded/round-0000001.safetensors    the tensors of round 1, each called steps/CLIENT/STAGE/ROLE/TENSOR
 
-STAGE is `in` or `out` (what a client is sent and sends: ROLE is `model`, or the name that the method gives it), or the number
-of a local step, from 0 (ROLE is `before` or `after`, the weights; `samples`, the positions of the batch in the training data;
-`loss`, their mean loss). CLIENT is a number, or `server` with STAGE `end`: its state after the round. TENSOR is a name in the
-model's state_dict; scalars and samples have none. Whatever a program leaves out is not compared.
+STAGE is `in` or `out` (what a client is sent and sends: ROLE is `model`, or the name that the
+method gives it), or the number of a local step, from 0 (ROLE is `before` or `after`, the weights;
+`samples`, the positions of the batch in the training data; `loss`, their mean loss). CLIENT is a
+number, or `server` with STAGE `end`: its state after the round. TENSOR is a name in the model's
+state_dict; scalars and samples have none. Whatever a program leaves out is not compared.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ class TraceWriter:
         (folder / "recorded").mkdir(parents=True)
         self.arrays: Arrays = {}
 
-    def add(self, client: int | str, stage: int | str, role: str, value: Mapping[str, Any] | Any) -> None:
+    def add(
+        self, client: int | str, stage: int | str, role: str, value: Mapping[str, Any] | Any
+    ) -> None:
         """Add named tensors, such as a state_dict, or a single array."""
         name = f"steps/{client}/{stage}/{role}"
         named = value.items() if isinstance(value, Mapping) else [("", value)]
-        self.arrays |= {f"{name}/{key}".rstrip("/"): np.asarray(array).copy() for key, array in named}
+        self.arrays |= {
+            f"{name}/{key}".rstrip("/"): np.asarray(array).copy() for key, array in named
+        }
 
     def end(self, number: int, clients: list[int], sizes: list[int]) -> None:
         """Write round `number`, from 1."""
@@ -49,15 +55,26 @@ class TraceWriter:
 
 
 def read_trace(folder: Path) -> Iterator[tuple[int, list[int], list[int], Arrays]]:
-    """Yield each round of a trace: its number, its clients, their numbers of samples, and the tensors by name."""
+    """Yield each round of a trace: its number, its clients, their numbers of samples, and the
+    tensors by name.
+    """
     for text in (folder / "recorded.jsonl").read_text().splitlines():
         line = json.loads(text)
         value = line["values"]["steps"]
         arrays = load_file(folder / "recorded" / f"round-{line['round']:07d}.safetensors")
-        yield line["round"], value["clients"], value["sizes"], {name[6:]: array for name, array in arrays.items()}
+        yield (
+            line["round"],
+            value["clients"],
+            value["sizes"],
+            {name[6:]: array for name, array in arrays.items()},
+        )
 
 
 def tensors_of(arrays: Arrays, client: int | str, stage: int | str, role: str) -> Arrays:
     """Return the tensors of a role by their names in the model."""
     prefix = f"{client}/{stage}/{role}/"
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }

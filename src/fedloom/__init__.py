@@ -6,7 +6,8 @@
     result = fl.run(fl.FedMR(), task, rounds=50, participation=0.5, seed=0)
     result.accuracy, result.model
 
-`__init__.pyi` lists the names. Each is imported when it is first asked for, so that `import fedloom` loads no PyTorch.
+`__init__.pyi` lists the names. Each is imported when it is first asked for, so that `import
+fedloom` loads no PyTorch.
 """
 
 import lazy_loader

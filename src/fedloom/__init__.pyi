@@ -65,8 +65,10 @@ from .experiment.run import run as run
 from .experiment.tune_result import TuneResult as TuneResult
 from .experiment.tune_result import tune as tune
 from .parts.ala import Ala as Ala
+from .parts.ala import AlaCode as AlaCode
 from .parts.ala import FedAH as FedAH
 from .parts.ala import FedALA as FedALA
+from .parts.ala import FedALACode as FedALACode
 from .parts.building import build as build
 from .parts.clustered import CluSamp as CluSamp
 from .parts.clustered import Clustered as Clustered

@@ -1,4 +1,6 @@
-"""The interface of an algorithm: a server half that owns its state, and a client half that never reads it."""
+"""The interface of an algorithm: a server half that owns its state, and a client half that never
+reads it.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -67,13 +69,16 @@ class Algorithm(Method):
         return replies.aggregate()
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        """Update the state from the aggregate of all replies; by default the new model is their mean."""
+        """Update the state from the aggregate of all replies; by default the new model is their
+        mean.
+        """
         self.state["model"] = aggregate.mean["model"]
 
     def receive(self, round: Round, replies: Replies) -> None:
         """Update the state from all replies: by default `fold` them block by block, then `update`.
 
-        An algorithm that needs all replies at the same time overrides this; then they are all stored.
+        An algorithm that needs all replies at the same time overrides this; then they are all
+        stored.
         """
         blocks = replies.blocks(block_slots(self.plan.layout.row_bytes))
         folded = reduce(Aggregate.joined, (self.fold(round, block) for block in blocks), NOTHING)
@@ -84,23 +89,27 @@ class Algorithm(Method):
         return self.state["model"]
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        """Return the message from which clients `personalise` before `round`: by default the global model.
+        """Return the message from which clients `personalise` before `round`: by default the global
+        model.
 
-        One row for all or one row each, as in `send`. Clients from number `plan.clients` on never train.
+        One row for all or one row each, as in `send`. Clients from number `plan.clients` on never
+        train.
         """
         return {"model": self.model().unsqueeze(0)}
 
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        """Train the k clients of a cohort on messages with one row each, `[k, ...]`; return their replies.
+        """Train the k clients of a cohort on messages with one row each, `[k, ...]`; return their
+        replies.
 
         Training starts from `inbox["model"]`. What the server sent is `server_model(inbox)`.
         """
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Return the model `[k, P]` that each client would use: by default the one that it received.
+        """Return the model `[k, P]` that each client would use: by default the one that it
+        received.
 
         Neither memory nor random streams may change.
         """
@@ -111,7 +120,9 @@ class Algorithm(Method):
         return (slice(0, layout.size),)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        """Return whole models `[k, P]` from the slices that travel and from the memory of the clients."""
+        """Return whole models `[k, P]` from the slices that travel and from the memory of the
+        clients.
+        """
         return model
 
     def units(self) -> list[Unit]:
@@ -136,5 +147,3 @@ def is_personal(algorithm: Algorithm) -> bool:
     if deploys is None:
         return overrides(algorithm, Algorithm, ("personalise", "deploy"))
     return bool(deploys != "received")
-
-

@@ -37,7 +37,9 @@ class UnknownName(FedloomError, KeyError):
 
     def __init__(self, kind: str, name: str, registered: Iterable[str]) -> None:
         names = sorted(registered)
-        super().__init__(f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: {', '.join(names)})")
+        super().__init__(
+            f"unknown {kind} {quoted(name)}{suggestion(name, names)} (there are: {', '.join(names)})"
+        )
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
@@ -56,7 +58,9 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class DiskFull(CheckpointError):
-    """A file for which the disk has no room, or that is larger than the system allows; the text says its bytes."""
+    """A file for which the disk has no room, or that is larger than the system allows; the text
+    says its bytes.
+    """
 
 
 class MissingExtra(FedloomError, ImportError):
@@ -102,9 +106,13 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
-    """Return the name that an abbreviation stands for, or else the most similar one; "" where none is near."""
+    """Return the name that an abbreviation stands for, or else the most similar one; "" where none
+    is near.
+    """
     full = _ABBREVIATIONS.get(name, name)
-    near = difflib.get_close_matches((full if full in names else name)[:LONGEST_QUOTED], names, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(
+        (full if full in names else name)[:LONGEST_QUOTED], names, n=1, cutoff=cutoff
+    )
     return near[0] if near else ""
 
 
@@ -126,31 +134,39 @@ def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
         return start if len(value) <= LONGEST_QUOTED else f"{start}... ({len(value):,} characters)"
     try:
         text = write(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, lists in thousands of lists
+    # a number of thousands of digits, lists in thousands of lists
+    except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__} that is too long to show"
     return shortened(text)
 
 
 def shortened(text: str) -> str:
-    """Return the first 200 characters of a text, without control characters, and its length where there are more."""
+    """Return the first 200 characters of a text, without control characters, and its length where
+    there are more.
+    """
     start = _printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; its type where it has none."""
-    return shortened(next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__))
+    return shortened(
+        next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    )
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of an error that fedloom did not raise, on one line; what is wrong where its remedy is none."""
+    """Return type and text of an error that fedloom did not raise, on one line; what is wrong where
+    its remedy is none.
+    """
     if GRAPH_IS_GONE in str(error):
         return "what a loss or a client half keeps of an earlier batch holds that batch's graph: keep value.detach()"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def error_location(error: BaseException) -> str:
-    """Return the line of the user's code in which an error or its cause arose, `my_methods.py:12 in train`, or "".
+    """Return the line of the user's code in which an error or its cause arose, `my_methods.py:12 in
+    train`, or "".
 
     That is the innermost line outside of fedloom, Python and installed packages.
     """
@@ -158,7 +174,9 @@ def error_location(error: BaseException) -> str:
         return str(marked)
     if isinstance(error, SyntaxError) and error.filename and is_user_code(error.filename):
         return f"{shown_path(error.filename)}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)
+    ]
     if frames:
         function = "" if frames[-1].name.startswith("<") else f" in {frames[-1].name}"
         return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}{function}"
@@ -166,7 +184,9 @@ def error_location(error: BaseException) -> str:
 
 
 def mark_location(error: BaseException) -> None:
-    """Store the location of an error in it before it goes to another process, without its traceback."""
+    """Store the location of an error in it before it goes to another process, without its
+    traceback.
+    """
     if location := error_location(error):
         setattr(error, _LOCATION, location)
 
@@ -183,12 +203,16 @@ def in_brackets(location: str) -> str:
 
 
 def is_user_code(file: str) -> bool:
-    """Return True if a file of code, or a cell of a notebook, is the user's: not fedloom's, not Python's, and not installed."""
+    """Return True if a file of code, or a cell of a notebook, is the user's: not fedloom's, not
+    Python's, and not installed.
+    """
     return not file.startswith(_installed()) and (os.path.isfile(file) or file in linecache.cache)
 
 
 def shown_path(file: str) -> str:
-    """Return a path relative to the current folder, if it is inside; the code of a cell lies in no file."""
+    """Return a path relative to the current folder, if it is inside; the code of a cell lies in no
+    file.
+    """
     path = Path(file)
     if not path.exists():
         return "notebook cell"
@@ -196,8 +220,12 @@ def shown_path(file: str) -> str:
 
 
 def code_location(definition: Any) -> str:
-    """Return the line of a class (in a notebook: of its first function) or function of the user's; "" for fedloom's."""
-    if inspect.isclass(definition) and not hasattr(sys.modules.get(definition.__module__), "__file__"):
+    """Return the line of a class (in a notebook: of its first function) or function of the user's;
+    "" for fedloom's.
+    """
+    if inspect.isclass(definition) and not hasattr(
+        sys.modules.get(definition.__module__), "__file__"
+    ):
         definition = next(filter(inspect.isfunction, vars(definition).values()), definition)
     try:
         file, line = inspect.getsourcefile(definition) or "", inspect.getsourcelines(definition)[1]
@@ -212,12 +240,17 @@ _LOCATION = "fedloom_location"
 
 @cache
 def _installed() -> tuple[str, ...]:
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    paths = [
+        sysconfig.get_path(name)
+        for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    ]
     return (os.path.dirname(os.path.abspath(__file__)) + os.sep, *(path + os.sep for path in paths))
 
 
 def one_line(text: str, longest: int = 500) -> str:
-    """Return foreign text for a log: on one line, without control characters, at most `longest` characters."""
+    """Return foreign text for a log: on one line, without control characters, at most `longest`
+    characters.
+    """
     return " ".join(_printable(text[: 4 * longest]).split())[:longest]
 
 

@@ -24,7 +24,8 @@ class Facts:
         anonymous: The server treats all replies alike: it needs neither the client nor the weight.
         stackable: The client half treats every row separately, so clients may train together.
         fits_once: Clients read their data only by one plain `Cohort.fit` in a round.
-        needs_total_rounds: Something depends on `round.rounds`, so a run cannot be lengthened later.
+        needs_total_rounds: Something depends on `round.rounds`, so a run cannot be lengthened
+            later.
         deploys: What a client uses: the model that it receives (`received`), a model made from it
             (`start`), or a model from its memory only (`memory`). None: `start` for algorithms that
             override `personalise` or `deploy`, else `received`.
@@ -53,11 +54,11 @@ class Facts:
 class Method:
     """Base of everything that an expression can name.
 
-    Subclasses are dataclasses by themselves; their fields are the hyper-parameters, and the types of
-    the fields declare the allowed values: `mu: NonNegative = 0.01`.
+    Subclasses are dataclasses by themselves; their fields are the hyper-parameters, and the types
+    of the fields declare the allowed values: `mu: NonNegative = 0.01`.
 
-    A checkpoint saves `state`, named tensors. They are replaced and never edited in place, so that a
-    failed round can be undone at no cost.
+    A checkpoint saves `state`, named tensors. They are replaced and never edited in place, so that
+    a failed round can be undone at no cost.
     """
 
     state: dict[str, Tensor]

@@ -1,7 +1,9 @@
-"""One stream of random numbers for each (seed, round, client, purpose); no global random state anywhere.
+"""One stream of random numbers for each (seed, round, client, purpose); no global random state
+anywhere.
 
-Streams have names and are not passed around: the same name gives the same numbers, wherever and in whatever order it is drawn.
-So a resumed run, a run on several processes and a run over real sites draw alike.
+Streams have names and are not passed around: the same name gives the same numbers, wherever and in
+whatever order it is drawn. So a resumed run, a run on several processes and a run over real sites
+draw alike.
 """
 
 import hashlib
@@ -25,22 +27,29 @@ def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
 
 
 def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> int:
-    """Return a 63-bit seed for the stream's name, for generators that use all of it: NumPy's and CUDA's."""
+    """Return a 63-bit seed for the stream's name, for generators that use all of it: NumPy's and
+    CUDA's.
+    """
     digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: int = -1) -> bytes:
-    """Return `size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer ones."""
+    """Return `size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer
+    ones.
+    """
     return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 
 
 def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torch.Generator:
     """Return a torch generator (on the CPU) for the named stream, at its beginning.
 
-    All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams a hundred pairs would agree.
+    All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams
+    a hundred pairs would agree.
     """
-    words = np.frombuffer(stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32)
+    words = np.frombuffer(
+        stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32
+    )
     state = _SEEDED.copy()
     state[24 : 24 + 8 * _WORDS].view(np.uint64)[:] = words
     generator = torch.Generator()
@@ -52,19 +61,29 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
 def global_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Put torch's global generators, of the CPU and of a GPU `device`, at the beginning of the stream inside the block.
+    """Put torch's global generators, of the CPU and of a GPU `device`, at the beginning of the
+    stream inside the block.
 
     For what can draw from nothing else: layers, and functions that initialise them.
     """
     devices = [device.index or 0] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        # torch.manual_seed would also take down a stack trace for devices not in use: a third of a small client's time.
-        torch.default_generator.set_state(stream(seed, purpose, round=round, client=client).get_state())
+        # torch.manual_seed would also take down a stack trace for devices not in use: a third of a
+        # small client's time.
+        torch.default_generator.set_state(
+            stream(seed, purpose, round=round, client=client).get_state()
+        )
         for index in devices:
-            torch.cuda.default_generators[index].manual_seed(stream_seed(seed, purpose, round=round, client=client))
+            torch.cuda.default_generators[index].manual_seed(
+                stream_seed(seed, purpose, round=round, client=client)
+            )
         yield
 
 
-def numpy_stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> np.random.Generator:
+def numpy_stream(
+    seed: int, purpose: str, *, round: int = 0, client: int = -1
+) -> np.random.Generator:
     """Return a NumPy generator for the named stream, at its beginning."""
-    return np.random.Generator(np.random.PCG64(stream_seed(seed, purpose, round=round, client=client)))
+    return np.random.Generator(
+        np.random.PCG64(stream_seed(seed, purpose, round=round, client=client))
+    )

@@ -27,7 +27,8 @@ INTEGERS = "@integers"
 """Name under which a model's integer buffers travel."""
 
 BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 16 << 20, 16, 128
-"""Size of a block of slots: about this many bytes of models, between the least and the most slots."""
+"""Size of a block of slots: about this many bytes of models, between the least and the most slots.
+"""
 
 
 def server_model(inbox: Message) -> Tensor:
@@ -82,8 +83,8 @@ class Plan:
         classes: Number of classes; 0 where targets are no classes.
         sizes: Returns the numbers of training samples of clients (`[k]` numbers to `[k]`).
         module: The architecture; its own weights have no meaning.
-        remote: True where clients are sites. They exchange layers themselves, and noise that protects
-            them must not be reproducible.
+        remote: True where clients are sites. They exchange layers themselves, and noise that
+            protects them must not be reproducible.
         poisson: True where each client takes part independently (see `Round`).
         pools: Allocates matrices of models.
         training: Settings of local training.
@@ -108,7 +109,9 @@ class Plan:
     first_round: int = 1
 
     def empty_rows(self, count: int) -> Tensor:
-        """Return uninitialized models `[count, P]`, in a file if they exceed the run's `pool_budget`."""
+        """Return uninitialized models `[count, P]`, in a file if they exceed the run's
+        `pool_budget`.
+        """
         shape = (count, *self.initial.shape)
         return self.pools.empty(shape, self.initial.dtype, self.initial.device)
 
@@ -231,7 +234,9 @@ class Replies:
         return {name: self[name] for name in self.matrices}
 
     def sent(self, name: str) -> Tensor:
-        """Return what the algorithm sent to the clients that replied: `[1, ...]` for all or `[r, ...]`."""
+        """Return what the algorithm sent to the clients that replied: `[1, ...]` for all or `[r,
+        ...]`.
+        """
         rows = self._exchange.sent[name]
         return rows if len(rows) == 1 else rows[self.slots.to(rows.device)]
 
@@ -394,8 +399,8 @@ def uniform(round: Round) -> tuple[int, ...]:
     """Draw `participants` of the clients uniformly without replacement, in random order.
 
     The cost grows with the participants only: Robert Floyd's sampling, then a shuffle. In a
-    `poisson` round each client takes part independently with probability `participants` / `clients`,
-    so the number of participants varies and may be 0.
+    `poisson` round each client takes part independently with probability `participants` /
+    `clients`, so the number of participants varies and may be 0.
     """
     generator = round.stream("select")
     if round.poisson:

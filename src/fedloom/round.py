@@ -16,9 +16,10 @@ SIMULATED = ("closes",)
 class Round:
     """Round `number` (from 1) of `rounds`, with `participants` of `clients` taking part.
 
-    `learning_rate` is this round's, `rate_change` that divided by the one of the round before; `initial_learning_rate` is that of
-    round 1. `selected` lists the clients that train and upload, in the order of their slots; it is empty until the selection has
-    been made. In a `poisson` round each client takes part by itself, and `participants` are those expected. Replies that the
+    `learning_rate` is this round's, `rate_change` that divided by the one of the round before;
+    `initial_learning_rate` is that of round 1. `selected` lists the clients that train and upload,
+    in the order of their slots; it is empty until the selection has been made. In a `poisson` round
+    each client takes part by itself, and `participants` are those expected. Replies that the
     simulated clock has later than second `closes` are not waited for.
     """
 
@@ -39,16 +40,19 @@ class Round:
         return stream(self.seed, purpose, round=self.number, client=client)
 
     def at(self, number: int) -> "Round":
-        """Another round of the same run, before its selection, for drawing ahead what it will draw. Its learning rate stays."""
+        """Another round of the same run, before its selection, for drawing ahead what it will draw.
+        Its learning rate stays.
+        """
         return replace(self, number=number, selected=())
 
     def on_time(
         self, finish: Sequence[float], clients: Sequence[int], awaited: int, began: float
     ) -> tuple[list[int], float]:
-        """Return the indices of the first `awaited` replies that arrive until `closes`, and when the server goes on.
+        """Return the indices of the first `awaited` replies that arrive until `closes`, and when
+        the server goes on.
 
-        `finish` says when the reply of each of `clients` arrives, and `began` when the server began to wait. Of simultaneous
-        replies those of lower-numbered clients come first.
+        `finish` says when the reply of each of `clients` arrives, and `began` when the server began
+        to wait. Of simultaneous replies those of lower-numbered clients come first.
         """
         order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
         taken = sorted(index for index in order[:awaited] if finish[index] <= self.closes)

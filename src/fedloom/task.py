@@ -1,4 +1,6 @@
-"""A task: the data, how clients share it, the model they train and how they train it. Methods are compared on one task."""
+"""A task: the data, how clients share it, the model they train and how they train it. Methods are
+compared on one task.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,12 +41,14 @@ class Task:
 
     Attributes:
         dataset: The data set with its objective and metrics.
-        train: The samples of all clients; empty on the server of real sites, where the partitions only count samples.
+        train: The samples of all clients; empty on the server of real sites, where the partitions
+            only count samples.
         test: The global test set.
         partition: The indices in `train` of each client's training samples.
         model: The initial model.
         training: The settings of local training.
-        local_test: The indices in `train` of each client's test samples, distributed as its training samples are.
+        local_test: The indices in `train` of each client's test samples, distributed as its
+            training samples are.
         true_labels: With label noise, the true labels; those of `train` are partly wrong.
         expression: The expression that built the model; empty for a module of the user's.
     """
@@ -62,7 +66,9 @@ class Task:
     def __post_init__(self) -> None:
         empty = int((self.partition.sizes == 0).sum())
         if empty:
-            raise InvalidValue(f"{empty} of {self.clients} clients have no sample: take fewer or a larger minimum")
+            raise InvalidValue(
+                f"{empty} of {self.clients} clients have no sample: take fewer or a larger minimum"
+            )
 
     @property
     def objective(self) -> Objective:
@@ -76,7 +82,11 @@ class Task:
         table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
         text = f"the {dataset.classes} whole numbers of the column {dataset.target!r} are taken as classes: "
         remedy = "objective='regression' (of a file, table(kind=regression)) takes them as numbers"
-        return [text + remedy] if table and dataset.classes > 2 and all(map(str.isdecimal, names)) else []
+        return (
+            [text + remedy]
+            if table and dataset.classes > 2 and all(map(str.isdecimal, names))
+            else []
+        )
 
     @property
     def clients(self) -> int:
@@ -122,7 +132,9 @@ class Task:
 
     @cached_property
     def _indices(self) -> Tensor:
-        """All clients' indices on the device of the data, so that reading one client's samples copies nothing to it."""
+        """All clients' indices on the device of the data, so that reading one client's samples
+        copies nothing to it.
+        """
         return torch.from_numpy(self.partition.indices).to(self.train.labels.device)
 
     def module(self, row: Tensor) -> nn.Module:
@@ -176,28 +188,37 @@ def make_task(
     """Make a task from names or from your own data and model.
 
     Args:
-        data: The name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a table of pandas, Polars or Arrow,
-            or a Hugging Face `Dataset` or `DatasetDict`; a pair of them trains and tests.
+        data: The name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a
+            table of pandas, Polars or Arrow, or a Hugging Face `Dataset` or `DatasetDict`; a pair
+            of them trains and tests.
         target: The column of a table to learn (see `table` for a file, and for more to choose).
         group: The column of a table that says whose a row is, for `partition="natural"`.
-        model: The expression of a model, such as `mlp(hidden=[64])`; a module, which is copied; or a function or class that makes
-            one, of nothing or of the data's `spec`, whose weights `seed` draws.
+        model: The expression of a model, such as `mlp(hidden=[64])`; a module, which is copied; or
+            a function or class that makes one, of nothing or of the data's `spec`, whose weights
+            `seed` draws.
         training: The settings of local training, as a `Training` or a dictionary of its fields.
-        objective: The loss and the figures, such as `regression(kind='huber')`, `module:function` or a function
-            (outputs, targets) -> the loss of each sample; by default as the data set says.
-        metrics: Figures that are recorded beside the objective's: names of torchmetrics with options, such as
-            `f1(average='macro')`, `module:function` or functions (outputs, targets) -> a number.
-        seed: Draws the partition, the label noise, the shift and the initial weights, and nothing else.
-        device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there is one.
+        objective: The loss and the figures, such as `regression(kind='huber')`, `module:function`
+            or a function (outputs, targets) -> the loss of each sample; by default as the data set
+            says.
+        metrics: Figures that are recorded beside the objective's: names of torchmetrics with
+            options, such as `f1(average='macro')`, `module:function` or functions (outputs,
+            targets) -> a number.
+        seed: Draws the partition, the label noise, the shift and the initial weights, and nothing
+            else.
+        device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there
+            is one.
         clients: Their number.
-        partition: How they share the data: an expression, `module:function`, a function (labels, clients, seed, groups) -> the
-            sample indices of each client, these indices as a list of arrays, or a `Partition`.
-        local_test: The share of each client's samples that it keeps for testing, in (0, 1) (FedALA: 0.25).
-        merge: Join the training and test part of the data first, as FedALA does; the global test set is then the union of the
-            clients' own.
-        label_noise: Such as `symmetric(0.4)` or `paired([0.0, 0.6])`: makes some of the clients' training labels wrong, and
-            leaves all test data as they are.
-        shift: Such as `rotation(45)` or `colour(0.3)`: changes each client's inputs in a way of its own, those it tests on too.
+        partition: How they share the data: an expression, `module:function`, a function (labels,
+            clients, seed, groups) -> the sample indices of each client, these indices as a list of
+            arrays, or a `Partition`.
+        local_test: The share of each client's samples that it keeps for testing, in (0, 1) (FedALA:
+            0.25).
+        merge: Join the training and test part of the data first, as FedALA does; the global test
+            set is then the union of the clients' own.
+        label_noise: Such as `symmetric(0.4)` or `paired([0.0, 0.6])`: makes some of the clients'
+            training labels wrong, and leaves all test data as they are.
+        shift: Such as `rotation(45)` or `colour(0.3)`: changes each client's inputs in a way of its
+            own, those it tests on too.
 
     Returns:
         The task.
@@ -208,16 +229,24 @@ def make_task(
     """
     target_device = find_device(device)
     settings = training if isinstance(training, Training) else _training(training or {})
-    dataset = _dataset(data, target, group, None if objective is None else build_objective(objective, metrics))
+    dataset = _dataset(
+        data, target, group, None if objective is None else build_objective(objective, metrics)
+    )
     if metrics:
-        dataset = replace(dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs))
+        dataset = replace(
+            dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs)
+        )
     noise: LabelNoise | None = label_noises.build_unless_none(label_noise)
     shifted: InputShift | None = shifts.build_unless_none(shift)
     if noise is not None and not dataset.objective.classes:
-        raise InvalidValue(f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes")
+        raise InvalidValue(
+            f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes"
+        )
     if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
         option = "merge=true" if merge else f"shift={shift!r}"
-        raise InvalidValue(f"{option} needs data in memory, and {dataset.name} is read by the clients: set {VARIABLE}")
+        raise InvalidValue(
+            f"{option} needs data in memory, and {dataset.name} is read by the clients: set {VARIABLE}"
+        )
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
@@ -231,14 +260,25 @@ def make_task(
         train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
         require_no_tensor_hooks(model)
-    module = copied(model) if isinstance(model, nn.Module) else build_model(model, dataset.spec, seed)
+    module = (
+        copied(model) if isinstance(model, nn.Module) else build_model(model, dataset.spec, seed)
+    )
     dataset, pool, test = _fitted(dataset, pool, test, torch.from_numpy(train.indices))
     if shifted is not None:
         pool = shifted.apply(pool, partition, seed)
     if merge and tests is not None:
         test = pool[torch.from_numpy(np.sort(tests.indices))]
     pool, test = (in_type_of(module, samples) for samples in (pool, test))
-    task = Task(dataset, pool, test, train, module, settings, tests, expression=model if isinstance(model, str) else "")
+    task = Task(
+        dataset,
+        pool,
+        test,
+        train,
+        module,
+        settings,
+        tests,
+        expression=model if isinstance(model, str) else "",
+    )
     task = task if noise is None else mislabelled(task, noise, seed)
     return task if target_device.type == "cpu" else task.to(target_device)
 
@@ -246,11 +286,14 @@ def make_task(
 def _dataset(data: Any, target: str, group: str, objective: Objective | None) -> Dataset:
     """Return the data set of a name or of the user's data, with another objective where one is set."""
     if not isinstance(data, str | Dataset):
-        from fedloom.data.sets.foreign import foreign_dataset  # with Arrow, which takes a while to load
+        # with Arrow, which takes a while to load
+        from fedloom.data.sets.foreign import foreign_dataset
 
         dataset = foreign_dataset(data, target, group, objective)
     elif target or group:
-        raise InvalidValue("target and group name columns of a table: in the name of a data set, as table(target=...)")
+        raise InvalidValue(
+            "target and group name columns of a table: in the name of a data set, as table(target=...)"
+        )
     else:
         dataset = make_dataset(data) if isinstance(data, str) else data
     return dataset if objective is None else replace(dataset, objective=objective)
@@ -258,30 +301,42 @@ def _dataset(data: Any, target: str, group: str, objective: Objective | None) ->
 
 def _training(options: Mapping[str, Any]) -> Training:
     if not isinstance(options, Mapping):
-        raise InvalidValue(f"training must be a Training or a dictionary of its fields, not {quoted(options)}")
+        raise InvalidValue(
+            f"training must be a Training or a dictionary of its fields, not {quoted(options)}"
+        )
     return Training(**Entry("training", Training).options((), {**options}))
 
 
-def _fitted(dataset: Dataset, pool: Samples, test: Samples, rows: Tensor) -> tuple[Dataset, Samples, Samples]:
-    """Fit the data set's preprocessing to the `rows` of `pool` that clients train on, and apply it to all samples."""
+def _fitted(
+    dataset: Dataset, pool: Samples, test: Samples, rows: Tensor
+) -> tuple[Dataset, Samples, Samples]:
+    """Fit the data set's preprocessing to the `rows` of `pool` that clients train on, and apply it
+    to all samples.
+    """
     encoding, objective = dataset.encoding, dataset.objective
     if isinstance(encoding, TableInputs):
         if not encoding.is_fitted and len(rows):
             encoding = encoding.fitted(Moments.of(pool.inputs[rows]))
         dataset = replace(dataset, encoding=encoding)
         if encoding.is_fitted:
-            pool, test = (replace(samples, inputs=encoding.scaled(samples.inputs)) for samples in (pool, test))
+            pool, test = (
+                replace(samples, inputs=encoding.scaled(samples.inputs)) for samples in (pool, test)
+            )
     if type(objective) is Regression and dataset.standardise and len(rows):
         moments = Moments.of(pool.labels[rows].reshape(len(rows), -1))
         mean, deviation = (tuple(values.tolist()) for values in (moments.mean, moments.deviation))
         scaled = Standardised(objective.kind, objective.delta, mean, deviation)
-        pool, test = (replace(samples, labels=scaled.standardised(samples.labels)) for samples in (pool, test))
+        pool, test = (
+            replace(samples, labels=scaled.standardised(samples.labels)) for samples in (pool, test)
+        )
         dataset = replace(dataset, objective=scaled)
     return dataset, pool, test
 
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
-    """Return the samples with float64 inputs in a type that the model has. Raise `InvalidValue` for NaN and infinity."""
+    """Return the samples with float64 inputs in a type that the model has. Raise `InvalidValue` for
+    NaN and infinity.
+    """
     if isinstance(samples.inputs, LazyInputs) or not samples.inputs.is_floating_point():
         return samples
     require_finite(samples.inputs, "inputs")
@@ -292,7 +347,9 @@ def in_type_of(model: nn.Module, samples: Samples) -> Samples:
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
-    """Return the task with label noise in the clients' training samples; all test data keep their labels."""
+    """Return the task with label noise in the clients' training samples; all test data keep their
+    labels.
+    """
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
     train = replace(task.train, labels=torch.from_numpy(noisy).to(labels.device))
@@ -300,14 +357,20 @@ def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
 
 
 def withhold(task: Task, share: float, seed: int) -> Task:
-    """Return the task with `share` of each client's training samples held out, in place of all its test data.
+    """Return the task with `share` of each client's training samples held out, in place of all its
+    test data.
 
-    Each client keeps at least one sample to train on, and tests on its own held-out ones where it had test samples. These have
-    their true labels. Raises `InvalidValue` unless 0 < share < 1, and where every client has a single sample.
+    Each client keeps at least one sample to train on, and tests on its own held-out ones where it
+    had test samples. These have their true labels. Raises `InvalidValue` unless 0 < share < 1, and
+    where every client has a single sample.
     """
-    training, validation = split_train_test(task.partition, stream_seed(seed, "validation split"), share)
+    training, validation = split_train_test(
+        task.partition, stream_seed(seed, "validation split"), share
+    )
     if not len(validation.indices):
-        raise InvalidValue("no client has two training samples, so none can be held out for validation")
+        raise InvalidValue(
+            "no client has two training samples, so none can be held out for validation"
+        )
     index = torch.from_numpy(np.sort(validation.indices)).to(task.train.labels.device)
     local_test = None if task.local_test is None else validation
     train = task.train

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fedloom.config.expression import show
-from fedloom.config.fields import BelowOne, Count, ImportPath, NonNegative, Positive, Share, require_fields
+from fedloom.config.fields import (
+    BelowOne,
+    Count,
+    ImportPath,
+    NonNegative,
+    Positive,
+    Share,
+    require_fields,
+)
 from fedloom.config.plugins import found_at
 from fedloom.config.rates import CONSTANT, build_rate_schedule, rate_factor
 from fedloom.errors import FedloomError, InvalidValue, quoted, suggestion
@@ -20,15 +28,21 @@ from fedloom.round import Round
 Optimizer = Literal[
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
 ]  # fmt: skip
-"""Optimizers that treat every number alike, so that one flat tensor gives what separate tensors would."""
+"""Optimizers that treat every number alike, so that one flat tensor gives what separate tensors
+would.
+"""
 
 _BY_NAME = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
-_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {n: _BY_NAME[n] for n in get_args(Optimizer)}
+_TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    n: _BY_NAME[n] for n in get_args(Optimizer)
+}
 
 _NOT_OPTIONS = (
     "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
 )  # fmt: skip
-"""Arguments of torch's optimizers that are settings of their own here, or say how to compute and not what."""
+"""Arguments of torch's optimizers that are settings of their own here, or say how to compute and
+not what.
+"""
 
 
 class PassOptions(TypedDict, total=False):
@@ -42,10 +56,12 @@ class PassOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Passes:
-    """The length of a local training: `steps` steps, or else `epochs` passes over the client's samples, in batches.
+    """The length of a local training: `steps` steps, or else `epochs` passes over the client's
+    samples, in batches.
 
-    A client with fewer samples than one batch keeps its only batch even with `drop_last`, so that it trains at all. Batches
-    smaller than `smallest` are skipped, since batch norm cannot normalise a single sample.
+    A client with fewer samples than one batch keeps its only batch even with `drop_last`, so that
+    it trains at all. Batches smaller than `smallest` are skipped, since batch norm cannot normalise
+    a single sample.
     """
 
     epochs: int = 1
@@ -58,20 +74,30 @@ class Passes:
         for name, least in (("epochs", 0), ("steps", 0), ("batch_size", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise InvalidValue(f"{name} of local training must be at least {least}, not {value}")
+                raise InvalidValue(
+                    f"{name} of local training must be at least {least}, not {value}"
+                )
 
     def count(self, samples: Tensor) -> Tensor:
-        """Return the steps `[k]` of clients with so many `samples [k]`. Of a mean, which may be a fraction, the last batch counts
-        if it has any part of a sample."""
+        """Return the steps `[k]` of clients with so many `samples [k]`. Of a mean, which may be a
+        fraction, the last batch counts if it has any part of a sample.
+        """
         size = samples if self.batch_size is None else samples.clamp(max=self.batch_size)
         full = (samples / size.clamp_min(1)).floor()
         short = (samples - full * size > self.smallest - 1) & (not self.drop_last)
-        steps = self.epochs * (full + short) if self.steps is None else torch.full_like(full, self.steps)
+        steps = (
+            self.epochs * (full + short)
+            if self.steps is None
+            else torch.full_like(full, self.steps)
+        )
         return torch.where(size < self.smallest, 0, steps)
 
-    def orders(self, samples: int, generator: torch.Generator | None) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield for each epoch the order of the samples, shuffled anew by `generator` (None: as they lie), and the sizes of its
-        batches."""
+    def orders(
+        self, samples: int, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield for each epoch the order of the samples, shuffled anew by `generator` (None: as
+        they lie), and the sizes of its batches.
+        """
         size = samples if self.batch_size is None else min(self.batch_size, samples)
         if samples < max(self.smallest, 1):
             return
@@ -82,7 +108,11 @@ class Passes:
         sizes = [size for size in sizes if size >= self.smallest]
         remaining = self.epochs * len(sizes) if self.steps is None else self.steps
         while remaining > 0 and sizes:
-            order = torch.arange(samples) if generator is None else torch.randperm(samples, generator=generator)
+            order = (
+                torch.arange(samples)
+                if generator is None
+                else torch.randperm(samples, generator=generator)
+            )
             batches = sizes[:remaining]
             yield order[: sum(batches)], batches
             remaining -= len(batches)
@@ -92,18 +122,19 @@ class Passes:
 class Training:
     """Settings of local training (FedAvg, algorithm 1).
 
-    Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay * w`; v = momentum * v + g;
-    w = w - rate * v. Clipping comes before weight decay, as in PyTorch and the reference codes. The rate of a step is
-    `learning_rate * decay**(round - 1)` times the factors of `schedule` and `local_schedule`. The optimizer starts fresh in each
-    round, so no momentum survives one.
+    Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay
+    * w`; v = momentum * v + g; w = w - rate * v. Clipping comes before weight decay, as in PyTorch
+    and the reference codes. The rate of a step is `learning_rate * decay**(round - 1)` times the
+    factors of `schedule` and `local_schedule`. The optimizer starts fresh in each round, so no
+    momentum survives one.
 
     Args:
         learning_rate: Above 0.
         momentum: At least 0, below 1.
         weight_decay: At least 0.
         decay: Factor of the learning rate per round, in (0, 1].
-        schedule: Learning rate over the rounds: a schedule of `config.rates`, such as `warmup(5, then=cosine)`, or
-            `module:function`.
+        schedule: Learning rate over the rounds: a schedule of `config.rates`, such as `warmup(5,
+            then=cosine)`, or `module:function`.
         local_schedule: Learning rate over a client's steps within a round, likewise.
         epochs: Passes over a client's samples per round.
         steps: Local steps per round, instead of epochs.
@@ -112,7 +143,8 @@ class Training:
         clip: Largest norm of the gradient.
         optimizer: A name of `Optimizer`, or `module:Class`.
         optimizer_options: Further arguments of the optimizer.
-        augmentation: `flip_crop` for a flip and a random crop with padding 4, with probability 0.5 each.
+        augmentation: `flip_crop` for a flip and a random crop with padding 4, with probability 0.5
+            each.
         autocast: Type that the forward pass and the loss compute in; weights keep theirs.
 
     Raises:
@@ -146,14 +178,18 @@ class Training:
             self._require_optimizer()
 
     def _require_optimizer(self) -> None:
-        """Raise `InvalidValue` unless the optimizer takes these settings, and each of them has an effect."""
+        """Raise `InvalidValue` unless the optimizer takes these settings, and each of them has an
+        effect.
+        """
         parameters = self._parameters()
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) and name not in parameters:
                 raise InvalidValue(f"{self.optimizer} has no {name}: leave it at 0")
         reserved = ("params", "lr") if self.own_optimizer else _NOT_OPTIONS
         allowed = [name for name in parameters if name not in reserved]
-        anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        anything = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
         for name, value in self.optimizer_options.items():
             if name not in allowed and not anything:
                 reason = f"has no option {quoted(name)}{suggestion(name, allowed)} (it has: {', '.join(allowed)})"
@@ -161,7 +197,9 @@ class Training:
             flag = name in allowed and isinstance(parameters[name].default, bool)
             if flag != isinstance(value, bool) or value in (math.inf, -math.inf):
                 kind = "true or false" if flag else "finite and neither true nor false"
-                raise InvalidValue(f"optimizer_options: {name} must be {kind}, not {quoted(value, show)}")
+                raise InvalidValue(
+                    f"optimizer_options: {name} must be {kind}, not {quoted(value, show)}"
+                )
         try:
             weight = nn.Parameter(torch.ones(2, 2))
             optimizer = self.torch_optimizer([weight], self.learning_rate)
@@ -169,12 +207,19 @@ class Training:
             optimizer.step()
         except Exception as error:
             options = quoted(self.optimizer_options, show)
-            raise InvalidValue(f"optimizer_options: {self.optimizer} refuses {options}: {error}") from None
+            raise InvalidValue(
+                f"optimizer_options: {self.optimizer} refuses {options}: {error}"
+            ) from None
 
     def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:
-        """Return an optimizer of these settings. A class of the user's keeps its defaults of momentum and weight decay if these
-        are 0 here."""
-        settings = {name: getattr(self, name) for name in ("momentum", "weight_decay") if name in self._parameters()}
+        """Return an optimizer of these settings. A class of the user's keeps its defaults of
+        momentum and weight decay if these are 0 here.
+        """
+        settings = {
+            name: getattr(self, name)
+            for name in ("momentum", "weight_decay")
+            if name in self._parameters()
+        }
         if self.own_optimizer:
             settings = {name: value for name, value in settings.items() if value}
         return self._optimizer_class()(parameters, lr=rate, **settings, **self.optimizer_options)
@@ -189,7 +234,9 @@ class Training:
             return _TORCH_OPTIMIZERS[self.optimizer]
         kind = found_at(self.optimizer, "optimizer", "a name or 'module:Class'")
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise InvalidValue(f"optimizer {quoted(self.optimizer)} must be a subclass of torch.optim.Optimizer")
+            raise InvalidValue(
+                f"optimizer {quoted(self.optimizer)} must be a subclass of torch.optim.Optimizer"
+            )
         return kind
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -201,9 +248,13 @@ class Training:
         return None if self.autocast == "none" else torch.bfloat16
 
     def passes(self, *, smallest: int = 1, **options: Unpack[PassOptions]) -> Passes:
-        """Return the length of a local training, with a method's values in place of the settings; `epochs` replaces `steps`."""
+        """Return the length of a local training, with a method's values in place of the settings;
+        `epochs` replaces `steps`.
+        """
         length = Passes(self.epochs, self.steps, self.batch_size, self.drop_last, smallest)
-        chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        chosen: dict[str, Any] = {
+            name: value for name, value in options.items() if value is not None
+        }
         if "epochs" in chosen:
             chosen.setdefault("steps", None)
         return replace(length, **chosen) if chosen else length
@@ -218,16 +269,25 @@ class Training:
         return self.epochs * samples if self.steps is None else self.steps * size
 
     def rate(self, number: int, rounds: int) -> float:
-        """Return the learning rate of round `number` (from 1). Raises `InvalidValue` if the schedule gives none."""
+        """Return the learning rate of round `number` (from 1). Raises `InvalidValue` if the
+        schedule gives none.
+        """
         factor = rate_factor(self.schedule, min(number, rounds) - 1, rounds)
         return self.learning_rate * self.decay ** (number - 1) * factor
 
     def same_rates(self, rounds: int, total: int) -> bool:
-        """Return True if runs of `rounds` and of `total` rounds have the same learning rates as far as both go."""
+        """Return True if runs of `rounds` and of `total` rounds have the same learning rates as far
+        as both go.
+        """
         numbers = range(1, min(rounds, total) + 1)
-        return self.schedule == CONSTANT or all(self.rate(k, rounds) == self.rate(k, total) for k in numbers)
+        return self.schedule == CONSTANT or all(
+            self.rate(k, rounds) == self.rate(k, total) for k in numbers
+        )
 
     def round_at(self, round: Round, number: int) -> Round:
         """Return round `number` of the same run, before its selection."""
-        rate, previous = self.rate(number, round.rounds), self.rate(max(1, number - 1), round.rounds)
+        rate, previous = (
+            self.rate(number, round.rounds),
+            self.rate(max(1, number - 1), round.rounds),
+        )
         return replace(round.at(number), learning_rate=rate, rate_change=rate / previous)

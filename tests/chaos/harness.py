@@ -1,6 +1,8 @@
-"""Runs the trials for some minutes and prints what came of them, one table: python tests/chaos/harness.py --minutes 60
+"""Runs the trials for some minutes and prints what came of them, one table: python
+tests/chaos/harness.py --minutes 60
 
-`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` at length. The same seed draws alike.
+`make test` runs it for some seconds (test_chaos.py), `make chaos MINUTES=60` at length. The same
+seed draws alike.
 """
 
 from __future__ import annotations
@@ -50,7 +52,13 @@ def run(seconds: float, seed: int, names: list[str] | None = None) -> dict[str, 
         end = time.monotonic() + seconds
         while time.monotonic() < end or any(tally.tried == 0 for tally in tallies.values()):
             # Each once, then most time to those that find most.
-            name = min(spent, key=lambda name: (tallies[name].tried > 0, spent[name] / (1 + len(tallies[name].wrong))))
+            name = min(
+                spent,
+                key=lambda name: (
+                    tallies[name].tried > 0,
+                    spent[name] / (1 + len(tallies[name].wrong)),
+                ),
+            )
             began = time.monotonic()
             try:
                 tallies[name].ends[trials[name].once(draws[name])] += 1
@@ -79,7 +87,11 @@ def leaked(tally: Tally) -> str:
         return ""
     gc.collect()
     current, tally.descriptors = descriptors(), []
-    return f"descriptors: {begin} at first, {current} after {count} repetitions" if current > begin + allowed else ""
+    return (
+        f"descriptors: {begin} at first, {current} after {count} repetitions"
+        if current > begin + allowed
+        else ""
+    )
 
 
 def descriptors() -> int:
@@ -91,12 +103,16 @@ def table(tallies: dict[str, Tally]) -> str:
     lines = ["| trial | tried | wrong | longest, s | how it went |", "|---|---|---|---|---|"]
     for name, tally in tallies.items():
         ends = ", ".join(f"{count} {end}" for end, count in tally.ends.most_common())
-        lines.append(f"| {name} | {tally.tried} | {len(tally.wrong)} | {tally.longest:.1f} | {ends} |")
+        lines.append(
+            f"| {name} | {tally.tried} | {len(tally.wrong)} | {tally.longest:.1f} | {ends} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("trials", nargs="*", help=f"all by default: {', '.join(TRIALS)}")
@@ -107,7 +123,10 @@ def main() -> None:
     print(table(tallies))
     print(
         "held before and after: "
-        + ", ".join(f"{name} {resources_before[name]} and {resources_after[name]}" for name in resources_before)
+        + ", ".join(
+            f"{name} {resources_before[name]} and {resources_after[name]}"
+            for name in resources_before
+        )
     )
     wrong = [f"{name}: {text}" for name, tally in tallies.items() for text in tally.wrong]
     print("\n".join(wrong))

@@ -1,4 +1,6 @@
-"""Malicious sites, which change their answers. To try another one, write a class with a `tamper` here and add it to `SITES`."""
+"""Malicious sites, which change their answers. To try another one, write a class with a `tamper`
+here and add it to `SITES`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from flower_support import with_array, with_words, words_of
 
 
 class Site:
-    """A site that changes its answers; `refused`: whether the server must refuse those to training, and not just bound them."""
+    """A site that changes its answers; `refused`: whether the server must refuse those to training,
+    and not just bound them.
+    """
 
     refused = True
     only_training = True
@@ -31,27 +35,35 @@ class Site:
     def floats(self, reply: Message) -> tuple[str, np.ndarray]:
         """One of the arrays of floats of a reply: the model, or a part of one that is coded."""
         arrays = {name: tensor.numpy() for name, tensor in tensors_of(reply).items()}
-        name = self.draw.choice(sorted(name for name, array in arrays.items() if array.dtype.kind == "f"))
+        name = self.draw.choice(
+            sorted(name for name, array in arrays.items() if array.dtype.kind == "f")
+        )
         return name, arrays[name]
 
 
 class WrongShape(Site):
     def tamper(self, reply: Message) -> Message:
         name, values = self.floats(reply)
-        return with_array(name, np.zeros((*values.shape, self.draw.randrange(2, 9)), np.float32))(reply)
+        return with_array(name, np.zeros((*values.shape, self.draw.randrange(2, 9)), np.float32))(
+            reply
+        )
 
 
 class WrongType(Site):
     def tamper(self, reply: Message) -> Message:
         name, values = self.floats(reply)
-        return with_array(name, values.astype(self.draw.choice((np.int64, np.float16, np.complex64))))(reply)
+        return with_array(
+            name, values.astype(self.draw.choice((np.int64, np.float16, np.complex64)))
+        )(reply)
 
 
 class NotFinite(Site):
     def tamper(self, reply: Message) -> Message:
         name, values = self.floats(reply)
         values = values.copy()
-        values.reshape(-1)[self.draw.randrange(values.size)] = self.draw.choice((np.nan, np.inf, -np.inf))
+        values.reshape(-1)[self.draw.randrange(values.size)] = self.draw.choice(
+            (np.nan, np.inf, -np.inf)
+        )
         return with_array(name, values)(reply)
 
 
@@ -71,12 +83,16 @@ class OwnFigures(Site):
 
 class NoWords(Site):
     def tamper(self, reply: Message) -> Message:
-        return with_words(self.draw.choice(("", "[", "[" * 10**5, "9" * 10**4, "null", '{"a": 1e999}')))(reply)
+        return with_words(
+            self.draw.choice(("", "[", "[" * 10**5, "9" * 10**4, "null", '{"a": 1e999}'))
+        )(reply)
 
 
 class Garbage(Site):
     def tamper(self, reply: Message) -> Message:
-        reply.content[RECORD] = ConfigRecord({"protocol": self.draw.randbytes(20), "words": self.draw.randbytes(300)})
+        reply.content[RECORD] = ConfigRecord(
+            {"protocol": self.draw.randbytes(20), "words": self.draw.randbytes(300)}
+        )
         return reply
 
 
@@ -102,14 +118,16 @@ class Counters(Site):
 
     def tamper(self, reply: Message) -> Message:
         counters = tensors_of(reply)[INTEGERS].numpy()
-        return with_array(INTEGERS, np.full_like(counters, self.draw.choice((2**63 - 1, 10**9, 0, -1, -(2**63)))))(
-            reply
-        )
+        return with_array(
+            INTEGERS, np.full_like(counters, self.draw.choice((2**63 - 1, 10**9, 0, -1, -(2**63))))
+        )(reply)
 
 
 class Mutated(Site):
-    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the type, shape or length of an array. The
-    numbers themselves stay, since nobody can tell a changed one from an honest one."""
+    """Answers, to whatever it is asked, with a few bytes changed in its words, or in the type,
+    shape or length of an array. The numbers themselves stay, since nobody can tell a changed one
+    from an honest one.
+    """
 
     refused = False
     only_training = False
@@ -119,12 +137,20 @@ class Mutated(Site):
             return reply
         arrays = reply.content.array_records.get(ARRAYS)
         if not arrays or self.draw.random() < 0.5:
-            words = mutated(json.dumps(words_of(reply)).encode(), self.draw).decode(errors="replace")
+            words = mutated(json.dumps(words_of(reply)).encode(), self.draw).decode(
+                errors="replace"
+            )
             return with_words(words, self.draw.choice((PROTOCOL, PROTOCOL, PROTOCOL + 1)))(reply)
         name = self.draw.choice(sorted(arrays))
         array, kind = arrays[name], self.draw.randrange(3)
-        dtype = mutated(array.dtype.encode(), self.draw).decode(errors="replace") if kind == 0 else array.dtype
-        shape = (*array.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else array.shape
+        dtype = (
+            mutated(array.dtype.encode(), self.draw).decode(errors="replace")
+            if kind == 0
+            else array.dtype
+        )
+        shape = (
+            (*array.shape, self.draw.choice((0, -1, (1 << 31) - 1))) if kind == 1 else array.shape
+        )
         data = array.data[: self.draw.randrange(len(array.data))] if kind == 2 else array.data
         arrays[name] = Array(dtype, shape, array.stype, data)
         return reply

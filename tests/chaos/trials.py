@@ -1,8 +1,9 @@
-"""What the harness does to runs, files, inputs and federations, one thing at a time, and what must hold then.
+"""What the harness does to runs, files, inputs and federations, one thing at a time, and what must
+hold then.
 
-A trial is made once and then repeated; `once` does one thing drawn from `draw`, and returns in a word how it went. It raises
-`Wrong` when something came out that should not have. A new trial joins by being listed in `TRIALS`, a new malicious site in
-`sites.SITES`.
+A trial is made once and then repeated; `once` does one thing drawn from `draw`, and returns in a
+word how it went. It raises `Wrong` when something came out that should not have. A new trial joins
+by being listed in `TRIALS`, a new malicious site in `sites.SITES`.
 """
 
 from __future__ import annotations
@@ -102,13 +103,23 @@ speed = "stragglers(100, 10)"
 deadline = 12
 """
 OPTIONS = ('record=["similarity"]',)
-KEPT = ("metrics.jsonl", "clients.jsonl", "model.safetensors", "split.npz", "configuration.json", "task.json")
-METHODS = sorted({*EVERY_METHOD} - {"fedbn"})  # which wants batch norm; silobn is much the same without
+KEPT = (
+    "metrics.jsonl",
+    "clients.jsonl",
+    "model.safetensors",
+    "split.npz",
+    "configuration.json",
+    "task.json",
+)
+# which wants batch norm; silobn is much the same without
+METHODS = sorted({*EVERY_METHOD} - {"fedbn"})
 ENGINES = ("rows", "stacked")
 
 
 def job(method: str, engine: str) -> str:
-    """The job in which rows wait for all clients, and stacks, or asynchronous methods, go by a clock."""
+    """The job in which rows wait for all clients, and stacks, or asynchronous methods, go by a
+    clock.
+    """
     clock = CLOCK if engine == "stacked" or next(pipelines(build(method))).waits else ""
     participation = 1.0 if method in EVERYBODY else 0.5
     return JOB.format(method=method, engine=engine, participation=participation) + clock
@@ -142,11 +153,15 @@ class Runs(Trial):
             if (code := server.run("run", "job.toml", "--quiet", *self.options))[0] != 0:
                 raise Wrong(f"{method} on {engine} fails undisturbed: {code[1]}")
             path = place_of(server)
-            self.undisturbed[method, engine] = {name: content_of(path / name) for name in self.files}
+            self.undisturbed[method, engine] = {
+                name: content_of(path / name) for name in self.files
+            }
             shutil.rmtree(server.folder)
         return self.undisturbed[method, engine]
 
-    def require_same(self, server: Server, expected: dict[str, bytes], trial: str, folder: Path | None = None) -> None:
+    def require_same(
+        self, server: Server, expected: dict[str, bytes], trial: str, folder: Path | None = None
+    ) -> None:
         for name, content in expected.items():
             if content_of((folder or place_of(server)) / name) != content:
                 raise Wrong(f"{trial}: {name} differs from that of a run that was not disturbed")
@@ -160,7 +175,9 @@ def content_of(path: Path) -> bytes:
         return path.read_bytes()
     figures = json.loads(path.read_bytes())
     files = {name: digest for name, digest in figures["files"].items() if name != "timings.jsonl"}
-    figures = {name: value for name, value in figures.items() if name not in ("seconds", "digest", "files")}
+    figures = {
+        name: value for name, value in figures.items() if name not in ("seconds", "digest", "files")
+    }
     return json.dumps([figures, files]).encode()
 
 
@@ -171,8 +188,9 @@ def place_of(server: Server) -> Path:
 
 
 class Cuts(Runs):
-    """A run that is cut in the middle of a write and started again: each write of its first, a middle and its last round in
-    turn."""
+    """A run that is cut in the middle of a write and started again: each write of its first, a
+    middle and its last round in turn.
+    """
 
     methods = ("fedavg", "scaffold", "fedmr", "ditto")
     files = (*KEPT, "result.json", "recorded.jsonl")
@@ -209,7 +227,9 @@ class Cuts(Runs):
 
 
 class Kills(Runs):
-    """A run of any method, killed at random moments or in the middle of writes, and started again each time."""
+    """A run of any method, killed at random moments or in the middle of writes, and started again
+    each time.
+    """
 
     files = (*KEPT, "result.json")
 
@@ -236,8 +256,9 @@ class Kills(Runs):
 
 
 class Workers(Runs):
-    """A run, or a comparison, with two workers: it or one of them is killed, no worker outlives it, and it goes on to the bytes
-    of the rows engine."""
+    """A run, or a comparison, with two workers: it or one of them is killed, no worker outlives it,
+    and it goes on to the bytes of the rows engine.
+    """
 
     ways: tuple[tuple[str, ...], ...] = (
         ("run", "engine=processes(workers=2)"), ("compare", "engine=rows", "workers=2"),
@@ -256,7 +277,9 @@ class Workers(Runs):
     def once(self, draw: random.Random) -> str:
         (kind, *options), methods = draw.choice(self.ways), draw.sample(WORKERS_METHODS, 2)
         methods = methods if kind == "compare" else methods[:1]
-        options.append(f"algorithms={json.dumps(methods)}" if kind == "compare" else f"algorithm={methods[0]}")
+        options.append(
+            f"algorithms={json.dumps(methods)}" if kind == "compare" else f"algorithm={methods[0]}"
+        )
         expected = {folder_name(method): self.expected(method, "rows") for method in methods}
         server, command_line = self.server(methods[0], "rows"), f"{kind} {' '.join(options)}"
         command = server.start(kind, "job.toml", "--quiet", *options)
@@ -277,8 +300,12 @@ class Workers(Runs):
         if code != 0:
             raise Wrong(f"{command_line} does not go on after a kill: {output}")
         for name, contents in expected.items():
-            compared = {file: content for file, content in contents.items() if file != "configuration.json"}
-            self.require_same(server, compared, command_line, server.folder / "runs/job" / name / "seed-0")
+            compared = {
+                file: content for file, content in contents.items() if file != "configuration.json"
+            }
+            self.require_same(
+                server, compared, command_line, server.folder / "runs/job" / name / "seed-0"
+            )
         shutil.rmtree(server.folder)
         return f"{kind}, {victim} killed"
 
@@ -293,8 +320,12 @@ class Actors(Workers):
     victims = ("it", "a worker", "its node")
 
     def workers(self, parent: int) -> list[int]:
-        """Ray's own agents, which run no code of ours, may need a minute to notice that their cluster is gone."""
-        return _running(parent, lambda command: command.startswith("ray::") and "Agent" not in command)
+        """Ray's own agents, which run no code of ours, may need a minute to notice that their
+        cluster is gone.
+        """
+        return _running(
+            parent, lambda command: command.startswith("ray::") and "Agent" not in command
+        )
 
     def processes(self, victim: str, command: Command, workers: list[int]) -> list[int]:
         if victim == "its node":
@@ -314,17 +345,26 @@ def _running(parent: int, matches: Callable[[str], bool]) -> list[int]:
 
 def written(server: Server) -> int:
     """Rounds that have figures, in all runs together."""
-    return sum(path.read_bytes().count(b"\n") for path in server.folder.glob("runs/job/*/seed-0/metrics.jsonl"))
+    return sum(
+        path.read_bytes().count(b"\n")
+        for path in server.folder.glob("runs/job/*/seed-0/metrics.jsonl")
+    )
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "model.safetensors": lambda path: {name: tensor.tolist() for name, tensor in read_tensors(path)[0].items()},
-    "split.npz": lambda path: [row.tolist() for row in (Partition.load(path).indices, Partition.load(path).offsets)],
+    "model.safetensors": lambda path: {
+        name: tensor.tolist() for name, tensor in read_tensors(path)[0].items()
+    },
+    "split.npz": lambda path: [
+        row.tolist() for row in (Partition.load(path).indices, Partition.load(path).offsets)
+    ],
 }
 
 
 class Damages(Runs):
-    """A run that was stopped half-way, with one file damaged: it comes to the same end, or is refused in one line."""
+    """A run that was stopped half-way, with one file damaged: it comes to the same end, or is
+    refused in one line.
+    """
 
     methods = ("fedavg", "scaffold", "ditto", "stages(fedavg:4, fedmr)")
     turns = 12  # damages to copies of each stopped run
@@ -339,10 +379,18 @@ class Damages(Runs):
             # The last of these come after its end.
             self.stopped.run("run", "job.toml", "--quiet", die_at=draw.randint(12, 60))
         self.damaged += 1
-        method, expected, server = self.method, self.expected(self.method, "rows"), self.server(self.method, "rows")
+        method, expected, server = (
+            self.method,
+            self.expected(self.method, "rows"),
+            self.server(self.method, "rows"),
+        )
         shutil.copytree(self.stopped.folder, server.folder, dirs_exist_ok=True)
         path = draw.choice(
-            sorted(path for path in place_of(server).rglob("*") if path.stat().st_size and path.is_file())
+            sorted(
+                path
+                for path in place_of(server).rglob("*")
+                if path.stat().st_size and path.is_file()
+            )
         )
         ((damage, content),) = damages_of(path.read_bytes(), draw)
         path.write_bytes(content)
@@ -351,7 +399,8 @@ class Damages(Runs):
         if "Traceback" in output or "FEDLOOM_TRACEBACK" in output:
             raise Wrong(f"{damage}: {output}")
         if code == 0:
-            if path.name in READERS and path.read_bytes() == content:  # a finished run, which does not read it
+            # a finished run, which does not read it
+            if path.name in READERS and path.read_bytes() == content:
                 parsed = None
                 with suppress(FedloomError):
                     parsed = READERS[path.name](path)
@@ -360,7 +409,9 @@ class Damages(Runs):
                     raise Wrong(f"{damage}: it is read as something else")
             self.require_same(server, expected, damage)
             outcome = (
-                "noticed" if "damaged" in output or "going on" in output or "starting again" in output else "mended"
+                "noticed"
+                if "damaged" in output or "going on" in output or "starting again" in output
+                else "mended"
             )
         elif code == 2 and "seed-0" in output and len(output.splitlines()) == 1:
             outcome = "refused"
@@ -371,7 +422,9 @@ class Damages(Runs):
 
 
 class Resumptions(Trial):
-    """The same of federations of a few weights in this process, ten for the price of one; memory and pools lie in files."""
+    """The same of federations of a few weights in this process, ten for the price of one; memory
+    and pools lie in files.
+    """
 
     methods: ClassVar[Mapping[str, Callable[[], Algorithm]]] = {
         "memory": KeepsClientMemory,
@@ -380,7 +433,13 @@ class Resumptions(Trial):
         "replies under way": partial(build, "fedbuff(fedavg, k=2)"),
     }
     schedule = Schedule(
-        rounds=6, participation=0.5, seed=3, evaluate_every=1, checkpoint_every=2, personal_every=3, pool_budget=0
+        rounds=6,
+        participation=0.5,
+        seed=3,
+        evaluate_every=1,
+        checkpoint_every=2,
+        personal_every=3,
+        pool_budget=0,
     )
 
     def __init__(self, folder: Path) -> None:
@@ -397,7 +456,14 @@ class Resumptions(Trial):
 
     def federation(self, name: str, folder: Path) -> Federation:
         task = small_task()
-        return Federation(self.methods[name](), task, RowsEngine(task, memory_budget=0), self.schedule, folder, "one")
+        return Federation(
+            self.methods[name](),
+            task,
+            RowsEngine(task, memory_budget=0),
+            self.schedule,
+            folder,
+            "one",
+        )
 
     def end(self, federation: Federation, folder: Path) -> list[object]:
         figures = [(folder / name).read_bytes() for name in ("metrics.jsonl", "clients.jsonl")]
@@ -406,7 +472,9 @@ class Resumptions(Trial):
     def once(self, draw: random.Random) -> str:
         name, folder = draw.choice(list(self.methods)), self.folder / "damaged"
         shutil.copytree(self.folder / f"{name} {draw.randint(1, self.schedule.rounds)}", folder)
-        path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+        path = draw.choice(
+            sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+        )
         ((damage, content),) = damages_of(path.read_bytes(), draw)
         path.write_bytes(content)
         damage = f"{name}, {path.name}: {damage}"
@@ -416,7 +484,9 @@ class Resumptions(Trial):
             federation.run()
             outcome = "noticed" if noticed else "mended"
             if self.end(federation, folder) != self.ends[name]:
-                raise Wrong(f"{damage}: another end than that of a run that was not disturbed, {outcome}")
+                raise Wrong(
+                    f"{damage}: another end than that of a run that was not disturbed, {outcome}"
+                )
         except FedloomError as error:
             outcome = "refused"
             if "\n" in str(error) or path.name not in str(error):
@@ -427,22 +497,33 @@ class Resumptions(Trial):
 
 
 class SuperNodes(Trial):
-    """Federations over three real SuperNodes. One is killed, or its worker, or the server app, or the SuperLink with it: they
-    go on, or go on when started again, to the bits of a simulation in which the same sites were absent."""
+    """Federations over three real SuperNodes. One is killed, or its worker, or the server app, or
+    the SuperLink with it: they go on, or go on when started again, to the bits of a simulation in
+    which the same sites were absent.
+    """
 
     victims = ("a SuperNode", "a worker", "the server app", "the SuperLink")
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.numbers, self.stack = count(), ExitStack()
-        self.deployment = self.stack.enter_context(deployed(folder, 3, partial(owner_settings, folder)))
+        self.deployment = self.stack.enter_context(
+            deployed(folder, 3, partial(owner_settings, folder))
+        )
 
     def close(self) -> None:
         self.stack.close()
 
     def once(self, draw: random.Random) -> str:
-        method, victim, site = draw.choice(WORKERS_METHODS), draw.choice(self.victims), draw.randrange(3)
-        deployment, trial = self.deployment, SiteTrial(self.deployment, f"trial{next(self.numbers)}", method, rounds=3)
+        method, victim, site = (
+            draw.choice(WORKERS_METHODS),
+            draw.choice(self.victims),
+            draw.randrange(3),
+        )
+        deployment, trial = (
+            self.deployment,
+            SiteTrial(self.deployment, f"trial{next(self.numbers)}", method, rounds=3),
+        )
         run = trial.start()
         trial.wait_for_round(draw.randint(0, 2))
         time.sleep(draw.random() * 5)
@@ -455,7 +536,9 @@ class SuperNodes(Trial):
             deployment.wait_for_sites(3)
         else:
             app = victim == "the server app"
-            for process in deployment.running("server", b"flwr-serverapp") if app else deployment.workers(site):
+            for process in (
+                deployment.running("server", b"flwr-serverapp") if app else deployment.workers(site)
+            ):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
         trial.wait(trial.start() if victim in ("the server app", "the SuperLink") else run)
@@ -477,7 +560,9 @@ def damages_of(content: bytes, draw: random.Random) -> list[tuple[str, bytes]]:
 
 
 class Inputs(Trial):
-    """Configurations, expressions, files and messages of an exchange, mutated: read, or refused in one line and in time."""
+    """Configurations, expressions, files and messages of an exchange, mutated: read, or refused in
+    one line and in time.
+    """
 
     expressions = (
         *EVERY_METHOD,
@@ -540,7 +625,9 @@ class Inputs(Trial):
 
 
 class Files(Trial):
-    """A data set in any format of which one file is damaged: read, or refused in one line and in time."""
+    """A data set in any format of which one file is damaged: read, or refused in one line and in
+    time.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -557,14 +644,20 @@ class Files(Trial):
         name = draw.choice(list(self.sets.expressions))
         file = draw.choice(self.sets.files(name))
         odd: tuple[Callable[[Path], object], ...] = (Path.mkdir, os.mkfifo)
-        content = changed(self.sets.content(name, file), draw) if draw.random() < 0.95 else draw.choice(odd)
+        content = (
+            changed(self.sets.content(name, file), draw)
+            if draw.random() < 0.95
+            else draw.choice(odd)
+        )
         end = bounded(f"{name}, {file.name}", lambda: self.sets.build(name, file, content))
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         return f"{name} {end}"
 
 
 def bounded(kind: str, read: Callable[[], object]) -> str:
-    """Read an input: it is read, or refused in one short line, in time and in little memory. Raises `Wrong`."""
+    """Read an input: it is read, or refused in one short line, in time and in little memory. Raises
+    `Wrong`.
+    """
     began, peak_before = time.monotonic(), peak()
     end = "read"
     try:
@@ -593,8 +686,9 @@ def peak() -> int:
 
 
 class Strangers(Trial):
-    """One or two of the sites of a federation answer what they like: they are refused by name, or bounded, and the rounds go
-    on."""
+    """One or two of the sites of a federation answer what they like: they are refused by name, or
+    bounded, and the rounds go on.
+    """
 
     methods = (
         "fedavg",
@@ -631,7 +725,9 @@ class Strangers(Trial):
         if not torch.isfinite(federation.model()).all():
             raise Wrong(f"{kind.__name__}, {method}: the model is not finite")
         if not (0 <= int(federation.integers.min()) <= int(federation.integers.max()) < 1000):
-            raise Wrong(f"{kind.__name__}, {method}: integer buffers became {federation.integers.tolist()}")
+            raise Wrong(
+                f"{kind.__name__}, {method}: integer buffers became {federation.integers.tolist()}"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         return f"{kind.__name__} {'refused' if site.refused else 'bounded'}"
 
@@ -640,18 +736,26 @@ class Strangers(Trial):
 
 
 def resources(process: int) -> dict[str, int]:
-    """Return the resources that must not grow: descriptors, threads and MiB of a process, and files in shared memory."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    """Return the resources that must not grow: descriptors, threads and MiB of a process, and files
+    in shared memory.
+    """
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines()
+    )
     return {
         "descriptors": len(os.listdir(f"/proc/{process}/fd")),
         "threads": int(status["Threads"]),
-        "files in shared memory": sum(not name.startswith("sem.") for name in os.listdir("/dev/shm")),
+        "files in shared memory": sum(
+            not name.startswith("sem.") for name in os.listdir("/dev/shm")
+        ),
         "MiB": int(status["VmRSS"].split()[0]) >> 10,
     }
 
 
 class Rounds(Trial):
-    """Many small rounds of one federation with a worker process: neither of the two holds more and more."""
+    """Many small rounds of one federation with a worker process: neither of the two holds more and
+    more.
+    """
 
     rounds = 250
     growth: Mapping[str, int] = {"MiB": 24}  # allowed over these rounds
@@ -660,7 +764,9 @@ class Rounds(Trial):
         super().__init__(folder)
         self.engine = ProcessesEngine(small_task(), workers=1)
         schedule = Schedule(rounds=10**9, participation=0.5, seed=3, evaluate_every=50)
-        self.federation = Federation(KeepsClientMemory(), self.engine.task, self.engine, schedule, folder)
+        self.federation = Federation(
+            KeepsClientMemory(), self.engine.task, self.engine, schedule, folder
+        )
         self.step(20)
 
     def step(self, rounds: int) -> None:
@@ -674,10 +780,14 @@ class Rounds(Trial):
         resources_before = [resources(process) for process in processes]
         self.step(self.rounds)
         gc.collect()
-        for start, end in zip(resources_before, [resources(process) for process in processes], strict=True):
+        for start, end in zip(
+            resources_before, [resources(process) for process in processes], strict=True
+        ):
             for name, amount in end.items():
                 if amount > start[name] + self.growth.get(name, 0):
-                    raise Wrong(f"{name}: {start[name]} before {self.rounds} rounds, {amount} after them")
+                    raise Wrong(
+                        f"{name}: {start[name]} before {self.rounds} rounds, {amount} after them"
+                    )
         return f"{self.rounds} rounds"
 
     def close(self) -> None:

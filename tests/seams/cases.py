@@ -45,6 +45,7 @@ PLACES = {
     },
     "training": {
         "ala": "ala({})",
+        "ala_code": "ala_code({})",
         "fedntd": "fedntd({})",
         "fedlc": "fedlc({})",
         "feddecorr": "feddecorr({})",
@@ -190,7 +191,9 @@ def refusal(case: Case) -> str:
 
 @cache
 def pair_refusal(method: str, wrapper: str) -> str:
-    """Return why a wrapper refuses a method with every model and attendance; an empty string if it takes the method."""
+    """Return why a wrapper refuses a method with every model and attendance; an empty string if it
+    takes the method.
+    """
     reasons = []
     for model, attendance in itertools.product(("norm", "plain"), ("all", "poisson")):
         reason = refusal(Case(method, wrapper, attendance, model, COURSES[0]))
@@ -202,7 +205,9 @@ def pair_refusal(method: str, wrapper: str) -> str:
 
 
 def every_case(seed: int, only: str = "") -> Iterator[Case]:
-    """All cases that are not refused, in an order drawn from the seed, of expressions that hold `only`."""
+    """All cases that are not refused, in an order drawn from the seed, of expressions that hold
+    `only`.
+    """
     cases = [Case(*values) for values in itertools.product(*FACTORS.values())]
     cases = [case for case in cases if only in case.expression]
     random.Random(seed).shuffle(cases)
@@ -212,8 +217,10 @@ def every_case(seed: int, only: str = "") -> Iterator[Case]:
 
 
 def covering_cases(method: str, only: str = "") -> list[Case]:
-    """One case of the method with each wrapper that takes it. Who answers, the model and the course go round with the methods and
-    the wrappers; values that the method met with no wrapper are added."""
+    """One case of the method with each wrapper that takes it. Who answers, the model and the course
+    go round with the methods and the wrappers; values that the method met with no wrapper are
+    added.
+    """
     begin, cases = methods().index(method), list[Case]()
     for number, wrapper in enumerate(WRAPPERS, start=begin):
         for turn in range(3):
@@ -235,8 +242,9 @@ def covering_cases(method: str, only: str = "") -> list[Case]:
 
 
 def rare_cases() -> list[Case]:
-    """Cases of the pairs of two factors' values that going round does not meet, and that some federation takes: with them every
-    pair occurs that is not refused everywhere."""
+    """Cases of the pairs of two factors' values that going round does not meet, and that some
+    federation takes: with them every pair occurs that is not refused everywhere.
+    """
     covered = {
         pair for method in methods() for case in covering_cases(method) for pair in pairs_of(case)
     }

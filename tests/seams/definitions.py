@@ -1,8 +1,9 @@
-"""The server half of every algorithm and part once more, in plain loops, from what clients were sent and uploaded.
+"""The server half of every algorithm and part once more, in plain loops, from what clients were
+sent and uploaded.
 
-A definition is given the answers of a round as the harness saw them at the client half. It reads only
-the parameters of the method that it describes. What clients draw and learn is not computed here:
-`naive_methods` and its like do that.
+A definition is given the answers of a round as the harness saw them at the client half. It reads
+only the parameters of the method that it describes. What clients draw and learn is not computed
+here: `naive_methods` and its like do that.
 
 The definitions of an expression form a chain, `Chain`, in the order in which a reply passes the
 components on its way from the wire to the algorithm: codes, noise, attacks, exchanges of layers,
@@ -44,7 +45,9 @@ class Answer:
 
 @dataclass
 class Setting:
-    """The federation as a definition sees it. `speeds` are the clients' samples per second, where a clock runs."""
+    """The federation as a definition sees it. `speeds` are the clients' samples per second, where a
+    clock runs.
+    """
 
     layout: Layout
     module: nn.Module
@@ -79,7 +82,9 @@ CODES, NOISE, ATTACKS, EXCHANGES, ARRIVALS, AROUND, LEAF = range(7)
 
 
 class Definition:
-    """The base: one global model that is sent to all and replaced by the mean of the uploads, weighted by samples."""
+    """The base: one global model that is sent to all and replaced by the mean of the uploads,
+    weighted by samples.
+    """
 
     whole = True  # whole models travel, and with them integer buffers
     place = LEAF
@@ -94,7 +99,9 @@ class Definition:
         """Make what else the server remembers."""
 
     def sends(self, round: Round) -> list[Message]:
-        """The tensors that each selected client is sent, by slot; names that are left out are not checked."""
+        """The tensors that each selected client is sent, by slot; names that are left out are not
+        checked.
+        """
         return [{"model": self.server_model} for _ in round.selected]
 
     def sends_idle(self, round: Round) -> Message:
@@ -336,7 +343,9 @@ class IFCA(Definition):
 
 
 class CFL(Definition):
-    """Before a split, which the harness's few rounds do not reach: every client moves by the mean of those that answered."""
+    """Before a split, which the harness's few rounds do not reach: every client moves by the mean
+    of those that answered.
+    """
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         self.server_model = mean_of([answer.reply["model"] for answer in answers])
@@ -624,7 +633,9 @@ class FedAS(Personal):
 
 
 class FedDBE(Personal):
-    """The first round that anybody answers makes the consensus of the features' means, and no model."""
+    """The first round that anybody answers makes the consensus of the features' means, and no
+    model.
+    """
 
     def begin(self) -> None:
         super().begin()
@@ -707,7 +718,9 @@ class FedProto(Prototypes):
 
 
 class FedPAC(Prototypes, Personal):
-    """The base is averaged; every client that answers gets the best mixture of the heads for its class means."""
+    """The base is averaged; every client that answers gets the best mixture of the heads for its
+    class means.
+    """
 
     def begin(self) -> None:
         Personal.begin(self)
@@ -742,7 +755,9 @@ class FedPAC(Prototypes, Personal):
 
 
 def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: int) -> list[float]:
-    """The a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2: the best over all supports, solved each."""
+    """The a on the simplex that minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2: the best over
+    all supports, solved each.
+    """
     count = len(means)
     gaps = torch.stack([(mean - means[client]).reshape(-1).double() for mean in means])
     quadratic = (
@@ -771,7 +786,9 @@ def best_mixture(means: Sequence[Tensor], variances: Sequence[float], client: in
 
 
 class PFedFDA(Prototypes, Personal):
-    """Base, class means and covariance are averaged by samples; the global model discriminates linearly by them."""
+    """Base, class means and covariance are averaged by samples; the global model discriminates
+    linearly by them.
+    """
 
     def begin(self) -> None:
         Personal.begin(self)
@@ -1184,7 +1201,9 @@ class Coded(Wrapped):
         inner: dict[int, Any],
         refused: Collection[int] = (),
     ) -> str:
-        """The download decodes to what the inner clients had; the upload to their update, up to what coding leaves out."""
+        """The download decodes to what the inner clients had; the upload to their update, up to
+        what coding leaves out.
+        """
         method: Any = self.method
         for client, record in outer.items():
             inbox, sent = record.inbox, inner[client].inbox
@@ -1575,7 +1594,8 @@ KINDS: dict[str, Callable[[Method, Setting], Definition]] = {
     "fedmr_async": PoolUnderWay,
     "fedamp": FedAMP, "apple": Apple, "fedfomo": FedFomo, "fedas": FedAS, "feddbe": FedDBE, "fedproto": FedProto,
     "fedpac": FedPAC, "pfedfda": PFedFDA,
-    "umf": Umf, "ala": Ala, "fedala": Ala, "fedah": Ala, "robust": Robust, "private": Private, "local_private": LocalPrivate,
+    "umf": Umf, "ala": Ala, "ala_code": Ala, "fedala": Ala, "fedala_code": Ala, "fedah": Ala,
+     "robust": Robust, "private": Private, "local_private": LocalPrivate,
     "quantised": Coded, "sparse": Coded, "lowrank": Coded, "stages": Stages, "secure": Secure,
     "fedbuff": Buffered, "fedasync": Buffered, "clustered": Wrapped, "clusamp": Wrapped, "dp_sgd": Wrapped,
     "norm_bound": NormBound, "sign_flip": SignFlip,

@@ -1,4 +1,6 @@
-"""Runs cases and holds each round against the definitions; as a program: python tests/seams/harness.py --minutes 30"""
+"""Runs cases and holds each round against the definitions; as a program: python
+tests/seams/harness.py --minutes 30
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,9 @@ class Deviation(AssertionError):
 
 
 def run_case(case: Case, directory: Path | None = None) -> None:
-    """Run one case round by round; replies that are folded come in blocks of two slots where it runs straight. Raises
-    `Deviation`."""
+    """Run one case round by round; replies that are folded come in blocks of two slots where it
+    runs straight. Raises `Deviation`.
+    """
     slots = {"LEAST_SLOTS": 2, "MOST_SLOTS": 2} if case.course == "straight" else {}
     with mock.patch.multiple("fedloom.records", **slots) if slots else nullcontext():
         _run_case(case, directory)
@@ -234,8 +237,10 @@ def same_counters(
     before: Tensor,
     number: int,
 ) -> None:
-    """Integer buffers become the largest of the answers, grown by no more than four times the lower median; under a robust rule
-    that median, where the answers are enough to outvote a minority. Where clients keep their own, the server's stay."""
+    """Integer buffers become the largest of the answers, grown by no more than four times the lower
+    median; under a robust rule that median, where the answers are enough to outvote a minority.
+    Where clients keep their own, the server's stay.
+    """
     if not run.task.layout.integers or not leaf.whole or "stages" in case.expression or not records:
         return
     counters = torch.stack([record.counters for record in records])
@@ -263,8 +268,10 @@ def same_bytes(
     record: dict[str, Any],
     faulty: dict[int, str],
 ) -> None:
-    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who was reached. Whoever was
-    asked before the selection was sent a model and answered a number; the selected ones are not sent the same once more."""
+    """Bytes up are those of the answers that counted, bytes down those of what was sent to each who
+    was reached. Whoever was asked before the selection was sent a model and answered a number; the
+    selected ones are not sent the same once more.
+    """
     _, selection = recording.selections[record["round"]]
     counters = 8 * run.task.layout.integers if leaf.whole else 0
     answers = [client for client in selection.clients if client not in faulty]

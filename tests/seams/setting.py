@@ -54,7 +54,9 @@ def small_task(
     local_test: float | None = None,
     **training: Any,
 ) -> Task:
-    """Unequal clients with random data; `model` is plain, norm (batch norm), frozen (a bias that does not train) or float32."""
+    """Unequal clients with random data; `model` is plain, norm (batch norm), frozen (a bias that
+    does not train) or float32.
+    """
     generator = torch.Generator().manual_seed(11)
     dtype = torch.float32 if model == "float32" else torch.float64
     inputs = torch.randn(sum(sizes), FEATURES, dtype=dtype, generator=generator)
@@ -121,7 +123,9 @@ class Recording:
     """What the parts that decode downloads were given, by position, until the client replies."""
 
     def of(self, number: int, method: Method | None = None) -> Records:
-        """Return what travelled in a round, or the records of a method that acted at clients, or {}."""
+        """Return what travelled in a round, or the records of a method that acted at clients, or
+        {}.
+        """
         position = WIRE if method is None else self.position(method)
         return self.records.get(number, {}).get(position, {})
 
@@ -294,7 +298,9 @@ def _record_pipeline(
 
 
 class LossyEngine(RowsEngine):
-    """A simulation in which the answers of some clients are lost, and others are changed on their way."""
+    """A simulation in which the answers of some clients are lost, and others are changed on their
+    way.
+    """
 
     lost: Callable[[int, int], bool] = staticmethod(lambda number, client: False)
     tamper: Callable[[int, int, dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -337,7 +343,9 @@ PROOFS: dict[tuple[object, ...], Proof] = {}
 
 
 def proof_of(task: Task) -> Proof:
-    """Return which shortcuts the task allows, found once for tasks of one kind: that takes as long as some rounds."""
+    """Return which shortcuts the task allows, found once for tasks of one kind: that takes as long
+    as some rounds.
+    """
     kind = (str(task.model), task.layout.dtype, task.layout.frozen, repr(task.training))
     if kind not in PROOFS:
         PROOFS[kind] = RowsEngine(task).proof

@@ -1,4 +1,6 @@
-"""Every number that a method takes, at the ends of its range and far beyond: refused at set-up in one line, or rounds."""
+"""Every number that a method takes, at the ends of its range and far beyond: refused at set-up in
+one line, or rounds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ALWAYS = {"stages"}  # whose options stand beside stages
 
 
 def expressions(name: str) -> Iterator[tuple[str, int]]:
-    """Each parameter of a method with each number, and how many rounds to run: none where a count would take for ever."""
+    """Each parameter of a method with each number, and how many rounds to run: none where a count
+    would take for ever.
+    """
     wraps = needs_method(algorithms[name])
     for parameter in algorithms[name].parameters.values():
         if isinstance(parameter.default, bool | str) or parameter.name in ("method", "local"):

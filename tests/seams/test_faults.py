@@ -346,7 +346,9 @@ def test_a_sample_of_infinite_gradient_does_not_make_the_upload_nan(scale: float
 
 
 def test_a_round_without_arrivals_is_no_version() -> None:
-    """Two clients train at a time; nobody answers in time in round 2, so that the reply of round 3 is as fresh as in round 1."""
+    """Two clients train at a time; nobody answers in time in round 2, so that the reply of round 3
+    is as fresh as in round 1.
+    """
     clock = Clock(speed=20.0, deadline=0.2)
     run, recording = federation(
         "fedbuff(fedavg(weighted=false), k=2)", awaited=2, rounds=6, clock=clock

@@ -1,4 +1,6 @@
-"""Laws that hold whoever answers: sums under privacy, what epsilon counts, and how far one client moves a robust estimate."""
+"""Laws that hold whoever answers: sums under privacy, what epsilon counts, and how far one client
+moves a robust estimate.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,9 @@ def test_evaluating_changes_no_model_and_serves_clients_that_never_train(method:
 def test_one_client_moves_what_the_server_keeps_by_a_bounded_amount(
     rule: str, inner: str, lie: float
 ) -> None:
-    """All that a client uploads lies, beside the model too; three rounds, so that what is kept counts."""
+    """All that a client uploads lies, beside the model too; three rounds, so that what is kept
+    counts.
+    """
 
     def lying(number: int, client: int, reply: dict[str, Tensor]) -> dict[str, Tensor]:
         return (

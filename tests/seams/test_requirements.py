@@ -33,7 +33,9 @@ ACCOUNTS = {"account", "report"}
 HOOKS_OF: dict[str, set[str]] = {
     "umf(fedavg)": {"select", "train"},
     "ala(fedavg)": {"train", "personalise"},
+    "ala_code(fedavg)": {"train", "personalise"},
     "fedala": {"train", "personalise"},
+    "fedala_code": {"train", "personalise"},
     "fedah": {"train", "personalise"},
     "clustered(fedavg)": {"select", "observe"},
     "clustered(fedavg, by=size)": {"select"},
@@ -182,7 +184,7 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "no fact": (probe(), {}),
     "one_download=False": (
         probe(one_download=False),
-        dict.fromkeys(["umf", "ala", "fedntd", "stages, auto"], NOT_SENT),
+        dict.fromkeys(["umf", "ala", "ala_code", "fedntd", "stages, auto"], NOT_SENT),
     ),
     "one_model_each=True": (
         probe(one_model_each=True),
@@ -212,7 +214,7 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "no model is sent": (
         probe(ProbeNoModel),
         {
-            **dict.fromkeys(["umf", "ala", "fedntd", "stages, auto"], NOT_SENT),
+            **dict.fromkeys(["umf", "ala", "ala_code", "fedntd", "stages, auto"], NOT_SENT),
             **dict.fromkeys(["clustered", "secure"], NOT_WHOLE),
             **dict.fromkeys([*PRIVATE, *CODES, "sign_flip", "norm_bound"], NO_UPDATE),
             **dict.fromkeys(STALE, MORE),
@@ -238,7 +240,9 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
         },
     ),
 }
-"""Probe algorithms, and the parts that refuse them with words of the reason. All others accept them."""
+"""Probe algorithms, and the parts that refuse them with words of the reason. All others accept
+them.
+"""
 
 LOCAL = "fedmr, local"
 """This takes no part around an algorithm but the client half of one, by its class."""
@@ -333,7 +337,7 @@ def test_facts_of_the_algorithm_hold_for_the_pipeline(name: str) -> None:
 
     plain, method = pipeline_of()
     assert needs_total_rounds(method) == (name == "umf")
-    assert plain.personal == (name == "ala")
+    assert plain.personal == (name in ("ala", "ala_code"))
     assert plain.updates_without_replies == (name == "private")
     assert (plain.unstackable is None) == (name != "dp_sgd")
     assert plain.waits == (name in STALE)

@@ -10,11 +10,13 @@ from fedloom.records import Aggregate, Plan, Replies
 
 @algorithms.register("afl")
 class AFL(ReportsLoss):
-    """Agnostic federated learning: w <- w_t + sum_i lambda_i (w_i - w_t), lambda <- Proj(lambda + rate F).
+    """Agnostic federated learning: w <- w_t + sum_i lambda_i (w_i - w_t), lambda <- Proj(lambda +
+    rate F).
 
-    Proj is the projection on the simplex, F_i the loss of w_t on all of client i's samples (0 without a reply); lambda
-    starts at 1/N. The global model is the mean of the iterates. With `training.steps = 1` w_t - w_i is a gradient step, as
-    in the paper. Needs all clients in every round. Traffic: one number more up.
+    Proj is the projection on the simplex, F_i the loss of w_t on all of client i's samples (0
+    without a reply); lambda starts at 1/N. The global model is the mean of the iterates. With
+    `training.steps = 1` w_t - w_i is a gradient step, as in the paper. Needs all clients in every
+    round. Traffic: one number more up.
     Source: Mohri et al. 2019, algorithm 1; local training of several steps as in easyFL.
     Use it with few clients, each of which must be served well.
 
@@ -30,7 +32,9 @@ class AFL(ReportsLoss):
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
-        shares = torch.full((plan.clients,), 1 / plan.clients, dtype=torch.float64, device=plan.initial.device)
+        shares = torch.full(
+            (plan.clients,), 1 / plan.clients, dtype=torch.float64, device=plan.initial.device
+        )
         self.state |= {"shares": shares, "mean": plan.initial.clone()}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
@@ -38,7 +42,9 @@ class AFL(ReportsLoss):
         clients = replies.clients.to(shares.device)
         step = shares[clients].to(rows) @ (rows - self.state["model"])
         losses = torch.zeros_like(shares).index_copy_(0, clients, replies["loss"].double())
-        return replies.aggregate(mean={}, total={"step": step.unsqueeze(0), "losses": losses.unsqueeze(0)})
+        return replies.aggregate(
+            mean={}, total={"step": step.unsqueeze(0), "losses": losses.unsqueeze(0)}
+        )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         model = self.state["model"] + aggregate.total["step"]
@@ -51,8 +57,12 @@ class AFL(ReportsLoss):
 
 
 def on_simplex(values: Tensor) -> Tensor:
-    """Return the point of the simplex that is nearest to `values [n]`: max(values - theta, 0), of sum 1."""
+    """Return the point of the simplex that is nearest to `values [n]`: max(values - theta, 0), of
+    sum 1.
+    """
     ordered = values.sort(descending=True).values
-    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+    excess = (ordered.cumsum(0) - 1) / torch.arange(
+        1, len(values) + 1, dtype=values.dtype, device=values.device
+    )
     index = (ordered > excess).sum().unsqueeze(0) - 1
     return (values - excess[index]).clamp_min(0)

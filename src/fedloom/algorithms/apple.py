@@ -16,22 +16,26 @@ from fedloom.records import Message
 
 @algorithms.register("apple")
 class Apple(EveryModel):
-    """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j mixes all N core models c_j.
+    """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j
+    mixes all N core models c_j.
 
-    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G, and its relations,
-    q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), and mixes again; it uploads c_i. q0_j = n_j / sum n;
-    l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T, then 0, with t the earlier rounds and L = `decline`.
-    Steps are plain: momentum, weight decay and clipping of local training do not apply. Needs all clients in every round.
-    theta_i is scored; the global model is the mean of the cores by samples. Traffic: 1 + N models.
+    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G,
+    and its relations, q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), and mixes
+    again; it uploads c_i. q0_j = n_j / sum n; l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T,
+    then 0, with t the earlier rounds and L = `decline`. Steps are plain: momentum, weight decay and
+    clipping of local training do not apply. Needs all clients in every round. theta_i is scored;
+    the global model is the mean of the cores by samples. Traffic: 1 + N models.
     Source: Luo and Wu 2022, algorithm 1; FedALA, appendix G.
-    Use it with few clients that are always there and fall into groups; every client downloads all core models.
+    Use it with few clients that are always there and fall into groups; every client downloads all
+    core models.
 
     Args:
         relation_rate: Learning rate of the relations q.
         mu: Weight of the pull of q towards the shares of data q0.
         decline: Share of the rounds over which that pull falls to 0.
         initial: Start of q_i: q0 (`shares`, the authors) or 1 / N (`uniform`, PFLlib).
-        variant: `pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G * c_j), uploads theta_i.
+        variant: `pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G
+            * c_j), uploads theta_i.
     """
 
     relation_rate: NonNegative = 0.01
@@ -48,7 +52,10 @@ class Apple(EveryModel):
 
     def send(self, round: Round) -> Message:
         sizes = self.plan.sizes(torch.arange(self.plan.clients)).to(self.state["models"])
-        return {"cores": self.state["models"].unsqueeze(0), "shares": (sizes / sizes.sum()).unsqueeze(0)}
+        return {
+            "cores": self.state["models"].unsqueeze(0),
+            "shares": (sizes / sizes.sum()).unsqueeze(0),
+        }
 
     def model(self) -> Tensor:
         sizes = self.plan.sizes(torch.arange(self.plan.clients))
@@ -57,7 +64,8 @@ class Apple(EveryModel):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        cores, shares = inbox["cores"][0], inbox["shares"]  # every client is sent the same cores [N, m]
+        # every client is sent the same cores [N, m]
+        cores, shares = inbox["cores"][0], inbox["shares"]
         count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
         trainable = cores[:, :count]
         rate = cohort.round.learning_rate * (len(cores) if self.variant == "pfllib" else 1)
@@ -66,14 +74,22 @@ class Apple(EveryModel):
 
         def mix(state: dict[str, Tensor]) -> None:
             relation, index = state["relation"], state["index"]
-            mixed = torch.addcmul(relation.scatter(1, index, 0.0) @ trainable, relation.gather(1, index), state["core"])
+            mixed = torch.addcmul(
+                relation.scatter(1, index, 0.0) @ trainable,
+                relation.gather(1, index),
+                state["core"],
+            )
             state["model"][:, :count] = mixed
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = cohort.gradient(state["model"], batch)
             core, relation, index = state["core"], state["relation"], state["index"]
-            scaled = gradient if self.variant == "paper" else mean_by_tensor(gradient, cohort.layout)
-            products = (scaled @ trainable.T).scatter(1, index, (scaled * core).sum(1, keepdim=True))
+            scaled = (
+                gradient if self.variant == "paper" else mean_by_tensor(gradient, cohort.layout)
+            )
+            products = (scaled @ trainable.T).scatter(
+                1, index, (scaled * core).sum(1, keepdim=True)
+            )
             change = products + hold * (relation - state["shares"])
             core.addcmul_(relation.gather(1, index), gradient, value=-rate)
             relation.sub_(change, alpha=self.relation_rate)
@@ -82,11 +98,19 @@ class Apple(EveryModel):
 
         initial = shares if self.initial == "shares" else torch.full_like(shares, 1 / len(cores))
         relation = cohort.memory.get("apple_relation", initial).clone()
-        state = {"core": trainable[owner], "relation": relation, "shares": shares, "index": owner.unsqueeze(1)}
+        state = {
+            "core": trainable[owner],
+            "relation": relation,
+            "shares": shares,
+            "index": owner.unsqueeze(1),
+        }
         state["model"] = self.complete(cohort, relation @ cores)
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
         mix(state)
-        cohort.memory["apple_relation"], cohort.memory[self.own_model] = state["relation"], state["model"]
+        cohort.memory["apple_relation"], cohort.memory[self.own_model] = (
+            state["relation"],
+            state["model"],
+        )
         uploaded = state["model"].clone()
         if self.variant == "paper":
             uploaded[:, :count] = state["core"]
@@ -94,6 +118,10 @@ class Apple(EveryModel):
 
 
 def mean_by_tensor(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return `gradient [k, T]`, each tensor divided by its size and by their number: PFLlib's product with a core."""
+    """Return `gradient [k, T]`, each tensor divided by its size and by their number: PFLlib's
+    product with a core.
+    """
     tensors = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-    return torch.cat([gradient[:, tensor.slice] / (tensor.stop - tensor.start) for tensor in tensors], 1) / len(tensors)
+    return torch.cat(
+        [gradient[:, tensor.slice] / (tensor.stop - tensor.start) for tensor in tensors], 1
+    ) / len(tensors)

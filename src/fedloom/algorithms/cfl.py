@@ -1,4 +1,3 @@
-
 import torch
 from torch import Tensor
 
@@ -10,17 +9,20 @@ from fedloom.records import Message, Plan, Replies
 
 @algorithms.register("cfl")
 class CFL(Algorithm):
-    """Clustered federated learning: each cluster's model moves by the unweighted mean of its clients' updates D_i.
+    """Clustered federated learning: each cluster's model moves by the unweighted mean of its
+    clients' updates D_i.
 
-    After `first_round` a cluster of more than two clients with ||mean D|| < mean_norm and max ||D_i|| > client_norm splits in
-    two by complete linkage on -cos(D_i, D_j), over the trainable parameters; both parts move by their own mean. A client
-    deploys its cluster's model; the global model is the mean over clients. Needs all clients in every round; one without a reply
-    stays where it is.
+    After `first_round` a cluster of more than two clients with ||mean D|| < mean_norm and max
+    ||D_i|| > client_norm splits in two by complete linkage on -cos(D_i, D_j), over the trainable
+    parameters; both parts move by their own mean. A client deploys its cluster's model; the global
+    model is the mean over clients. Needs all clients in every round; one without a reply stays
+    where it is.
     Source: Sattler et al. 2020, algorithm 2; thresholds of the authors' code.
     Use it when clients' data contradict each other and the number of groups is unknown.
 
     Args:
-        mean_norm: epsilon_1: below it a cluster stands still; 0 never splits and is FedAvg with equal weights.
+        mean_norm: epsilon_1: below it a cluster stands still; 0 never splits and is FedAvg with
+            equal weights.
         client_norm: epsilon_2: above it its clients still move.
         first_round: Rounds before the first split.
     """
@@ -43,7 +45,10 @@ class CFL(Algorithm):
         return self.deploy(round, round.selected)
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        rows = [int(self.state["cluster"][client]) if client < self.plan.clients else 0 for client in clients]
+        rows = [
+            int(self.state["cluster"][client]) if client < self.plan.clients else 0
+            for client in clients
+        ]
         return {"model": self.state["models"][rows]}
 
     def receive(self, round: Round, replies: Replies) -> None:
@@ -51,11 +56,16 @@ class CFL(Algorithm):
         moved = updates[:, : self.plan.layout.trainable].double()
         models, cluster = list(self.state["models"]), self.state["cluster"].clone()
         for number in range(len(models)):
-            order = replies.clients.argsort()  # so that clusters are numbered by their clients, not by the slots
+            # so that clusters are numbered by their clients, not by the slots
+            order = replies.clients.argsort()
             members = order[cluster[replies.clients][order] == number]
             if not len(members):
                 continue
-            clusters, mean, longest = [members], moved[members].mean(0).norm(), moved[members].norm(dim=1).max()
+            clusters, mean, longest = (
+                [members],
+                moved[members].mean(0).norm(),
+                moved[members].norm(dim=1).max(),
+            )
             stands_still = len(members) > 2 and mean < self.mean_norm and longest > self.client_norm
             if round.number > self.first_round and stands_still:
                 clusters = [members[half] for half in bipartition(moved[members])]
@@ -66,7 +76,11 @@ class CFL(Algorithm):
         self.state |= {"models": torch.stack(models), "cluster": cluster}
 
     def model(self) -> Tensor:
-        shares = self.state["cluster"].bincount(minlength=len(self.state["models"])).to(self.state["models"])
+        shares = (
+            self.state["cluster"]
+            .bincount(minlength=len(self.state["models"]))
+            .to(self.state["models"])
+        )
         return (shares / shares.sum()) @ self.state["models"]
 
     def diagnose(self) -> dict[str, float]:
@@ -74,11 +88,16 @@ class CFL(Algorithm):
 
 
 def bipartition(updates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two parts of `updates [k, T]` by complete linkage on -cos, as indices; the first holds row 0."""
-    from scipy.cluster.hierarchy import fcluster, linkage  # takes a fifth of what PyTorch takes to import
+    """Return the two parts of `updates [k, T]` by complete linkage on -cos, as indices; the first
+    holds row 0.
+    """
+    # takes a fifth of what PyTorch takes to import
+    from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
 
     directions = torch.nn.functional.normalize(updates, dim=1)
     distance = (1 - directions @ directions.T).clamp_min(0).fill_diagonal_(0)
-    label = torch.from_numpy(fcluster(linkage(squareform(distance.numpy(), checks=False), "complete"), 2, "maxclust"))
+    label = torch.from_numpy(
+        fcluster(linkage(squareform(distance.numpy(), checks=False), "complete"), 2, "maxclust")
+    )
     return (label == label[0]).nonzero()[:, 0], (label != label[0]).nonzero()[:, 0]

@@ -11,13 +11,16 @@ from fedloom.records import Message
 
 @algorithms.register("ditto")
 class Ditto(PartlyShared):
-    """Ditto: beside FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2) ||v - w_t||^2.
+    """Ditto: beside FedAvg, each client trains a personal model v on L_i(v) + (lambda / 2) ||v -
+    w_t||^2.
 
-    In each round v trains first, with w_t the start of local training; then the client trains w_t as in FedAvg and uploads
-    that. Personal models start equal, have batch-norm statistics of their own and are scored (for a client that has not
-    trained yet, the download is). lambda = 0 is local training.
+    In each round v trains first, with w_t the start of local training; then the client trains w_t
+    as in FedAvg and uploads that. Personal models start equal, have batch-norm statistics of their
+    own and are scored (for a client that has not trained yet, the download is). lambda = 0 is local
+    training.
     Source: Li et al. 2021, algorithm 1; FedALA, appendix G.
-    Use it when clients differ much and you want a global model and personal ones at once; it costs a second training.
+    Use it when clients differ much and you want a global model and personal ones at once; it costs
+    a second training.
 
     Args:
         regularisation: lambda (FedALA: 0.1, searched between 1e-4 and 10).

@@ -8,7 +8,9 @@ from fedloom.records import Plan, Replies
 
 
 class EveryModel(PartlyShared):
-    """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take part in every round."""
+    """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take
+    part in every round.
+    """
 
     needs: ClassVar[Any] = (require_everybody,)
     base_facts = Facts(averages=False)

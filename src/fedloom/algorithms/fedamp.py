@@ -14,12 +14,14 @@ from fedloom.records import Message, Plan, Replies, server_model, start_is_chang
 
 @algorithms.register("fedamp")
 class FedAMP(EveryModel):
-    """FedAMP: clients with similar models attract each other through a personalised mean u_i that the server makes for each.
+    """FedAMP: clients with similar models attract each other through a personalised mean u_i that
+    the server makes for each.
 
-    u_i = sum_j xi_ij w_j, xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and xi_ii = 1 - sum_{j != i} xi_ij;
-    where that sum exceeds 1, its xi_ij are scaled down to it (`diagnose` reports for how many clients). A client trains its
-    own w_i, not u_i, on L_i(w) + (lambda / (2 alpha)) ||w - u_i||^2, uploads it and is scored with it. The global model is
-    the mean of the clients' models. Needs all clients in every round.
+    u_i = sum_j xi_ij w_j, xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and
+    xi_ii = 1 - sum_{j != i} xi_ij; where that sum exceeds 1, its xi_ij are scaled down to it
+    (`diagnose` reports for how many clients). A client trains its own w_i, not u_i, on L_i(w) +
+    (lambda / (2 alpha)) ||w - u_i||^2, uploads it and is scored with it. The global model is the
+    mean of the clients' models. Needs all clients in every round.
     Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
     Use it in cross-silo federations with all clients in every round that form unknown groups.
 
@@ -46,23 +48,31 @@ class FedAMP(EveryModel):
         pulls = self._pulls()
         pulls = pulls / pulls.sum(1, keepdim=True).clamp_min(1)
         attention = pulls + torch.diag(1 - pulls.sum(1))  # xi, rows of sum 1
-        return {"model": attention[list(round.selected)].to(self.state["models"]) @ self.state["models"]}
+        return {
+            "model": attention[list(round.selected)].to(self.state["models"]) @ self.state["models"]
+        }
 
     def receive(self, round: Round, replies: Replies) -> None:
         super().receive(round, replies)
-        self.state["distances"] = squared_distances(self.state["models"][:, : self.plan.layout.trainable]).double()
+        self.state["distances"] = squared_distances(
+            self.state["models"][:, : self.plan.layout.trainable]
+        ).double()
 
     def diagnose(self) -> dict[str, float]:
         return {"fedamp_rescaled": float((self._pulls().sum(1) > 1).double().mean())}
 
     def _pulls(self) -> Tensor:
         """xi_ij for j != i before scaling, zero on the diagonal, `[N, N]` float64."""
-        return ((self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)).fill_diagonal_(0)
+        return (
+            (self.alpha / self.sigma) * torch.exp(-self.state["distances"] / self.sigma)
+        ).fill_diagonal_(0)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         # A start that a part has made counts; otherwise a client continues from its own model.
         model = start if start_is_changed(inbox) else cohort.memory.get(self.own_model, start)
-        context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
+        context = {
+            "server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
+        }
         strength = self.regularisation / self.alpha
         correction = proximal(strength) if self.norm == "squared" else _plain_proximal(strength / 2)
         model = cohort.fit(model, correction=correction, context=context).model
@@ -71,12 +81,16 @@ class FedAMP(EveryModel):
 
 
 def _plain_proximal(strength: float) -> Correction:
-    """Return a correction by the gradient of strength ||w - u||, u the `server_model`; 0 where only rounding differs."""
+    """Return a correction by the gradient of strength ||w - u||, u the `server_model`; 0 where only
+    rounding differs.
+    """
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
         difference = weights - context["server_model"]
         distance = difference.norm(dim=1, keepdim=True)
         rounding = 10 * torch.finfo(difference.dtype).eps * weights.norm(dim=1, keepdim=True)
-        return gradient.add_(torch.where(distance > rounding, difference / distance, 0), alpha=strength)
+        return gradient.add_(
+            torch.where(distance > rounding, difference / distance, 0), alpha=strength
+        )
 
     return correct

@@ -14,14 +14,18 @@ from fedloom.records import Aggregate, Message, Replies
 
 @algorithms.register("fedas")
 class FedAS(KeepsHead):
-    """FedAS: private heads over an averaged base, which each client first aligns with its own last model.
+    """FedAS: private heads over an averaged base, which each client first aligns with its own last
+    model.
 
-    With p_c the class means of features under the client's last model, the downloaded base trains for one epoch on the sum
-    over the classes of a batch of mean (z - p_c)^2, at `align_rate`; then base and own head train as usual. Bases are averaged
-    with weights F_i, the mean over the client's samples of |grad l|^2 after training, in evaluation mode. A client that has
-    not trained yet aligns nothing; the others deploy their last model as it was before the download.
-    Source: Yang et al. 2024 (FedAS); steps of the authors' code, but for its F, which depends on the batches.
-    Use it when clients take part rarely, so that their heads no longer fit the base that they receive.
+    With p_c the class means of features under the client's last model, the downloaded base trains
+    for one epoch on the sum over the classes of a batch of mean (z - p_c)^2, at `align_rate`; then
+    base and own head train as usual. Bases are averaged with weights F_i, the mean over the
+    client's samples of |grad l|^2 after training, in evaluation mode. A client that has not trained
+    yet aligns nothing; the others deploy their last model as it was before the download.
+    Source: Yang et al. 2024 (FedAS); steps of the authors' code, but for its F, which depends on
+    the batches.
+    Use it when clients take part rarely, so that their heads no longer fit the base that they
+    receive.
 
     Args:
         align_rate: Learning rate of the alignment in every round; 0 leaves it out.
@@ -38,10 +42,15 @@ class FedAS(KeepsHead):
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         # Where nobody has anything to learn, all count alike.
-        return replace(replies, weights=replies["fisher"].cpu().double().clamp_min(1e-30)).aggregate()
+        return replace(
+            replies, weights=replies["fisher"].cpu().double().clamp_min(1e-30)
+        ).aggregate()
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start, trained_before = self.complete(cohort, inbox["model"]), cohort.memory.knows(self.own_model)
+        start, trained_before = (
+            self.complete(cohort, inbox["model"]),
+            cohort.memory.knows(self.own_model),
+        )
         if self.align_rate and bool(trained_before.any()):
             means = cohort.class_means(cohort.features(cohort.memory.get(self.own_model, start)))
             start = cohort.fit(
@@ -60,19 +69,25 @@ class FedAS(KeepsHead):
 
 
 def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2, p `means [Y, d]`."""
+    """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2,
+    p `means [Y, d]`.
+    """
     distance = (net.both(batch.inputs)[0] - context["means"][batch.labels]).square().mean(1)
     return (distance / (batch.labels.unsqueeze(1) == batch.labels).sum(1)).sum()
 
 
 def fisher_traces(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return for each model of `rows [k, P]` the mean over its client's samples of |grad l|^2, in evaluation mode, `[k]`."""
+    """Return for each model of `rows [k, P]` the mean over its client's samples of |grad l|^2, in
+    evaluation mode, `[k]`.
+    """
     module, traces = cohort.flat_module, rows.new_zeros(len(rows))
     module.module.eval()
     try:
         for k, batches in enumerate(cohort.in_order(size=64)):
             for batch in batches:
-                samples = Batch(batch.inputs.unsqueeze(0), batch.labels.unsqueeze(0), clients=slice(k, k + 1))
+                samples = Batch(
+                    batch.inputs.unsqueeze(0), batch.labels.unsqueeze(0), clients=slice(k, k + 1)
+                )
                 _, gradients = module.sample_gradients(rows[k : k + 1], samples, data_loss, {})
                 traces[k] += gradients.square().sum()
     finally:

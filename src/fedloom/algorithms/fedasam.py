@@ -1,4 +1,6 @@
-"""FedSAM and FedASAM: local steps towards flat minima, and optionally an average of the server's late models."""
+"""FedSAM and FedASAM: local steps towards flat minima, and optionally an average of the server's
+late models.
+"""
 
 from collections.abc import Mapping
 
@@ -14,23 +16,25 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("fedsam")
 class FedSAM(Algorithm):
-    """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the batch's gradient at w.
+    """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the
+    batch's gradient at w.
 
-    That is the worst point near w, to first order, on the same batch. Each step costs two passes. Models are averaged by
-    samples.
+    That is the worst point near w, to first order, on the same batch. Each step costs two passes.
+    Models are averaged by samples.
     Source: Caldarola et al. 2022; Foret et al. 2021.
-    Use it when models overfit their clients and the average stays behind; it doubles the price of a step.
+    Use it when models overfit their clients and the average stays behind; it doubles the price of a
+    step.
 
     Args:
         rho: Size of the perturbation (FedMR: 0.1; Caldarola et al.: 0.1 for SAM, 0.7 for ASAM).
-        swa: Evaluate the mean of the server's models of the last rounds (before these, the server's model).
+        swa: Evaluate the mean of the server's models of the last rounds (before these, the server's
+            model).
         swa_start: Share of the rounds after which that mean begins.
     """
 
     rho: NonNegative = 0.1
     swa: bool = False
     swa_start: Share = 0.75
-
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -41,7 +45,10 @@ class FedSAM(Algorithm):
     def update(self, round: Round, aggregate: Aggregate) -> None:
         super().update(round, aggregate)
         if self.swa:
-            count, late = int(self.state["swa_count"]), round.number >= self.swa_start * round.rounds - 1e-9
+            count, late = (
+                int(self.state["swa_count"]),
+                round.number >= self.swa_start * round.rounds - 1e-9,
+            )
             mean = (count * self.state["swa_model"] + self.state["model"]) / (count + 1)
             self.state |= {"swa_model": mean, "swa_count": torch.full((1,), count + late)}
 
@@ -53,7 +60,9 @@ class FedSAM(Algorithm):
         return Facts(fits_once=False, needs_total_rounds=self.swa)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        def gradient_fn(rows: Tensor, batch: Batch, context: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        def gradient_fn(
+            rows: Tensor, batch: Batch, context: Mapping[str, Tensor]
+        ) -> tuple[Tensor, Tensor]:
             weights = rows[:, : cohort.layout.trainable]
             current, scale = weights.clone(), self.scale(cohort.layout, weights)
             loss, gradient = cohort.gradient(rows, batch)
@@ -72,12 +81,14 @@ class FedSAM(Algorithm):
 
 @algorithms.register("fedasam")
 class FedASAM(FedSAM):
-    """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g / ||T g||.
+    """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g /
+    ||T g||.
 
-    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the others. Each step costs
-    two passes. FedMR compares with rho 0.1, eta 0 and no averaging.
+    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the
+    others. Each step costs two passes. FedMR compares with rho 0.1, eta 0 and no averaging.
     Source: Caldarola et al. 2022.
-    Use it as FedSAM where layers have weights of very different size; `swa` steadies the curve late in a run.
+    Use it as FedSAM where layers have weights of very different size; `swa` steadies the curve late
+    in a run.
 
     Args:
         eta: Offset of T (Caldarola et al.: 0.2); at 0 a weight of 0 is not perturbed.
@@ -87,6 +98,8 @@ class FedASAM(FedSAM):
 
     def scale(self, layout: Layout, weights: Tensor) -> Tensor:
         scale = torch.ones_like(weights)
-        for columns in layout.unit(lambda tensor: tensor.stop <= layout.trainable and "weight" in tensor.name):
+        for columns in layout.unit(
+            lambda tensor: tensor.stop <= layout.trainable and "weight" in tensor.name
+        ):
             scale[:, columns] = weights[:, columns].abs() + self.eta
         return scale

@@ -10,10 +10,12 @@ from fedloom.records import Message
 
 @algorithms.register("fedbabu")
 class FedBABU(KeepsHead):
-    """FedBABU: FedAvg of the base under one random head, the task's initial one, which never moves and never travels.
+    """FedBABU: FedAvg of the base under one random head, the task's initial one, which never moves
+    and never travels.
 
-    Before a client uses the received model it tunes it on its own samples; what is tuned is forgotten again. The global model
-    is the base under the initial head. `finetune_epochs = 0` scores that.
+    Before a client uses the received model it tunes it on its own samples; what is tuned is
+    forgotten again. The global model is the base under the initial head. `finetune_epochs = 0`
+    scores that.
     Source: Oh et al. 2022 (FedBABU), algorithm 1.
     Use it when each client needs a model of its own and training should cost no more than FedAvg.
 

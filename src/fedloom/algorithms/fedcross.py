@@ -18,20 +18,24 @@ from fedloom.records import Plan, Replies
 class FedCross(Indep):
     """Cross-aggregation: new pool[k] = alpha v_k + (1 - alpha) v_co(k) for the uploads v `[K, P]`.
 
-    co(k) is the upload of smallest (`lowest`) or largest (`highest`) cosine with v_k, over the trainable parameters, among
-    the others, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t (`in_order`, which keeps the pool's mean). All models
-    start equal; the global model is the unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
-    Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha as its abstract describes
-    them, in no public code.
+    co(k) is the upload of smallest (`lowest`) or largest (`highest`) cosine with v_k, over the
+    trainable parameters, among the others, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t
+    (`in_order`, which keeps the pool's mean). All models start equal; the global model is the
+    unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
+    Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha
+    as its abstract describes them, in no public code.
     Use it as `fedmr`, where models should stay close to each other in every layer.
 
     Args:
-        alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are joined linearly.
+        alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are
+            joined linearly.
         partner: How co(k) is chosen.
-        similarity: The cosine of the `whole` models, or the sum of those of `pairs` of tensors, the first and the second, the
-            third and the fourth, ..., statistics included, the last pair twice where their number is even (authors' code).
+        similarity: The cosine of the `whole` models, or the sum of those of `pairs` of tensors, the
+            first and the second, the third and the fourth, ..., statistics included, the last pair
+            twice where their number is even (authors' code).
         averaging_rounds: Rounds at the start after which every slot is the mean.
-        propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many uploads in order.
+        propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many
+            uploads in order.
         propeller_rounds: Number of these rounds.
     """
 
@@ -54,19 +58,25 @@ class FedCross(Indep):
         super().setup(plan)
         needed = self.propellers if self.propeller_rounds else 1
         if plan.participants <= needed:
-            raise InvalidValue(f"fedcross: {plan.participants} participants are too few: a model needs {needed} others")
+            raise InvalidValue(
+                f"fedcross: {plan.participants} participants are too few: a model needs {needed} others"
+            )
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, share = replies.by_slot("model"), 1 - blend_at(self.alpha, round.number)
         if round.number <= self.averaging_rounds:
             self.state["pool"] = pool.mean(0).expand(len(pool), -1)
         else:
-            self.state["pool"] = pool.lerp(self._partners(pool, round.number), share) if share else pool
+            self.state["pool"] = (
+                pool.lerp(self._partners(pool, round.number), share) if share else pool
+            )
 
     def _partners(self, pool: Tensor, number: int) -> Tensor:
         """Return what each model of the pool is pulled towards, `[K, P]`."""
         if number <= self.propeller_rounds:
-            return torch.stack([pool[in_order(len(pool), number + k)] for k in range(self.propellers)]).mean(0)
+            return torch.stack(
+                [pool[in_order(len(pool), number + k)] for k in range(self.propellers)]
+            ).mean(0)
         if self.partner == "in_order":
             return pool[in_order(len(pool), number)]
         return pool[by_cosine(pool, self.blocks(), largest=self.partner == "highest")]
@@ -82,13 +92,16 @@ class FedCross(Indep):
 
 
 def in_order(count: int, number: int) -> Tensor:
-    """Return the partner of each of `count` models in round `number`, `[count]`: the one so many places further."""
+    """Return the partner of each of `count` models in round `number`, `[count]`: the one so many
+    places further.
+    """
     return (torch.arange(count) + (number - 1) % (count - 1) + 1) % count
 
 
 def by_cosine(rows: Tensor, blocks: Sequence[Unit], largest: bool) -> Tensor:
-    """Return the index of the other row of largest or smallest cosine, summed over `blocks`, for each of `rows [K, P]`; the
-    first of equal ones."""
+    """Return the index of the other row of largest or smallest cosine, summed over `blocks`, for
+    each of `rows [K, P]`; the first of equal ones.
+    """
     directions = [torch.nn.functional.normalize(take(rows, block), dim=1) for block in blocks]
     cosine = torch.stack([unit @ unit.T for unit in directions]).sum(0)
     cosine.fill_diagonal_(-torch.inf if largest else torch.inf)

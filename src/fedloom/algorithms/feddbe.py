@@ -14,15 +14,19 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("feddbe")
 class FedDBE(PartlyShared):
-    """Domain bias elimination: FedAvg of models under whose head each client has a trained shift m of the features z.
+    """Domain bias elimination: FedAvg of models under whose head each client has a trained shift m
+    of the features z.
 
-    Clients minimise CE(head(z + m), y) + (kappa / 2) mean over dimensions of (mu - consensus)^2, with the running mean of
-    features mu <- (1 - beta) mu + beta mean_batch z, 0 at the start of a round and a constant but for the batch's part. m
-    moves by plain SGD at the round's rate, starts at 0 and never travels. In the first round that anybody answers clients
-    train without both, and their models are discarded: the consensus is the mean of their mu, by samples. A client deploys
-    head(z + m). Traffic: as many numbers more as there are features, down in each round and up once.
+    Clients minimise CE(head(z + m), y) + (kappa / 2) mean over dimensions of (mu - consensus)^2,
+    with the running mean of features mu <- (1 - beta) mu + beta mean_batch z, 0 at the start of a
+    round and a constant but for the batch's part. m moves by plain SGD at the round's rate, starts
+    at 0 and never travels. In the first round that anybody answers clients train without both, and
+    their models are discarded: the consensus is the mean of their mu, by samples. A client deploys
+    head(z + m). Traffic: as many numbers more as there are features, down in each round and up
+    once.
     Source: Zhang et al. 2023 (DBE), algorithm 1.
-    Use it when clients' inputs are shifted against each other; kappa depends on the scale of the features.
+    Use it when clients' inputs are shifted against each other; kappa depends on the scale of the
+    features.
 
     Args:
         pull: kappa (authors' run for a CNN: 50; default of their code: 0).
@@ -42,7 +46,10 @@ class FedDBE(PartlyShared):
 
     def send(self, round: Round) -> Message:
         consensus = self.state["consensus"]
-        return {**super().send(round), **({"consensus": consensus.unsqueeze(0)} if len(consensus) else {})}
+        return {
+            **super().send(round),
+            **({"consensus": consensus.unsqueeze(0)} if len(consensus) else {}),
+        }
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         means = {} if len(self.state["consensus"]) else {"mean": (self._width,)}
@@ -66,7 +73,11 @@ class FedDBE(PartlyShared):
             moved = torch.lerp(context["mean"], features.mean(0), self.beta)
             context["mean"].copy_(moved.detach())
             loss = net.objective.loss(logits, batch.labels)
-            return loss + self.pull / 2 * (moved - context["consensus"]).square().mean() if settled else loss
+            return (
+                loss + self.pull / 2 * (moved - context["consensus"]).square().mean()
+                if settled
+                else loss
+            )
 
         def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
             """Take the gradient at the folded row, and from it those of the head and of the shift."""

@@ -13,12 +13,13 @@ from fedloom.records import Aggregate, Message, Plan, server_model
 
 @algorithms.register("feddc")
 class FedDC(Drifting):
-    """FedDC: clients minimise L_i(w) + (alpha_i/2) ||w - (w_t - h_i)||^2 + <w, g/a_i - g_i>, with drift h_i and update g_i.
+    """FedDC: clients minimise L_i(w) + (alpha_i/2) ||w - (w_t - h_i)||^2 + <w, g/a_i - g_i>, with
+    drift h_i and update g_i.
 
-    a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i - w_t:
-    h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i <- u_i.
-    Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
-    statistics are averaged. The h_i, g_i and g are `[T]`.
+    a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i -
+    w_t: h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i
+    <- u_i. Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all
+    clients of h_i, uniform over the round; statistics are averaged. The h_i, g_i and g are `[T]`.
     Source: Gao et al. 2022, algorithm 1.
     Use it when clients hold few classes each and can remember two vectors as long as the model.
     """
@@ -61,4 +62,6 @@ class FedDC(Drifting):
 
 
 def _decoupled(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
-    return gradient.addcmul_(weights - context["centre"], context["strength"]).add_(context["offset"])
+    return gradient.addcmul_(weights - context["centre"], context["strength"]).add_(
+        context["offset"]
+    )

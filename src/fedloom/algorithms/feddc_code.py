@@ -10,8 +10,8 @@ from fedloom.records import Message
 class FedDCCode(FedDC):
     """FedDC as its authors' code computes it, for the tables that were made with that code.
 
-    tau is a mean client's E ceil(mean_j n_j / B) steps for every client, and eta the learning rate of round 1 in all
-    rounds. Source: the authors' code of Gao et al. 2022.
+    tau is a mean client's E ceil(mean_j n_j / B) steps for every client, and eta the learning rate
+    of round 1 in all rounds. Source: the authors' code of Gao et al. 2022.
     Use it only to reproduce those tables, otherwise `feddc`.
     """
 

@@ -11,7 +11,8 @@ from fedloom.records import Aggregate, Message, Plan, Replies, server_model
 
 
 class Drifting(Algorithm):
-    """Server half of FedDyn and FedDC: the mean of the uploads plus the mean drift of all N clients.
+    """Server half of FedDyn and FedDC: the mean of the uploads plus the mean drift of all N
+    clients.
 
     `drift [T]` is (1/N) sum over all clients of their h_i, computed from the uploads alone.
 
@@ -32,7 +33,9 @@ class Drifting(Algorithm):
         trainable = slice(self.plan.layout.trainable)
         totals = {name: replies[name] for name in replies.matrices if name != "model"}
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
-        return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total={**totals, "moved": moved})
+        return replies.aggregate(
+            weighted=False, mean={"model": replies["model"]}, total={**totals, "moved": moved}
+        )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable = slice(self.plan.layout.trainable)
@@ -44,12 +47,14 @@ class Drifting(Algorithm):
 
 @algorithms.register("feddyn")
 class FedDyn(Drifting):
-    """FedDyn: clients minimise L_i(w) + (alpha_i/2) ||w - w_t||^2 + alpha_i <w, h_i>, and remember h_i <- h_i + w_i - w_t.
+    """FedDyn: clients minimise L_i(w) + (alpha_i/2) ||w - w_t||^2 + alpha_i <w, h_i>, and remember
+    h_i <- h_i + w_i - w_t.
 
-    alpha_i = alpha mean_j n_j / n_i. Server: w <- mean_i w_i + (1/N) sum over all clients of h_i, uniform over the round;
-    statistics are averaged.
+    alpha_i = alpha mean_j n_j / n_i. Server: w <- mean_i w_i + (1/N) sum over all clients of h_i,
+    uniform over the round; statistics are averaged.
     Source: Acar et al. 2021, algorithm 1, in the form of FedDC's code.
-    Use it when clients hold few classes each, take many local steps and can remember a vector; set a gradient clip.
+    Use it when clients hold few classes each, take many local steps and can remember a vector; set
+    a gradient clip.
     """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

@@ -1,4 +1,3 @@
-
 import torch
 from torch import Tensor
 
@@ -9,17 +8,21 @@ from fedloom.records import Aggregate, Plan, Replies
 
 @algorithms.register("fedexp")
 class FedExP(Algorithm):
-    """FedAvg with an adaptive server step: w <- w_t + eta_g sum_i p_i D_i, with D_i = w_i - w_t and p_i by samples.
+    """FedAvg with an adaptive server step: w <- w_t + eta_g sum_i p_i D_i, with D_i = w_i - w_t and
+    p_i by samples.
 
-    eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))) over the trainable parameters, with
-    epsilon_t = epsilon (eta_t / eta_1)^2 for learning rates eta; statistics are averaged, not extrapolated. The global
-    model is the mean of the server's last two iterates (after round 1 the first alone).
+    eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))) over the trainable
+    parameters, with epsilon_t = epsilon (eta_t / eta_1)^2 for learning rates eta; statistics are
+    averaged, not extrapolated. The global model is the mean of the server's last two iterates
+    (after round 1 the first alone).
     Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
     Use it when FedAvg is stable but slow, and nothing is to be tuned on the server.
 
     Args:
-        epsilon: Addend of the denominator that bounds the step (authors: 0.001 for CIFAR, 0.1 for EMNIST).
-        epsilon_by_clients: Multiply epsilon by the number of clients in the round, as the authors' code does.
+        epsilon: Addend of the denominator that bounds the step (authors: 0.001 for CIFAR, 0.1 for
+            EMNIST).
+        epsilon_by_clients: Multiply epsilon by the number of clients in the round, as the authors'
+            code does.
     """
 
     epsilon: Positive = 1e-3
@@ -47,7 +50,9 @@ class FedExP(Algorithm):
         step = (aggregate.mean["length"] / (2 * (mean.square().sum() + epsilon))).clamp_min(1)
         following[trainable] = previous[trainable] + step * mean
         self.state["model"] = following
-        self.state["evaluated"] = following.clone() if round.number == 1 else (previous + following) / 2
+        self.state["evaluated"] = (
+            following.clone() if round.number == 1 else (previous + following) / 2
+        )
         self.state["step"] = step.reshape(1)
 
     def model(self) -> Tensor:

@@ -15,20 +15,24 @@ from fedloom.records import Message, Plan, Replies
 
 @algorithms.register("fedfomo")
 class FedFomo(PartlyShared):
-    """FedFomo: first-order model optimisation. A client weighs downloaded models by their gain on its data per distance.
+    """FedFomo: first-order model optimisation. A client weighs downloaded models by their gain on
+    its data per distance.
 
-    With w_n the M downloaded models and w the client's model after its last mixing, on the client's validation samples
-    o_n = (L(w) - L(w_n)) / (||w_n - w|| + 1e-5). The client starts from sum_n o_n^+ w_n / sum_n o_n^+, or, where no o_n is
-    positive, from its own last model; it trains and uploads. The server keeps every client's last model and the sums of o_n
-    (at first 1 for a client and itself), and sends each client the M models with its largest sums. A client in its first
-    round may be sent none; it trains from the common start. The last trained model is scored; the global model is the
-    clients' mean. Traffic: 1 + M models.
+    With w_n the M downloaded models and w the client's model after its last mixing, on the client's
+    validation samples o_n = (L(w) - L(w_n)) / (||w_n - w|| + 1e-5). The client starts from sum_n
+    o_n^+ w_n / sum_n o_n^+, or, where no o_n is positive, from its own last model; it trains and
+    uploads. The server keeps every client's last model and the sums of o_n (at first 1 for a client
+    and itself), and sends each client the M models with its largest sums. A client in its first
+    round may be sent none; it trains from the common start. The last trained model is scored; the
+    global model is the clients' mean. Traffic: 1 + M models.
     Source: Zhang et al. 2021 (FedFomo), section 4; FedALA, appendix G.
-    Use it when a client gains from some others and loses by the rest, and can download several models a round.
+    Use it when a client gains from some others and loses by the rest, and can download several
+    models a round.
 
     Args:
         models: M, downloads of a client (none: all models; FedALA: all).
-        train_share: Share of a client's samples to train on, the same in every round; the rest validate (FedALA: 0.8).
+        train_share: Share of a client's samples to train on, the same in every round; the rest
+            validate (FedALA: 0.8).
         exploration: Probability of M random downloads.
     """
 
@@ -70,8 +74,14 @@ class FedFomo(PartlyShared):
         clients, relation, uploads = self.state["known"], self.state["relation"], replies["model"]
         newcomers = replies.clients[~torch.isin(replies.clients, clients)]
         grown = torch.block_diag(relation, torch.eye(len(newcomers), dtype=relation.dtype))
-        models = torch.cat([self.state["models"], uploads.new_empty(len(newcomers), uploads.shape[1])])
-        self.state |= {"known": torch.cat([clients, newcomers]), "models": models, "relation": grown}
+        models = torch.cat(
+            [self.state["models"], uploads.new_empty(len(newcomers), uploads.shape[1])]
+        )
+        self.state |= {
+            "known": torch.cat([clients, newcomers]),
+            "models": models,
+            "relation": grown,
+        }
         rows = torch.tensor([self._row(int(client)) for client in replies.clients])
         models[rows] = uploads
         if chosen is not None:
@@ -112,8 +122,12 @@ class FedFomo(PartlyShared):
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         previous = cohort.memory.get(self.own_model, cohort.initial)
         downloads = [self.complete(cohort, model) for model in inbox["models"].unbind(1)]
-        training, validation = divided(cohort, "fedfomo", lambda count: max(1, int(self.train_share * count + 1e-9)))
-        values = self._values(validation, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads)
+        training, validation = divided(
+            cohort, "fedfomo", lambda count: max(1, int(self.train_share * count + 1e-9))
+        )
+        values = self._values(
+            validation, cohort.memory.get("fedfomo_mixed", cohort.initial), downloads
+        )
         weights = values.clamp_min(0)
         total = weights.sum(1, keepdim=True)
         weights = weights / torch.where(total > 0, total, 1)
@@ -131,4 +145,6 @@ class FedFomo(PartlyShared):
         loss, trainable = validation.loss(reference), slice(validation.layout.trainable)
         distances = [(model - reference)[:, trainable].norm(dim=1) + 1e-5 for model in downloads]
         gains = [loss - validation.loss(model) for model in downloads]
-        return torch.stack([gain / distance for gain, distance in zip(gains, distances, strict=True)], 1).to(reference)
+        return torch.stack(
+            [gain / distance for gain, distance in zip(gains, distances, strict=True)], 1
+        ).to(reference)

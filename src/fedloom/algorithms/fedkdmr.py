@@ -16,16 +16,19 @@ from fedloom.records import Message
 class FedKDMR(FedMR):
     """FedMR with a teacher: clients minimise (1 - a_t) L_i(w) + a_t temperature^2 KL(q_T || q).
 
-    q_T and q are the softmaxes at `temperature` of the mean of the pool that was sent (in evaluation mode) and of the trained
-    model; a_t = distillation min((t - 1) / ramp, 1)^power in round t. Traffic: 2 models down, 1 up.
-    Source: Li et al., KDD 2026, with their code's defaults but for the ramp, which there begins after a phase of averaging:
-    `stages(fedavg:100, fedkdmr)`.
-    Use it where `fedmr` wins but its models drift apart, as under wrong labels; a step costs one more forward pass.
+    q_T and q are the softmaxes at `temperature` of the mean of the pool that was sent (in
+    evaluation mode) and of the trained model; a_t = distillation min((t - 1) / ramp, 1)^power in
+    round t. Traffic: 2 models down, 1 up.
+    Source: Li et al., KDD 2026, with their code's defaults but for the ramp, which there begins
+    after a phase of averaging: `stages(fedavg:100, fedkdmr)`.
+    Use it where `fedmr` wins but its models drift apart, as under wrong labels; a step costs one
+    more forward pass.
 
     Args:
         distillation: Largest weight of the term (authors: 0.5); 0 is FedMR.
         temperature: Temperature of both softmaxes (authors: 0.5, which sharpens the teacher).
-        ramp: Rounds over which the weight grows (authors: 50); 0 for the whole weight from round 1 on.
+        ramp: Rounds over which the weight grows (authors: 50); 0 for the whole weight from round 1
+            on.
         power: Exponent of the growth.
     """
 
@@ -50,7 +53,9 @@ class FedKDMR(FedMR):
         if not weight:
             return super().train(cohort, inbox)
 
-        def distil(loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+        def distil(
+            loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
+        ) -> Tensor:
             teacher = teacher_outputs(net, context["teacher"], batch)
             term = divergence(teacher, net.outputs, self.temperature)
             return (1 - weight) * loss + weight * self.temperature**2 * term

@@ -1,4 +1,6 @@
-"""FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the models as they are."""
+"""FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the
+models as they are.
+"""
 
 import math
 from dataclasses import field, replace
@@ -14,7 +16,12 @@ from fedloom.algorithms.fedavg import FedAvg
 from fedloom.config.fields import NonNegative, Share
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit, UnitKind
-from fedloom.flat.population import mean_cosine_similarity, recombine_, total_variance, weighted_mean
+from fedloom.flat.population import (
+    mean_cosine_similarity,
+    recombine_,
+    total_variance,
+    weighted_mean,
+)
 from fedloom.records import Message, Plan, Replies
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
@@ -23,16 +30,19 @@ Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
 
 @algorithms.register("indep")
 class Indep(Algorithm):
-    """Independent training (FedMR without recombination): K models that travel from client to client and never mix.
+    """Independent training (FedMR without recombination): K models that travel from client to
+    client and never mix.
 
-    Slot k of the pool `[K, P]` goes to the k-th selected client and comes back trained; if that client drops out, the slot
-    stays as it was sent. The global model is the unweighted mean of the pool.
+    Slot k of the pool `[K, P]` goes to the k-th selected client and comes back trained; if that
+    client drops out, the slot stays as it was sent. The global model is the unweighted mean of the
+    pool.
     Source: FedMR, section 3.
     Use it to see what recombination itself brings to `fedmr`; it is no method to deploy.
 
     Args:
-        local: Method whose client half trains, such as `fedprox(mu=0.01)`; none is plain SGD. Its server half never runs: it
-            must send and return one model (not SCAFFOLD) and work on the clients (not a server optimizer).
+        local: Method whose client half trains, such as `fedprox(mu=0.01)`; none is plain SGD. Its
+            server half never runs: it must send and return one model (not SCAFFOLD) and work on the
+            clients (not a server optimizer).
     """
 
     local: Algorithm | None = field(default=None, kw_only=True)
@@ -70,10 +80,16 @@ class Indep(Algorithm):
         return weighted_mean(self.state["pool"])
 
     def diagnose(self) -> dict[str, float]:
-        return {"pool_cosine": float(mean_cosine_similarity(self.state["pool"][:, : self.plan.layout.trainable]))}
+        return {
+            "pool_cosine": float(
+                mean_cosine_similarity(self.state["pool"][:, : self.plan.layout.trainable])
+            )
+        }
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        return super().train(cohort, inbox) if self.local is None else self.local.train(cohort, inbox)
+        return (
+            super().train(cohort, inbox) if self.local is None else self.local.train(cohort, inbox)
+        )
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         return inbox["model"] if self.local is None else self.local.personalise(cohort, inbox)
@@ -81,22 +97,25 @@ class Indep(Algorithm):
 
 @algorithms.register("fedmr")
 class FedMR(Indep):
-    """Federated model recombination: every layer of the K uploaded models is shuffled over the models.
+    """Federated model recombination: every layer of the K uploaded models is shuffled over the
+    models.
 
-    For each unit u of layers an independent uniform permutation pi_u of {1..K}; new pool[k, u] = upload[pi_u(k), u] for the
-    pool `[K, P]`. All models start equal; the global model is the unweighted mean of the pool, which recombination preserves
-    (Lemma 4.4).
+    For each unit u of layers an independent uniform permutation pi_u of {1..K}; new pool[k, u] =
+    upload[pi_u(k), u] for the pool `[K, P]`. All models start equal; the global model is the
+    unweighted mean of the pool, which recombination preserves (Lemma 4.4).
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
-    Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or averaging first
-    (`stages`).
+    Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or
+    averaging first (`stages`).
 
     Args:
-        unit: What is shuffled as one: a `layer` (a module with its weight, bias and statistics), a `tensor` (the authors'
-            code) or a `segment` of layers (FedMR-px).
+        unit: What is shuffled as one: a `layer` (a module with its weight, bias and statistics), a
+            `tensor` (the authors' code) or a `segment` of layers (FedMR-px).
         fraction: Share x of the N layers in a segment: layer j belongs to segment ceil(j / (x N)).
-        blend: Share of the way that each model then moves to the pool's mean: 0 is FedMR, 1 FedAvg with equal weights.
-            [round, share] pairs are joined linearly; `auto` lets the server choose (docs/methods/recombination.md).
-        tolerance: Spread of the models that `auto` allows, relative to their common progress: 0 is FedAvg.
+        blend: Share of the way that each model then moves to the pool's mean: 0 is FedMR, 1 FedAvg
+            with equal weights. [round, share] pairs are joined linearly; `auto` lets the server
+            choose (docs/methods/recombination.md).
+        tolerance: Spread of the models that `auto` allows, relative to their common progress: 0 is
+            FedAvg.
     """
 
     unit: UnitKind = "layer"
@@ -116,19 +135,26 @@ class FedMR(Indep):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         if self.blend == "auto":
-            self.state |= {"initial": plan.initial.clone(), "blend": torch.zeros(1, dtype=torch.float64)}
+            self.state |= {
+                "initial": plan.initial.clone(),
+                "blend": torch.zeros(1, dtype=torch.float64),
+            }
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool = replies.by_slot("model")
         if self.blend == "auto":
             average = weighted_mean(pool, replies.weights_by_slot())  # of the clients that answered
             sent, trainable = replies.sent_by_slot("model"), self.plan.layout.trainable
-            share = auto_blend(pool, sent, average, self.state["initial"], trainable, self.tolerance)
+            share = auto_blend(
+                pool, sent, average, self.state["initial"], trainable, self.tolerance
+            )
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
             average, share = None, blend_at(self.blend, round.number)
-        self.state["pool"] = pool  # releases the models that were sent, since recombination needs memory
-        # In place: the federation made this matrix for this round's replies, and nothing else uses it.
+        # releases the models that were sent, since recombination needs memory
+        self.state["pool"] = pool
+        # In place: the federation made this matrix for this round's replies, and nothing else uses
+        # it.
         recombine_(pool, self.units(), round.stream("recombine"))
         if share > 0:
             pool.lerp_(weighted_mean(pool) if average is None else average, share)
@@ -140,23 +166,34 @@ class FedMR(Indep):
         figures = super().diagnose()
         if self.blend == "auto":
             figures["blend"] = float(self.state["blend"])
-        elif self.blend == 0.0 and self.plan.first_round == 1:  # a later stage begins with another model
-            figures["pool_progress"] = pool_progress(self.state["pool"], self.plan.initial, self.plan.layout.trainable)
+        # a later stage begins with another model
+        elif self.blend == 0.0 and self.plan.first_round == 1:
+            figures["pool_progress"] = pool_progress(
+                self.state["pool"], self.plan.initial, self.plan.layout.trainable
+            )
         return figures
 
 
 def pool_progress(pool: Tensor, initial: Tensor, trainable: int) -> float:
-    """Return T / S: the squared way of the mean of `pool [K, P]` from `initial [P]` over the pool's variance, in the first
-    `trainable` columns; infinite for equal models."""
+    """Return T / S: the squared way of the mean of `pool [K, P]` from `initial [P]` over the pool's
+    variance, in the first `trainable` columns; infinite for equal models.
+    """
     spread = float(total_variance(pool[:, :trainable]))
-    return float((weighted_mean(pool) - initial)[:trainable].square().sum()) / spread if spread > 0 else math.inf
+    return (
+        float((weighted_mean(pool) - initial)[:trainable].square().sum()) / spread
+        if spread > 0
+        else math.inf
+    )
 
 
-def auto_blend(pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float) -> float:
-    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for uploads `pool [K, P]`; 0 if all models are equal or gained the same.
+def auto_blend(
+    pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float
+) -> float:
+    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for uploads `pool [K, P]`; 0 if all models are
+    equal or gained the same.
 
-    T = |average - initial|^2 is the common progress (of `[P]` each), S the variance of the pool and U that of its updates
-    since `sent [K, P]`, over the first `trainable` columns.
+    T = |average - initial|^2 is the common progress (of `[P]` each), S the variance of the pool and
+    U that of its updates since `sent [K, P]`, over the first `trainable` columns.
     """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
     pool, sent = pool[:, :trainable], sent[:, :trainable]
@@ -169,7 +206,9 @@ def require_schedule(name: str, schedule: Schedule) -> None:
     pairs = schedule if isinstance(schedule, list) else [(1, schedule)]
     rounds = [number for number, _ in pairs]
     if not rounds or [0, *rounds] != sorted({0, *rounds}):
-        raise InvalidValue(f"{name}: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}")
+        raise InvalidValue(
+            f"{name}: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}"
+        )
     for _, share in pairs:
         if not 0 <= float(share) <= 1:
             raise InvalidValue(f"{name}: a share must be between 0 and 1, not {share}")
@@ -177,17 +216,25 @@ def require_schedule(name: str, schedule: Schedule) -> None:
 
 def blend_at(schedule: Schedule, number: int) -> float:
     """Return the share of round `number` by a schedule."""
-    rounds, shares = zip(*schedule, strict=True) if isinstance(schedule, list) else ((1,), (schedule,))
+    rounds, shares = (
+        zip(*schedule, strict=True) if isinstance(schedule, list) else ((1,), (schedule,))
+    )
     return float(np.interp(number, rounds, shares))
 
 
 def _require_local(local: Algorithm, plan: Plan) -> None:
     """Raise `InvalidValue` unless the client half of `local` can train a model of the pool."""
     if local._inner():
-        raise InvalidValue(f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)")
+        raise InvalidValue(
+            f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)"
+        )
     message, expected = local.send(plan.opening()), dict(local.expects(plan.opening()))
     if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:
-        raise InvalidValue(f"local={local} exchanges more or less than a whole model, which recombination carries")
+        raise InvalidValue(
+            f"local={local} exchanges more or less than a whole model, which recombination carries"
+        )
     trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
-        raise InvalidValue(f"local={local} differs from fedavg on the server alone, where recombination takes over")
+        raise InvalidValue(
+            f"local={local} differs from fedavg on the server alone, where recombination takes over"
+        )

@@ -1,4 +1,3 @@
-
 from fedloom.algorithm import Algorithm, Facts, Round, algorithms
 from fedloom.config.fields import Count, NonNegative, Probability
 from fedloom.flat.population import mutate
@@ -7,15 +6,18 @@ from fedloom.records import Aggregate, Message, Plan, Replies
 
 @algorithms.register("fedmut")
 class FedMut(Algorithm):
-    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for each tensor in pairs.
+    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for
+    each tensor in pairs.
 
-    w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta (1 - min(t0 / rounds, 1))
-    and t0 counts the rounds before the one that made w_t; with K odd the last slot is sent w_t. So at r = 0 the mutations
-    average to w_t. Only trainable parameters mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
+    w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta
+    (1 - min(t0 / rounds, 1)) and t0 counts the rounds before the one that made w_t; with K odd the
+    last slot is sent w_t. So at r = 0 the mutations average to w_t. Only trainable parameters
+    mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
     Use it as `fedmr`, for flat minima, where all clients should start close to one global model.
 
     Args:
-        radius: Length of a mutation in units of the last step (authors: 4); 0 is FedAvg with equal weights.
+        radius: Length of a mutation in units of the last step (authors: 4); 0 is FedAvg with equal
+            weights.
         beta: Skew r of the signs at the start.
         mutation_rounds: Rounds over which r falls to 0.
     """
@@ -31,12 +33,21 @@ class FedMut(Algorithm):
         self.state["previous"] = plan.initial.clone()
 
     def send(self, round: Round) -> Message:
-        # The two last means and the round's stream give the mutations, so the K models are not stored.
-        tensors = [tensor.slice for tensor in self.plan.layout.slices if tensor.stop <= self.plan.layout.trainable]
+        # The two last means and the round's stream give the mutations, so the K models are not
+        # stored.
+        tensors = [
+            tensor.slice
+            for tensor in self.plan.layout.slices
+            if tensor.stop <= self.plan.layout.trainable
+        ]
         skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
         direction = self.radius * (self.state["model"] - self.state["previous"])
         rows = self.plan.empty_rows(len(round.selected))
-        return {"model": mutate(self.state["model"], direction, rows, tensors, skew, round.stream("mutate"))}
+        return {
+            "model": mutate(
+                self.state["model"], direction, rows, tensors, skew, round.stream("mutate")
+            )
+        }
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         return replies.aggregate(weighted=False)

@@ -7,11 +7,12 @@ from fedloom.records import Aggregate, Message, Replies
 
 @algorithms.register("fednova")
 class FedNova(Algorithm):
-    """Normalised averaging: w <- w_t + tau_eff sum_i p_i (w_i - w_t) / ||a_i||_1, with tau_eff = sum_i p_i ||a_i||_1.
+    """Normalised averaging: w <- w_t + tau_eff sum_i p_i (w_i - w_t) / ||a_i||_1, with tau_eff =
+    sum_i p_i ||a_i||_1.
 
-    ||a_i||_1 is the total weight of the client's gradients in its displacement: its number of steps tau, or with momentum m
-    (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the model. p_i by samples; statistics are averaged by
-    samples. Clients of equal steps give FedAvg.
+    ||a_i||_1 is the total weight of the client's gradients in its displacement: its number of steps
+    tau, or with momentum m (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the
+    model. p_i by samples; statistics are averaged by samples. Clients of equal steps give FedAvg.
     Source: Wang et al. 2020, equations 6 and 7 with the tau_eff of section 4.
     Use it when clients take very different numbers of local steps, through unequal data or devices.
     """
@@ -26,11 +27,15 @@ class FedNova(Algorithm):
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
         # A client without steps has local weight 0 and has not moved: any divisor gives 0.
         step = moved / local.where(local > 0, 1)
-        return replies.aggregate(mean={"model": replies["model"], "local_weight": local, "step": step})
+        return replies.aggregate(
+            mean={"model": replies["model"], "local_weight": local, "step": step}
+        )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable, mean = slice(self.plan.layout.trainable), aggregate.mean
-        mean["model"][trainable] = self.state["model"][trainable] + mean["local_weight"] * mean["step"]
+        mean["model"][trainable] = (
+            self.state["model"][trainable] + mean["local_weight"] * mean["step"]
+        )
         self.state["model"] = mean["model"]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

@@ -17,14 +17,17 @@ from fedloom.records import Message, Plan, Replies
 
 @algorithms.register("fedpac")
 class FedPAC(FedRep):
-    """FedPAC: a client trains a head, then the base under it towards class means p; the server mixes the heads for each client.
+    """FedPAC: a client trains a head, then the base under it towards class means p; the server
+    mixes the heads for each client.
 
-    Before training, in evaluation mode, h_c = pi_c mean_c z and V = (mean |z|^2 - sum_c |h_c|^2) / n, with pi_c class c's share
-    of the client's n samples. The head trains at `head_rate`, then the base on L_i + lambda mean (z - p_y)^2 (the client's own
-    class mean where p_y is missing; without the term in round 1). The base is averaged by samples, p_c (class means after
-    training) by samples of the class. Client i's head becomes sum_j a_j head_j over the clients that answered, a minimising
-    sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, without shares up to 1e-3. The server keeps all heads; the global
-    model has the mean of those uploaded. Traffic: one model and 2 Y d + Y + 1 numbers up, one and Y d + Y down.
+    Before training, in evaluation mode, h_c = pi_c mean_c z and V = (mean |z|^2 - sum_c |h_c|^2) /
+    n, with pi_c class c's share of the client's n samples. The head trains at `head_rate`, then the
+    base on L_i + lambda mean (z - p_y)^2 (the client's own class mean where p_y is missing; without
+    the term in round 1). The base is averaged by samples, p_c (class means after training) by
+    samples of the class. Client i's head becomes sum_j a_j head_j over the clients that answered, a
+    minimising sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, without shares up to 1e-3.
+    The server keeps all heads; the global model has the mean of those uploaded. Traffic: one model
+    and 2 Y d + Y + 1 numbers up, one and Y d + Y down.
     Source: Xu et al. 2023 (FedPAC), sections 4 and 5; steps of the authors' code.
     Use it when classes mean the same everywhere and clients have very different shares of them.
 
@@ -45,7 +48,10 @@ class FedPAC(FedRep):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         head, zeros = LinearHead.of(plan, "fedpac"), plan.initial.new_zeros
-        self.state |= {"prototypes": zeros(plan.classes, head.features), "present": zeros(plan.classes)}
+        self.state |= {
+            "prototypes": zeros(plan.classes, head.features),
+            "present": zeros(plan.classes),
+        }
         self.state["heads"] = take(plan.initial.unsqueeze(0), head.unit).expand(plan.clients, -1)
         self._columns = head.unit
 
@@ -54,13 +60,22 @@ class FedPAC(FedRep):
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         rows = self.state["model"].repeat(len(clients), 1)
-        heads = torch.cat([self.state["heads"], take(self.state["model"].unsqueeze(0), self._columns)])
-        heads = heads[[min(client, self.plan.clients) for client in clients]]  # the last for those that never train
+        heads = torch.cat(
+            [self.state["heads"], take(self.state["model"].unsqueeze(0), self._columns)]
+        )
+        # the last for those that never train
+        heads = heads[[min(client, self.plan.clients) for client in clients]]
         return {"model": take(put_(rows, self._columns, heads), self._unit)}
 
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...]]:
         means = tuple(self.state["prototypes"].shape)
-        return {**super().expects(round), "means": means, "shares": means, "variance": (), "counts": means[:1]}
+        return {
+            **super().expects(round),
+            "means": means,
+            "shares": means,
+            "variance": (),
+            "counts": means[:1],
+        }
 
     def receive(self, round: Round, replies: Replies) -> None:
         counts = replies["counts"]
@@ -84,23 +99,39 @@ class FedPAC(FedRep):
         prototypes = torch.where(present, inbox["prototypes"], means)
         context = {"prototypes": prototypes, "present": present.any(1).to(start).expand_as(counts)}
         rate, epochs = self.head_rate, self.head_epochs
-        fitted = cohort.fit(start, only=head, purpose="head", learning_rate=rate, epochs=epochs).model
-        model = cohort.fit(fitted, loss_fn=partial(pulled_loss, self.strength), context=context, only=base).model
+        fitted = cohort.fit(
+            start, only=head, purpose="head", learning_rate=rate, epochs=epochs
+        ).model
+        model = cohort.fit(
+            fitted, loss_fn=partial(pulled_loss, self.strength), context=context, only=base
+        ).model
         means = cohort.class_means(cohort.features(model))
-        return {**self.upload(cohort, model), "means": means, "shares": shares, "variance": variance, "counts": counts}
+        return {
+            **self.upload(cohort, model),
+            "means": means,
+            "shares": shares,
+            "variance": variance,
+            "counts": counts,
+        }
 
 
 def head_shares(means: Tensor, variances: Tensor) -> Tensor:
     """Return by row the shares `[r, r]` of the clients' heads in each client's head, float64.
 
-    Row i minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, for h = `means [r, m]` and V = `variances [r]`.
+    Row i minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, for h = `means [r, m]`
+    and V = `variances [r]`.
     """
     from scipy.optimize import nnls  # takes a fifth of what PyTorch takes to import
 
-    means, deviations, rows = means.double().cpu(), variances.double().cpu().clamp_min(0).sqrt().diag(), []
+    means, deviations, rows = (
+        means.double().cpu(),
+        variances.double().cpu().clamp_min(0).sqrt().diag(),
+        [],
+    )
     for mean in means:
         matrix = torch.cat([deviations, (means - mean).mT])
-        # The sum is |A a|^2, and x >= 0 of least |A x|^2 + s^2 (sum x - 1)^2 is a multiple of a, whatever s.
+        # The sum is |A a|^2, and x >= 0 of least |A x|^2 + s^2 (sum x - 1)^2 is a multiple of a,
+        # whatever s.
         scale = matrix.norm().clamp_min(1e-9).expand(1, len(means))
         target = torch.cat([torch.zeros(len(matrix)), scale[0, :1]])
         shares = torch.from_numpy(nnls(torch.cat([matrix, scale]).numpy(), target.numpy())[0])

@@ -15,14 +15,17 @@ BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 @algorithms.register("fedphp")
 class FedPHP(PartlyShared):
-    """FedPHP: local training is drawn towards the features of the client's inherited model h, a moving average of its own.
+    """FedPHP: local training is drawn towards the features of the client's inherited model h, a
+    moving average of its own.
 
-    Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in evaluation mode, with
-    MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10, 15, 20, 50} of exp(-d^2 / (2 a)). Afterwards
-    h <- (1 - m) w + m h, statistics included, so that the first h is the first trained model;
-    m = mu t / (participation * rounds), at most mu, with t the client's earlier rounds.
-    Reconstructed from the description in FedALA and from PFLlib. Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
-    Use it when clients come back often enough for a slowly moving model of their own to be worth keeping.
+    Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in
+    evaluation mode, with MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10,
+    15, 20, 50} of exp(-d^2 / (2 a)). Afterwards h <- (1 - m) w + m h, statistics included, so that
+    the first h is the first trained model; m = mu t / (participation * rounds), at most mu, with t
+    the client's earlier rounds. Reconstructed from the description in FedALA and from PFLlib.
+    Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
+    Use it when clients come back often enough for a slowly moving model of their own to be worth
+    keeping.
 
     Args:
         mu: Largest weight of the old h (FedALA: 0.9).
@@ -39,9 +42,13 @@ class FedPHP(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)
-        options: dict[str, Any] = {"loss_fn": self._loss, "context": {"history": history}} if self.transfer else {}
+        options: dict[str, Any] = (
+            {"loss_fn": self._loss, "context": {"history": history}} if self.transfer else {}
+        )
         model = cohort.fit(start, **options).model
-        cohort.memory[self.own_model] = torch.lerp(model, history, self._inherited(cohort).to(model).unsqueeze(1))
+        cohort.memory[self.own_model] = torch.lerp(
+            model, history, self._inherited(cohort).to(model).unsqueeze(1)
+        )
         if self.deployed == "local":
             cohort.memory["fedphp_model"] = model
         return model
@@ -59,7 +66,9 @@ class FedPHP(PartlyShared):
         with torch.no_grad():
             inherited, _ = net.at(context["history"]).both(batch.inputs)
         distance = squared_mmd(features.flatten(1), inherited.flatten(1))
-        return (1 - self.transfer) * net.objective.loss(logits, batch.labels) + self.transfer * distance
+        return (1 - self.transfer) * net.objective.loss(
+            logits, batch.labels
+        ) + self.transfer * distance
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         name = self.own_model if self.deployed == "history" else "fedphp_model"
@@ -67,10 +76,15 @@ class FedPHP(PartlyShared):
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under Gaussian kernels of `BANDWIDTHS`."""
+    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under Gaussian
+    kernels of `BANDWIDTHS`.
+    """
 
     def kernel(x: Tensor, y: Tensor) -> Tensor:
         squared = (x.unsqueeze(1) - y.unsqueeze(0)).square().sum(2)
-        return sum((torch.exp(-squared / (2 * bandwidth)) for bandwidth in BANDWIDTHS), torch.zeros_like(squared))
+        return sum(
+            (torch.exp(-squared / (2 * bandwidth)) for bandwidth in BANDWIDTHS),
+            torch.zeros_like(squared),
+        )
 
     return (kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)).mean()

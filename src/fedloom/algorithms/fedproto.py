@@ -14,18 +14,21 @@ from fedloom.records import Aggregate, Message, Plan, Replies
 
 @algorithms.register("fedproto")
 class FedProto(Algorithm):
-    """FedProto: private models whose features are drawn towards prototypes, the mean features of each class over clients.
+    """FedProto: private models whose features are drawn towards prototypes, the mean features of
+    each class over clients.
 
-    Clients minimise L_i + lambda mean over batch and dimensions of (z - p_y)^2, upload the mean features of their classes
-    after training (one more pass, in evaluation mode) and their counts. p_c becomes the mean over the clients that have class
-    c; one that no client has named stays. A client deploys its own base with the nearest prototype, or its own head. Nothing
-    else travels, so the global model is the task's initial one under the prototypes, which nobody trains.
+    Clients minimise L_i + lambda mean over batch and dimensions of (z - p_y)^2, upload the mean
+    features of their classes after training (one more pass, in evaluation mode) and their counts.
+    p_c becomes the mean over the clients that have class c; one that no client has named stays. A
+    client deploys its own base with the nearest prototype, or its own head. Nothing else travels,
+    so the global model is the task's initial one under the prototypes, which nobody trains.
     Source: Tan et al. 2022 (FedProto), algorithm 1.
     Use it when weights must not travel, or bytes are scarce.
 
     Args:
         strength: lambda (authors: 1); 0 with `by = "head"` is local training.
-        weighted: Weigh clients by their samples of the class (paper) instead of alike (authors' code).
+        weighted: Weigh clients by their samples of the class (paper) instead of alike (authors'
+            code).
         by: What classifies: the nearest `prototype`, or the client's own `head`.
     """
 
@@ -40,7 +43,10 @@ class FedProto(Algorithm):
         super().setup(plan)
         self.head = LinearHead.of(plan, "fedproto")
         zeros = plan.initial.new_zeros
-        self.state |= {"prototypes": zeros(plan.classes, self.head.features), "present": zeros(plan.classes)}
+        self.state |= {
+            "prototypes": zeros(plan.classes, self.head.features),
+            "present": zeros(plan.classes),
+        }
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self.send(round)
@@ -49,20 +55,29 @@ class FedProto(Algorithm):
         return {"means": (self.plan.classes, self.head.features), "counts": (self.plan.classes,)}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        weights = replies["counts"] if self.weighted else (replies["counts"] > 0).to(replies["counts"])
-        return replies.aggregate(mean={}, total={"sums": weights.unsqueeze(2) * replies["means"], "weights": weights})
+        weights = (
+            replies["counts"] if self.weighted else (replies["counts"] > 0).to(replies["counts"])
+        )
+        return replies.aggregate(
+            mean={}, total={"sums": weights.unsqueeze(2) * replies["means"], "weights": weights}
+        )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         self.state |= with_means(self.state, aggregate)
 
     def model(self) -> Tensor:
-        return self._classifying(self.head, self.state["model"].unsqueeze(0), self.send(self.plan.opening()))[0]
+        return self._classifying(
+            self.head, self.state["model"].unsqueeze(0), self.send(self.plan.opening())
+        )[0]
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         start = cohort.memory.get("fedproto_model", cohort.initial)
         model = cohort.fit(start, loss_fn=partial(pulled_loss, self.strength), context=inbox).model
         cohort.memory["fedproto_model"] = model
-        return {"means": cohort.class_means(cohort.features(model)), "counts": cohort.label_counts.to(model)}
+        return {
+            "means": cohort.class_means(cohort.features(model)),
+            "counts": cohort.label_counts.to(model),
+        }
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         model = cohort.memory.get("fedproto_model", cohort.initial)
@@ -71,23 +86,34 @@ class FedProto(Algorithm):
 
     @staticmethod
     def _classifying(head: LinearHead, rows: Tensor, inbox: Message) -> Tensor:
-        """Return `rows [k, P]` with the nearest prototypes for a head; unchanged where there are none yet."""
+        """Return `rows [k, P]` with the nearest prototypes for a head; unchanged where there are
+        none yet.
+        """
         present = inbox["present"] > 0
         folded = head.put(rows, nearest_prototype(inbox["prototypes"], present))
         return torch.where(present.any(1, keepdim=True), folded, rows)
 
 
 def with_means(state: Message, aggregate: Aggregate) -> Message:
-    """Return the prototypes after a round by its totals, `sums [Y, d]` and `weights [Y]`; at weight 0 they stay."""
+    """Return the prototypes after a round by its totals, `sums [Y, d]` and `weights [Y]`; at weight
+    0 they stay.
+    """
     weights = aggregate.total["weights"].unsqueeze(1)
-    prototypes = torch.where(weights > 0, aggregate.total["sums"] / weights.clamp_min(1), state["prototypes"])
-    return {"prototypes": prototypes, "present": torch.maximum(state["present"], (weights[:, 0] > 0).to(prototypes))}
+    prototypes = torch.where(
+        weights > 0, aggregate.total["sums"] / weights.clamp_min(1), state["prototypes"]
+    )
+    return {
+        "prototypes": prototypes,
+        "present": torch.maximum(state["present"], (weights[:, 0] > 0).to(prototypes)),
+    }
 
 
 def pulled_loss(strength: float, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-    """Return the data loss plus strength times the mean over the batch and over dimensions of (z - p_y)^2, z the features.
+    """Return the data loss plus strength times the mean over the batch and over dimensions of (z -
+    p_y)^2, z the features.
 
-    The context has `prototypes [Y, d]` and `present [Y]`, 0 for a class without one, whose samples add 0.
+    The context has `prototypes [Y, d]` and `present [Y]`, 0 for a class without one, whose samples
+    add 0.
     """
     features, logits = net.both(batch.inputs)
     distance = (features - context["prototypes"][batch.labels]).square()

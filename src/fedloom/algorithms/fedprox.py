@@ -13,11 +13,14 @@ class FedProx(Algorithm):
 
     The term is over the trainable parameters; models are averaged by samples.
     Source: Li et al. 2020, algorithm 2.
-    Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs tuning.
+    Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs
+    tuning.
 
     Args:
-        mu: Strength of the term; 0 is FedAvg (FedMR: 0.01 for CIFAR-10, 0.001 for CIFAR-100, 0.1 for FEMNIST).
-        prox_factor: Factor before mu ||w - w_t||^2: 0.5 as in the paper; 1 as in FedDC's code doubles the pull.
+        mu: Strength of the term; 0 is FedAvg (FedMR: 0.01 for CIFAR-10, 0.001 for CIFAR-100, 0.1
+            for FEMNIST).
+        prox_factor: Factor before mu ||w - w_t||^2: 0.5 as in the paper; 1 as in FedDC's code
+            doubles the pull.
     """
 
     mu: NonNegative = 0.01
@@ -30,7 +33,9 @@ class FedProx(Algorithm):
 
 
 def proximal(strength: float) -> Correction:
-    """Return a correction by the gradient of (strength / 2) ||w - w_t||^2, w_t the `server_model [k, T]` of the context."""
+    """Return a correction by the gradient of (strength / 2) ||w - w_t||^2, w_t the `server_model
+    [k, T]` of the context.
+    """
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:
         return gradient.add_(torch.sub(weights, context["server_model"]), alpha=strength)

@@ -21,7 +21,8 @@ class FedAvgC(PartlyShared):
 
     Args:
         finetune_epochs: Epochs of fine-tuning (no paper gives them; FedALA's times imply about 14).
-        finetune_scope: `init` also trains and uploads from the fine-tuned model; `eval_only` fine-tunes for scoring alone.
+        finetune_scope: `init` also trains and uploads from the fine-tuned model; `eval_only`
+            fine-tunes for scoring alone.
     """
 
     finetune_epochs: NonNegativeInt = 10
@@ -39,18 +40,22 @@ class FedAvgC(PartlyShared):
             start = self.initialise(cohort, start, inbox)
         return self.descend(cohort, start, inbox, purpose="batches", epochs=None)
 
-    def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
+    def descend(
+        self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None
+    ) -> Tensor:
         """Train locally, in the same way in both phases."""
         return cohort.fit(start, purpose=purpose, epochs=epochs).model
 
 
 @algorithms.register("fedprox_c")
 class FedProxC(FedAvgC):
-    """FedProx whose clients fine-tune the whole downloaded model before they use it, with the proximal term in both phases.
+    """FedProx whose clients fine-tune the whole downloaded model before they use it, with the
+    proximal term in both phases.
 
     Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
-    Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the download.
+    Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the
+    download.
 
     Args:
         mu: Strength of the proximal term (FedALA: 0.001).
@@ -58,6 +63,12 @@ class FedProxC(FedAvgC):
 
     mu: NonNegative = 0.001
 
-    def descend(self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None) -> Tensor:
-        context = {"server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]}
-        return cohort.fit(start, correction=proximal(self.mu), context=context, purpose=purpose, epochs=epochs).model
+    def descend(
+        self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None
+    ) -> Tensor:
+        context = {
+            "server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
+        }
+        return cohort.fit(
+            start, correction=proximal(self.mu), context=context, purpose=purpose, epochs=epochs
+        ).model

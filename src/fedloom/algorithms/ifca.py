@@ -14,12 +14,14 @@ from fedloom.records import Aggregate, Message, Plan, Replies, TensorSpec
 
 @algorithms.register("ifca")
 class IFCA(Algorithm):
-    """Iterative federated clustering: a client takes the model of least loss on its training samples, trains and uploads it.
+    """Iterative federated clustering: a client takes the model of least loss on its training
+    samples, trains and uploads it.
 
-    Each of the k models becomes the unweighted mean of those trained from it; one that nobody chose stays. The first starts
-    as the task's model, the others from other draws of its layers. A client deploys the model that fits its training samples
-    best; the global model is the mean of the k by the clients that chose them in the last round. Traffic: k models down,
-    one up. Source: Ghosh et al. 2020, algorithm 1.
+    Each of the k models becomes the unweighted mean of those trained from it; one that nobody chose
+    stays. The first starts as the task's model, the others from other draws of its layers. A client
+    deploys the model that fits its training samples best; the global model is the mean of the k by
+    the clients that chose them in the last round. Traffic: k models down, one up. Source: Ghosh et
+    al. 2020, algorithm 1.
     Use it when clients fall into a few groups whose data contradict each other.
 
     Args:
@@ -40,7 +42,10 @@ class IFCA(Algorithm):
             with global_stream(plan.seed, f"ifca {number}"):
                 module = drawn_again(plan.module)
             models.append(plan.layout.flatten(module).to(plan.initial))
-        self.state = {"models": torch.stack(models), "chosen": torch.ones(self.k, dtype=torch.int64)}
+        self.state = {
+            "models": torch.stack(models),
+            "chosen": torch.ones(self.k, dtype=torch.int64),
+        }
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         return self.send(round)
@@ -51,8 +56,13 @@ class IFCA(Algorithm):
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         choice = replies["choice"]
         members = torch.arange(self.k, device=choice.device).unsqueeze(1) == choice
-        total = {"models": (members.to(replies["model"]) @ replies["model"]), "chosen": members.sum(1)}
-        return replies.aggregate(mean={}, total={name: rows.unsqueeze(0) for name, rows in total.items()})
+        total = {
+            "models": (members.to(replies["model"]) @ replies["model"]),
+            "chosen": members.sum(1),
+        }
+        return replies.aggregate(
+            mean={}, total={name: rows.unsqueeze(0) for name, rows in total.items()}
+        )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         models, chosen = aggregate.total["models"], aggregate.total["chosen"]
@@ -73,6 +83,8 @@ class IFCA(Algorithm):
 
 
 def _best(cohort: Cohort, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index, `[c]`, and the model, `[c, P]`, of least training loss among `[c, k, P]` for each client."""
+    """Return the index, `[c]`, and the model, `[c, P]`, of least training loss among `[c, k, P]`
+    for each client.
+    """
     choice = torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
     return choice, models[torch.arange(len(choice)), choice]

@@ -1,5 +1,6 @@
-"""SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with each client."""
-
+"""SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with
+each client.
+"""
 
 from torch import Tensor, nn
 
@@ -18,35 +19,45 @@ class SiloBN(PartlyShared):
 
     For a model without floating-point buffers this is FedAvg; FedALA's code trains its FedAvg so.
     `buffers=average` is FedAvg for every model. Source: Andreux et al. 2020, section 3.
-    Use it when sites measure on different devices and the model has batch norm, but scale and shift should be common.
+    Use it when sites measure on different devices and the model has batch norm, but scale and shift
+    should be common.
     """
 
 
 @algorithms.register("fedbn")
 class FedBN(PartlyShared):
-    """FedAvg over everything but the batch-norm layers, whose parameters and statistics stay with each client.
+    """FedAvg over everything but the batch-norm layers, whose parameters and statistics stay with
+    each client.
 
     A model without batch-norm layers is refused: there it is FedAvg.
     Source: Li et al. 2021 (FedBN), algorithm 1.
-    Use it when clients' inputs look different (other devices, other sites) and the model has batch norm.
+    Use it when clients' inputs look different (other devices, other sites) and the model has batch
+    norm.
     """
 
     def private(self, module: nn.Module) -> frozenset[str]:
-        layers = frozenset(n for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        layers = frozenset(
+            n for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+        )
         if not layers:
-            raise InvalidValue(f"fedbn keeps batch-norm layers, and {type(module).__name__} has none: use fedavg")
+            raise InvalidValue(
+                f"fedbn keeps batch-norm layers, and {type(module).__name__} has none: use fedavg"
+            )
         return layers
 
 
 @algorithms.register("fedper")
 class FedPer(PartlyShared):
-    """FedAvg over the base of the model; the highest blocks stay with each client and train with it.
+    """FedAvg over the base of the model; the highest blocks stay with each client and train with
+    it.
 
     Source: Arivazhagan et al. 2019, algorithm 1.
-    Use it when clients agree on features and differ in labels or in what labels mean; it sends less than FedAvg.
+    Use it when clients agree on features and differ in labels or in what labels mean; it sends less
+    than FedAvg.
 
     Args:
-        personal_blocks: Number of blocks that stay; blocks are those that the model declares, else its layers.
+        personal_blocks: Number of blocks that stay; blocks are those that the model declares, else
+            its layers.
     """
 
     personal_blocks: Count = 1
@@ -57,13 +68,16 @@ class FedPer(PartlyShared):
 
 @algorithms.register("lg_fedavg")
 class LgFedAvg(PartlyShared):
-    """FedAvg over the highest blocks of the model; each client keeps its own representation below. Both train together.
+    """FedAvg over the highest blocks of the model; each client keeps its own representation below.
+    Both train together.
 
     Source: Liang et al. 2020 (Think locally, act globally), algorithm 1.
-    Use it when clients' inputs differ and labels mean the same everywhere: each client has features of its own.
+    Use it when clients' inputs differ and labels mean the same everywhere: each client has features
+    of its own.
 
     Args:
-        global_blocks: Number of blocks that travel; blocks are those that the model declares, else its layers.
+        global_blocks: Number of blocks that travel; blocks are those that the model declares, else
+            its layers.
     """
 
     global_blocks: Count = 1
@@ -73,7 +87,9 @@ class LgFedAvg(PartlyShared):
 
 
 class KeepsHead(PartlyShared):
-    """Base of methods that treat the classifier apart from the base under it, and keep it at the clients."""
+    """Base of methods that treat the classifier apart from the base under it, and keep it at the
+    clients.
+    """
 
     base_facts = Facts(fits_once=False)
 
@@ -81,33 +97,44 @@ class KeepsHead(PartlyShared):
         return self.head_layers(module)
 
     def head_layers(self, module: nn.Module) -> frozenset[str]:
-        """Return the layers of the classifier. Raise `InvalidValue` for a model that is nothing else."""
-        name, layers = head_name(module), {layer_finder(module)(name) for name, _ in module.named_parameters()}
+        """Return the layers of the classifier. Raise `InvalidValue` for a model that is nothing
+        else.
+        """
+        name, layers = (
+            head_name(module),
+            {layer_finder(module)(name) for name, _ in module.named_parameters()},
+        )
         head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
         if not name or head == layers:
             model = type(module).__name__
-            raise InvalidValue(f"{name_of(self)} needs a base under the classifier, and {model} is a single layer")
+            raise InvalidValue(
+                f"{name_of(self)} needs a base under the classifier, and {model} is a single layer"
+            )
         return head
 
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
         """Return the slices of the base and those of the classifier."""
         layout, head = cohort.layout, self.head_layers(cohort.module)
-        return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(lambda tensor: tensor.layer in head)
+        return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(
+            lambda tensor: tensor.layer in head
+        )
 
 
 @algorithms.register("fedrep")
 class FedRep(KeepsHead):
     """FedRep: each round a client trains its own head, then the shared base for the local epochs.
 
-    The base is held fixed while the head trains (its statistics move, as in training mode) and the head while the base does.
-    Only the base travels and is averaged; heads start equal and never leave their clients. A client scores the received base
-    under its own head.
+    The base is held fixed while the head trains (its statistics move, as in training mode) and the
+    head while the base does. Only the base travels and is averaged; heads start equal and never
+    leave their clients. A client scores the received base under its own head.
     Source: Collins et al. 2021, algorithm 1; FedALA, appendix G.
-    Use it when a common representation serves all and each client's labels need a head of their own.
+    Use it when a common representation serves all and each client's labels need a head of their
+    own.
 
     Args:
         head_epochs: Epochs of the head (FedALA: 5, and 1 epoch of the base).
-        upload_head: Let the heads travel and be averaged too, which makes a global model (FedAH's inner method).
+        upload_head: Let the heads travel and be averaged too, which makes a global model (FedAH's
+            inner method).
     """
 
     head_epochs: NonNegativeInt = 5
@@ -121,5 +148,7 @@ class FedRep(KeepsHead):
         base, head = self.split(cohort)
         if self.head_epochs:
             head_cohort, loss_fn = cohort.for_classifier(start)
-            start = head_cohort.fit(start, loss_fn=loss_fn, only=head, purpose="head", epochs=self.head_epochs).model
+            start = head_cohort.fit(
+                start, loss_fn=loss_fn, only=head, purpose="head", epochs=self.head_epochs
+            ).model
         return cohort.fit(start, only=base).model

@@ -1,8 +1,9 @@
 """The linear classifier at the top of a model as slices of a row, and what folds into it.
 
-The *row rule*: whatever is affine in the features that enter a linear classifier with a bias is such a classifier again. So a
-private head beside the global one, a shift of the features, nearest prototypes and linear discriminant analysis stay rows of the
-task's architecture, which are evaluated, saved and deployed like any other.
+The *row rule*: whatever is affine in the features that enter a linear classifier with a bias is
+such a classifier again. So a private head beside the global one, a shift of the features, nearest
+prototypes and linear discriminant analysis stay rows of the task's architecture, which are
+evaluated, saved and deployed like any other.
 """
 
 from dataclasses import dataclass
@@ -35,28 +36,35 @@ class LinearHead:
         """Return the head of an architecture.
 
         Args:
-            where: A plan or a cohort, with the architecture and the number of classes (0 where targets are none).
+            where: A plan or a cohort, with the architecture and the number of classes (0 where
+                targets are none).
             method: Name of the method that needs it, with which errors begin.
             bias: Require a bias.
 
         Raises:
-            InvalidValue: The targets are no classes, or the classifier is not linear, not onto the classes, frozen, or without a
-                bias that is needed.
+            InvalidValue: The targets are no classes, or the classifier is not linear, not onto the
+                classes, frozen, or without a bias that is needed.
         """
         if not where.classes:
             raise InvalidValue(f"{method} needs class labels: the targets of this task are none")
         name = head_name(where.module)
         head, shown = where.module.get_submodule(name), name or "the model"
         if not isinstance(head, nn.Linear):
-            raise InvalidValue(f"{method} needs a linear classifier, but {shown} is a {type(head).__name__}")
+            raise InvalidValue(
+                f"{method} needs a linear classifier, but {shown} is a {type(head).__name__}"
+            )
         if bias and head.bias is None:
             raise InvalidValue(f"{method} needs a classifier with a bias, and {shown} has none")
         tensors = {tensor.name: tensor for tensor in where.layout.slices if tensor.layer == name}
         weight, offset = (tensors.get(f"{name}.{kind}".lstrip(".")) for kind in ("weight", "bias"))
         if weight is None or (bias and offset is None):
-            raise InvalidValue(f"{method} learns from the classifiers of the clients, and {name} is frozen")
+            raise InvalidValue(
+                f"{method} learns from the classifiers of the clients, and {name} is frozen"
+            )
         if (outputs := weight.shape[0]) != where.classes:
-            raise InvalidValue(f"{method} needs a classifier onto {where.classes} classes, but {name} has {outputs}")
+            raise InvalidValue(
+                f"{method} needs a classifier onto {where.classes} classes, but {name} has {outputs}"
+            )
         return cls(weight, offset)
 
     @property
@@ -72,7 +80,9 @@ class LinearHead:
     def get(self, rows: Tensor) -> Head:
         """Return weight and bias, views of `rows [..., P]`."""
         assert self.bias is not None, "`of` was not asked for a bias"
-        return rows[..., self.weight.slice].unflatten(-1, self.weight.shape), rows[..., self.bias.slice]
+        return rows[..., self.weight.slice].unflatten(-1, self.weight.shape), rows[
+            ..., self.bias.slice
+        ]
 
     def put(self, rows: Tensor, head: Head) -> Tensor:
         """Return a copy of `rows [..., P]` with another head."""
@@ -107,7 +117,8 @@ def nearest_prototype(prototypes: Tensor, present: Tensor) -> Head:
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> Head:
-    """Return the head of linear discriminant analysis, whose softmax is the posterior of Gaussian classes.
+    """Return the head of linear discriminant analysis, whose softmax is the posterior of Gaussian
+    classes.
 
     Args:
         means: Mean of each class, `[..., Y, d]`.

@@ -13,14 +13,17 @@ from fedloom.records import Message, server_model
 
 @algorithms.register("moon")
 class Moon(Algorithm):
-    """Model-contrastive learning: pull features towards the received model's, away from the client's previous model's.
+    """Model-contrastive learning: pull features towards the received model's, away from the
+    client's previous model's.
 
-    With z, z_glob, z_prev the features of the trained, the received and the client's previous model (the last two frozen, in
-    evaluation mode) and sim the cosine, clients minimise
-    L_i + mu mean_x -log(e^{sim(z, z_glob)/T} / (e^{sim(z, z_glob)/T} + e^{sim(z, z_prev)/T})), T = `temperature`.
-    The term is off until a client has a previous model. Models are averaged by samples. Features are the input of the
-    classifier: for MOON's projection head take a model such as `projected(model=cnn4)`. Source: Li et al. 2021, algorithm 1.
-    Use it when clients hold few classes of images and the model gives good features; a step costs three forward passes.
+    With z, z_glob, z_prev the features of the trained, the received and the client's previous model
+    (the last two frozen, in evaluation mode) and sim the cosine, clients minimise L_i + mu mean_x
+    -log(e^{sim(z, z_glob)/T} / (e^{sim(z, z_glob)/T} + e^{sim(z, z_prev)/T})), T = `temperature`.
+    The term is off until a client has a previous model. Models are averaged by samples. Features
+    are the input of the classifier: for MOON's projection head take a model such as
+    `projected(model=cnn4)`. Source: Li et al. 2021, algorithm 1.
+    Use it when clients hold few classes of images and the model gives good features; a step costs
+    three forward passes.
 
     Args:
         mu: Weight of the contrast (authors: 0.1, 1, 5 or 10 by data set); 0 is FedAvg.
@@ -36,7 +39,10 @@ class Moon(Algorithm):
         options: dict[str, Any] = {}
         if self.mu and bool(trained_before.any()):
             context = {"received": sent, "previous": cohort.memory.get("moon_model", sent)}
-            options = {"loss_fn": self._loss, "context": context | {"trained_before": trained_before.to(sent)}}
+            options = {
+                "loss_fn": self._loss,
+                "context": context | {"trained_before": trained_before.to(sent)},
+            }
         model = cohort.fit(start, **options).model
         cohort.memory["moon_model"] = model
         return {"model": model}
@@ -48,7 +54,10 @@ class Moon(Algorithm):
             away, _ = net.at(context["previous"]).both(batch.inputs)
         near, far = _cosine(features, towards), _cosine(features, away)
         contrast = F.softplus((far - near) / self.temperature).mean()
-        return net.objective.loss(logits, batch.labels) + self.mu * context["trained_before"] * contrast
+        return (
+            net.objective.loss(logits, batch.labels)
+            + self.mu * context["trained_before"] * contrast
+        )
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,3 @@
-
 import torch
 from torch import Tensor
 
@@ -15,16 +14,20 @@ TINY, COLDEST = 1e-20, 0.05
 
 @algorithms.register("partialfed")
 class PartialFed(PartlyShared):
-    """PartialFed-Adaptive: a learned strategy picks, layer by layer, the downloaded or the client's own weights.
+    """PartialFed-Adaptive: a learned strategy picks, layer by layer, the downloaded or the client's
+    own weights.
 
-    A client has its own model and for each layer two logits a. Per batch the working model takes each layer from the source
-    that a hard Gumbel-softmax of a at temperature tau draws. Batches alternate: `model_batches` train the drawn weights where
-    they were drawn from; then `strategy_batches` train a alone, at the learning rate, by the straight-through gradient
-    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at least 0.05. The
-    model of the likelier sources (ties go to the download) is uploaded, starts the client's next round, and is scored with
-    the download in its layers. Steps are plain: momentum, weight decay and clipping of local training do not apply.
-    Reconstructed from the paper's text. Source: Sun et al. 2021, section 3; FedALA, appendix G.
-    Use it in cross-silo federations where nobody knows which layers are better shared and which kept.
+    A client has its own model and for each layer two logits a. Per batch the working model takes
+    each layer from the source that a hard Gumbel-softmax of a at temperature tau draws. Batches
+    alternate: `model_batches` train the drawn weights where they were drawn from; then
+    `strategy_batches` train a alone, at the learning rate, by the straight-through gradient
+    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at
+    least 0.05. The model of the likelier sources (ties go to the download) is uploaded, starts the
+    client's next round, and is scored with the download in its layers. Steps are plain: momentum,
+    weight decay and clipping of local training do not apply. Reconstructed from the paper's text.
+    Source: Sun et al. 2021, section 3; FedALA, appendix G.
+    Use it in cross-silo federations where nobody knows which layers are better shared and which
+    kept.
 
     Args:
         model_batches: Batches of a turn on the weights (FedALA: 8).
@@ -68,12 +71,19 @@ class PartialFed(PartlyShared):
         logits, noise = self._logits(cohort).clone(), gumbel(cohort)
         state = {"global": start.clone(), "local": local, "logits": logits, "noise": noise}
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
-        model = torch.where(_favours_global(state["logits"])[:, layer], state["global"], state["local"])
-        cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = state["logits"], model
+        model = torch.where(
+            _favours_global(state["logits"])[:, layer], state["global"], state["local"]
+        )
+        cohort.memory["partialfed_strategy"], cohort.memory["partialfed_model"] = (
+            state["logits"],
+            model,
+        )
         return model
 
     def _logits(self, cohort: Cohort) -> Tensor:
-        return cohort.memory.get("partialfed_strategy", cohort.initial.new_zeros(1, len(cohort.layout.layers), 2))
+        return cohort.memory.get(
+            "partialfed_strategy", cohort.initial.new_zeros(1, len(cohort.layout.layers), 2)
+        )
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         chosen = _favours_global(self._logits(cohort))[:, layer_of(cohort.layout)]
@@ -81,14 +91,20 @@ class PartialFed(PartlyShared):
 
 
 def gumbel(cohort: Cohort) -> Tensor:
-    """Return Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's own stream."""
+    """Return Gumbel noise for every batch of the round, `[k, steps, layers, 2]`, from each client's
+    own stream.
+    """
     shape = (int(cohort.training.local_steps(cohort.sizes).max()), len(cohort.layout.layers), 2)
-    uniform = torch.stack([torch.rand(shape, generator=generator) for generator in cohort.stream("strategy")])
+    uniform = torch.stack(
+        [torch.rand(shape, generator=generator) for generator in cohort.stream("strategy")]
+    )
     return -torch.log(-torch.log(uniform.to(cohort.initial) + TINY) + TINY)
 
 
 def _favours_global(logits: Tensor) -> Tensor:
-    """Return `[k, L]` bool from `[k, L, 2]`: True where the download is at least as likely as the own weights."""
+    """Return `[k, L]` bool from `[k, L, 2]`: True where the download is at least as likely as the
+    own weights.
+    """
     return logits[:, :, 0] >= logits[:, :, 1]
 
 

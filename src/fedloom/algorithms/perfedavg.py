@@ -11,12 +11,14 @@ from fedloom.records import Message
 
 @algorithms.register("per_fedavg")
 class PerFedAvg(PartlyShared):
-    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their own.
+    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their
+    own.
 
-    Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d = grad l(w'; b2)
-    (`first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta d; b3)) / (2 delta), which adds the
-    Hessian without forming it (`hessian_free`). Two (three) batches are drawn at once and an incomplete set is left out; a
-    client with less than one set divides its data. A client scores the model after one step of size alpha on one batch.
+    Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d
+    = grad l(w'; b2) (`first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta
+    d; b3)) / (2 delta), which adds the Hessian without forming it (`hessian_free`). Two (three)
+    batches are drawn at once and an incomplete set is left out; a client with less than one set
+    divides its data. A client scores the model after one step of size alpha on one batch.
     Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
     Use it when clients arrive that never trained and a single step on their data must do.
 
@@ -41,7 +43,9 @@ class PerFedAvg(PartlyShared):
         count = 2 if self.variant == "first_order" else 3
 
         def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-            return self._gradient(cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha)
+            return self._gradient(
+                cohort, weights, divided(batch, count, cohort.flat_module.needs_pairs), alpha
+            )
 
         settings = cohort.training
         return cohort.fit(
@@ -54,7 +58,9 @@ class PerFedAvg(PartlyShared):
             learning_rate=self.beta,
         ).model
 
-    def _gradient(self, cohort: Cohort, weights: Tensor, batches: list[Batch], alpha: float) -> tuple[Tensor, Tensor]:
+    def _gradient(
+        self, cohort: Cohort, weights: Tensor, batches: list[Batch], alpha: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the loss `[k]` after the inner step and the gradient `[k, T]` of the outer step."""
         count = cohort.layout.trainable
         _, gradient = cohort.gradient(weights, batches[0])
@@ -73,16 +79,24 @@ class PerFedAvg(PartlyShared):
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         alpha = self._alpha(cohort)
-        return cohort.fit(model, purpose="adapt", steps=1, learning_rate=alpha).model if alpha else model
+        return (
+            cohort.fit(model, purpose="adapt", steps=1, learning_rate=alpha).model
+            if alpha
+            else model
+        )
 
     def _alpha(self, cohort: Cohort) -> float:
         return cohort.round.learning_rate if self.alpha is None else self.alpha
 
 
 def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
-    """Divide a batch of `[k, b, ...]` into `count` equal ones, in order; with too few samples, return it `count` times."""
+    """Divide a batch of `[k, b, ...]` into `count` equal ones, in order; with too few samples,
+    return it `count` times.
+    """
     size = batch.labels.shape[1] // count
     if size < (2 if needs_pairs else 1):
         return [batch] * count
     cuts = [slice(index * size, (index + 1) * size) for index in range(count)]
-    return [batch._replace(inputs=batch.inputs[:, cut], labels=batch.labels[:, cut]) for cut in cuts]
+    return [
+        batch._replace(inputs=batch.inputs[:, cut], labels=batch.labels[:, cut]) for cut in cuts
+    ]

@@ -15,19 +15,25 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("pfedfda")
 class PFedFDA(KeepsHead):
-    """pFedFDA: a base trained under a head of linear discriminant analysis; each client adapts the Gaussians behind it.
+    """pFedFDA: a base trained under a head of linear discriminant analysis; each client adapts the
+    Gaussians behind it.
 
-    A client's head is that of the server's Gaussians (class means and a common covariance, `[Y + d, d]`) and of its own class
-    shares; the base trains under it. Then, on the features of its samples, it chooses the shares b in [0, 1] of its own means
-    and of its own covariance by two-fold cross-validation (ten steps of L-BFGS from 1/2 on the cross-entropy), and uploads the
-    base and b local + (1 - b) global; all are averaged by samples. To deploy, it chooses b for the received base. A class with
-    fewer than two samples has the server's mean; without any other class b is 0. The global model has equal class shares.
-    Source: McLaughlin and Su 2024 (pFedFDA), algorithm 1; their code takes features as they come in training.
-    Use it when clients have few samples and their inputs are shifted; features must not be many, since d^2 numbers travel.
+    A client's head is that of the server's Gaussians (class means and a common covariance, `[Y + d,
+    d]`) and of its own class shares; the base trains under it. Then, on the features of its
+    samples, it chooses the shares b in [0, 1] of its own means and of its own covariance by
+    two-fold cross-validation (ten steps of L-BFGS from 1/2 on the cross-entropy), and uploads the
+    base and b local + (1 - b) global; all are averaged by samples. To deploy, it chooses b for the
+    received base. A class with fewer than two samples has the server's mean; without any other
+    class b is 0. The global model has equal class shares.
+    Source: McLaughlin and Su 2024 (pFedFDA), algorithm 1; their code takes features as they come in
+    training.
+    Use it when clients have few samples and their inputs are shifted; features must not be many,
+    since d^2 numbers travel.
 
     Args:
-        ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in every entry). Where features
-            vary little beside it, class shares decide; a small one makes heads large, and steps with them.
+        ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in
+            every entry). Where features vary little beside it, class shares decide; a small one
+            makes heads large, and steps with them.
     """
 
     ridge: Positive = 1.0
@@ -37,7 +43,9 @@ class PFedFDA(KeepsHead):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         width = LinearHead.of(plan, "pfedfda").features
-        means = torch.rand(plan.classes, width, generator=stream(plan.seed, "pfedfda"), dtype=torch.float64)
+        means = torch.rand(
+            plan.classes, width, generator=stream(plan.seed, "pfedfda"), dtype=torch.float64
+        )
         self.state["gaussians"] = torch.cat([means, torch.eye(width)]).to(plan.initial)
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
@@ -56,25 +64,36 @@ class PFedFDA(KeepsHead):
         return LinearHead.of(self.plan, "pfedfda").put(self.state["model"], head)
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        start = self.classifying(cohort, self.complete(cohort, inbox["model"]), inbox["gaussians"].double())
+        start = self.classifying(
+            cohort, self.complete(cohort, inbox["model"]), inbox["gaussians"].double()
+        )
         model = cohort.fit(start, only=self.split(cohort)[0]).model
-        return {**self.upload(cohort, model), "gaussians": adapted(cohort, model, inbox, self.ridge).to(model)}
+        return {
+            **self.upload(cohort, model),
+            "gaussians": adapted(cohort, model, inbox, self.ridge).to(model),
+        }
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
         return self.classifying(cohort, model, adapted(cohort, model, inbox, self.ridge))
 
     def classifying(self, cohort: Cohort, rows: Tensor, gaussians: Tensor) -> Tensor:
         """Return the models with each client's head."""
-        return LinearHead.of(cohort, "pfedfda").put(rows, classifier(gaussians, class_shares(cohort)))
+        return LinearHead.of(cohort, "pfedfda").put(
+            rows, classifier(gaussians, class_shares(cohort))
+        )
 
 
 def class_shares(cohort: Cohort) -> Tensor:
-    """Return the share of each class among each client's samples, 1e-4 added to each, `[k, Y]` float64."""
+    """Return the share of each class among each client's samples, 1e-4 added to each, `[k, Y]`
+    float64.
+    """
     return F.normalize(F.normalize(cohort.label_counts.double(), p=1) + 1e-4, p=1)
 
 
 def classifier(gaussians: Tensor, prior: Tensor) -> Head:
-    """Return the head of `discriminant`, for a covariance that is by 1e-4 of the way nearer to a multiple of the unit matrix."""
+    """Return the head of `discriminant`, for a covariance that is by 1e-4 of the way nearer to a
+    multiple of the unit matrix.
+    """
     means, covariance = gaussians.split([prior.shape[-1], gaussians.shape[-1]], -2)
     scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     unit = torch.eye(covariance.shape[-1]).to(covariance)
@@ -82,9 +101,17 @@ def classifier(gaussians: Tensor, prior: Tensor) -> Head:
 
 
 def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tensor:
-    """Return each client's mixture of the received Gaussians with its own, by the bases of `rows [k, P]`, float64."""
+    """Return each client's mixture of the received Gaussians with its own, by the bases of `rows
+    [k, P]`, float64.
+    """
     mixtures = []
-    clients = zip(cohort.features(rows), cohort.labels, inbox["gaussians"].double(), class_shares(cohort), strict=True)
+    clients = zip(
+        cohort.features(rows),
+        cohort.labels,
+        inbox["gaussians"].double(),
+        class_shares(cohort),
+        strict=True,
+    )
     for features, labels, received, prior in clients:
         samples = features.double(), labels, received, ridge
         mixtures.append(mixed(received, estimated(*samples), validated_shares(*samples, prior)))
@@ -92,7 +119,9 @@ def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tenso
 
 
 def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) -> Tensor:
-    """Return the Gaussians of `features [n, d]`, with the `received` means of classes of fewer than two samples."""
+    """Return the Gaussians of `features [n, d]`, with the `received` means of classes of fewer than
+    two samples.
+    """
     means, unit = received[: -features.shape[1]], torch.eye(features.shape[1]).to(features)
     members = F.one_hot(labels, len(means)).to(features)
     counts = members.sum(0).unsqueeze(1)
@@ -103,13 +132,22 @@ def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) 
 
 def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
     """Return the mixture with the shares `[2]` of the local means and covariance."""
-    of_covariance = torch.arange(len(received), device=shares.device) >= len(received) - received.shape[1]
-    return torch.lerp(received, local, torch.where(of_covariance, shares[1], shares[0]).unsqueeze(1))
+    of_covariance = (
+        torch.arange(len(received), device=shares.device) >= len(received) - received.shape[1]
+    )
+    return torch.lerp(
+        received, local, torch.where(of_covariance, shares[1], shares[0]).unsqueeze(1)
+    )
 
 
-def validated_shares(features: Tensor, labels: Tensor, received: Tensor, ridge: float, prior: Tensor) -> Tensor:
-    """Return the shares of a client's own means and covariance, `[2]`, by two-fold cross-validation within classes."""
-    rank = F.one_hot(labels, len(prior)).cumsum(0).gather(1, labels.unsqueeze(1))[:, 0]  # of a sample in its class
+def validated_shares(
+    features: Tensor, labels: Tensor, received: Tensor, ridge: float, prior: Tensor
+) -> Tensor:
+    """Return the shares of a client's own means and covariance, `[2]`, by two-fold cross-validation
+    within classes.
+    """
+    # of a sample in its class
+    rank = F.one_hot(labels, len(prior)).cumsum(0).gather(1, labels.unsqueeze(1))[:, 0]
     folds = [rank % 2 == 1, rank % 2 == 0]
     if not bool(folds[1].any()):
         return features.new_zeros(2)

@@ -14,14 +14,18 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("pfedme")
 class PFedMe(PartlyShared):
-    """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2 for each client.
+    """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2
+    for each client.
 
-    Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate (grad l(theta; b) +
-    lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the learning rate of the round. w travels, theta is
-    scored. Server: w <- (1 - beta) w + beta * mean of the clients' w, by samples. Steps are plain: momentum, weight decay
-    and clipping of local training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges: refused.
+    Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate
+    (grad l(theta; b) + lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the
+    learning rate of the round. w travels, theta is scored. Server: w <- (1 - beta) w + beta * mean
+    of the clients' w, by samples. Steps are plain: momentum, weight decay and clipping of local
+    training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges:
+    refused.
     Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
-    Use it when personal models should stay near a global one and clients can afford several gradients a batch.
+    Use it when personal models should stay near a global one and clients can afford several
+    gradients a batch.
 
     Args:
         regularisation: lambda (FedALA: 15).
@@ -48,7 +52,9 @@ class PFedMe(PartlyShared):
         if share >= 2:
             raise InvalidValue(f"{product}: from 2 on the local model diverges")
         if share > 1:
-            warnings.warn(f"{product}: above 1 the local model overshoots in every step", stacklevel=2)
+            warnings.warn(
+                f"{product}: above 1 the local model overshoots in every step", stacklevel=2
+            )
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         previous = self.state["model"]

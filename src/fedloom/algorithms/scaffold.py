@@ -14,13 +14,16 @@ from fedloom.records import Aggregate, Message, Plan, Replies, server_model
 
 @algorithms.register("scaffold")
 class Scaffold(Algorithm):
-    """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of the server, both `[T]`.
+    """SCAFFOLD: local steps follow g - c_i + c, with control variates c_i of the client and c of
+    the server, both `[T]`.
 
-    After tau steps from w_t to w_i: option 2 takes c_i+ = c_i - c + (w_t - w_i) / (tau eta), with eta / (1 - momentum) for eta,
-    the distance of a step; option 1 takes the gradient of the client's whole loss at w_t. Server, uniform over the round:
-    w <- w_t + eta_g mean_i (w_i - w_t), c <- c + (1/N) sum_i (c_i+ - c_i). Statistics are averaged.
+    After tau steps from w_t to w_i: option 2 takes c_i+ = c_i - c + (w_t - w_i) / (tau eta), with
+    eta / (1 - momentum) for eta, the distance of a step; option 1 takes the gradient of the
+    client's whole loss at w_t. Server, uniform over the round: w <- w_t + eta_g mean_i (w_i - w_t),
+    c <- c + (1/N) sum_i (c_i+ - c_i). Statistics are averaged.
     Source: Karimireddy et al. 2020, algorithm 1.
-    Use it when clients take many local steps on skewed data, take part often, and traffic may double.
+    Use it when clients take many local steps on skewed data, take part often, and traffic may
+    double.
 
     Args:
         option: Update of the client's variate, 1 or 2 as in the paper.
@@ -50,7 +53,9 @@ class Scaffold(Algorithm):
         current, mean = self.state["model"], aggregate.mean["model"]
         mean[trainable] = torch.lerp(current[trainable], mean[trainable], self.server_learning_rate)
         self.state["model"] = mean
-        self.state["variate"] = self.state["variate"] + aggregate.total["variate"] / self.plan.clients
+        self.state["variate"] = (
+            self.state["variate"] + aggregate.total["variate"] / self.plan.clients
+        )
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         server_variate = inbox["variate"]
@@ -86,7 +91,9 @@ class Scaffold(Algorithm):
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the gradient `[k, T]` of each client's mean loss on all its samples at `rows [k, P]`, which stay as they are."""
+    """Return the gradient `[k, T]` of each client's mean loss on all its samples at `rows [k, P]`,
+    which stay as they are.
+    """
 
     def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:
         samples = batch.labels.shape[1]

@@ -12,7 +12,9 @@ from fedloom.records import Aggregate, Plan
 
 
 class ServerOptimizer(FedAvg, ABC):
-    """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters; statistics are averaged."""
+    """w <- w_t + step(D_t) with D_t = sum_i p_i (w_i - w_t) over the trainable parameters;
+    statistics are averaged.
+    """
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable = slice(self.plan.layout.trainable)
@@ -29,7 +31,8 @@ class ServerOptimizer(FedAvg, ABC):
 class FedAvgM(ServerOptimizer):
     """FedAvg with momentum on the server: v <- momentum v + D_t, w <- w_t + learning_rate v.
 
-    D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et al. 2019, section 4.3.
+    D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et
+    al. 2019, section 4.3.
     Use it when skewed clients make the server's model swing from round to round.
 
     Args:
@@ -51,7 +54,8 @@ class FedAvgM(ServerOptimizer):
 
 @algorithms.register("fedadam")
 class FedAdam(ServerOptimizer):
-    """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t + eta m / (sqrt(v) + tau).
+    """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t +
+    eta m / (sqrt(v) + tau).
 
     D is the mean update of the clients; v starts at tau^2 and nothing is bias-corrected.
     Source: Reddi et al. 2021, algorithm 2.
@@ -90,7 +94,8 @@ class FedAdam(ServerOptimizer):
 class FedYogi(FedAdam):
     """FedAvg with Yogi on the server: FedAdam, with v <- v - (1 - b2) D^2 sign(v - D^2).
 
-    v thus changes by at most the new squares, however large it is. Source: Reddi et al. 2021, algorithm 2.
+    v thus changes by at most the new squares, however large it is. Source: Reddi et al. 2021,
+    algorithm 2.
     Use it as `fedadam` where a burst of large updates would make Adam's steps small for long.
     """
 

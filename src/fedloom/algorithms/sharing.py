@@ -1,4 +1,6 @@
-"""Base of methods whose clients keep part of the model: only the remaining layers travel and are counted."""
+"""Base of methods whose clients keep part of the model: only the remaining layers travel and are
+counted.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -16,20 +18,26 @@ from fedloom.records import Aggregate, Message, Plan
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:
-    """Return the slices of `rows [k, P]` side by side, `[k, m]`; the rows themselves if the unit is all of them."""
+    """Return the slices of `rows [k, P]` side by side, `[k, m]`; the rows themselves if the unit is
+    all of them.
+    """
     if unit == (slice(0, rows.shape[1]),):
         return rows
     return torch.cat([rows[:, columns] for columns in unit], 1) if unit else rows[:, :0]
 
 
 def put(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """Return a copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of `take`."""
+    """Return a copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of
+    `take`.
+    """
     return values if unit == (slice(0, rows.shape[1]),) else put_(rows.clone(), unit, values)
 
 
 def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
     """Write `values [k, m]` into the slices of the unit of `rows [k, P]`, in place."""
-    for columns, block in zip(unit, values.split([columns.stop - columns.start for columns in unit], 1), strict=True):
+    for columns, block in zip(
+        unit, values.split([columns.stop - columns.start for columns in unit], 1), strict=True
+    ):
         rows[:, columns] = block
     return rows
 
@@ -40,7 +48,9 @@ def length(unit: Unit) -> int:
 
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
-    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top (`block_parameters`)."""
+    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top
+    (`block_parameters`).
+    """
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 
@@ -48,24 +58,29 @@ def require_everybody(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` unless all clients take part in every round."""
     if plan.participants < plan.clients:
         share = f"{plan.participants} of {plan.clients}"
-        raise InvalidValue(f"{method} needs all clients in every round: participation must be 1, not {share}")
+        raise InvalidValue(
+            f"{method} needs all clients in every round: participation must be 1, not {share}"
+        )
 
 
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
 
-    `private` names the layers that stay with each client, at first the task's initial ones. The others are averaged by samples.
+    `private` names the layers that stay with each client, at first the task's initial ones. The
+    others are averaged by samples.
 
     Args:
-        buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as FedALA's experiments do;
-            `average` lets those of the travelling layers travel.
-        eval_point: When a client's model is scored: `after_init`, before local training (FedALA's code), or `after_train`.
+        buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as
+            FedALA's experiments do; `average` lets those of the travelling layers travel.
+        eval_point: When a client's model is scored: `after_init`, before local training (FedALA's
+            code), or `after_train`.
     """
 
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
 
-    own_model: ClassVar[str] = ""  # name in clients' memory of the personal model that they deploy, if any
+    # name in clients' memory of the personal model that they deploy, if any
+    own_model: ClassVar[str] = ""
     base_facts: ClassVar[Facts] = Facts()  # without what clients deploy
 
     # --- what travels ---
@@ -75,14 +90,20 @@ class PartlyShared(Algorithm):
         return frozenset()
 
     def unit(self, module: nn.Module, layout: Layout) -> Unit:
-        """Return the slices of a row that travel. Raise `InvalidValue` if none does, or the layers that stay are frozen."""
+        """Return the slices of a row that travel. Raise `InvalidValue` if none does, or the layers
+        that stay are frozen.
+        """
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
         if private and all(tensor.layer not in private for tensor in layout.slices):
-            raise InvalidValue(f"{name_of(self)}: what would stay with the clients is frozen in this model")
+            raise InvalidValue(
+                f"{name_of(self)}: what would stay with the clients is frozen in this model"
+            )
         unit = layout.unit(lambda tensor: tensor.layer not in private and tensor.stop <= end)
         if not length(unit):
-            raise InvalidValue(f"{name_of(self)}: all of {type(module).__name__} would stay with the clients")
+            raise InvalidValue(
+                f"{name_of(self)}: all of {type(module).__name__} would stay with the clients"
+            )
         return unit
 
     def shared(self, module: nn.Module, layout: Layout) -> Unit:
@@ -130,7 +151,9 @@ class PartlyShared(Algorithm):
         return cohort.fit(start).model
 
     def upload(self, cohort: Cohort, model: Tensor) -> Message:
-        """Return the reply, the travelling slices of `model [k, P]`, and remember the remaining ones."""
+        """Return the reply, the travelling slices of `model [k, P]`, and remember the remaining
+        ones.
+        """
         unit = self.shared(cohort.module, cohort.layout)
         if length(unit) < cohort.layout.size:
             stays = _complement(unit, cohort.layout)
@@ -145,10 +168,16 @@ class PartlyShared(Algorithm):
         if self.eval_point == "after_train" and bool(cohort.memory.knows("trained").all()):
             return cohort.memory.get("trained", inbox["model"])
         initialised = self.initialise(cohort, self.complete(cohort, inbox["model"]), inbox)
-        return cohort.memory.get("trained", initialised) if self.eval_point == "after_train" else initialised
+        return (
+            cohort.memory.get("trained", initialised)
+            if self.eval_point == "after_train"
+            else initialised
+        )
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
-        """Return the models that clients score, `[k, P]`, from the whole ones that they received; by default the same."""
+        """Return the models that clients score, `[k, P]`, from the whole ones that they received;
+        by default the same.
+        """
         return model
 
     @property
@@ -164,11 +193,17 @@ class PartlyShared(Algorithm):
 
 
 def _private(stays: Unit) -> str:
-    """Return the name in memory of the layers that stay, with their size, which may differ between `stages`."""
+    """Return the name in memory of the layers that stay, with their size, which may differ between
+    `stages`.
+    """
     return f"private_{length(stays)}"
 
 
 def _complement(unit: Unit, layout: Layout) -> Unit:
     """Return the slices of a row that are not in the unit."""
     ends = [0, *(end for columns in unit for end in (columns.start, columns.stop)), layout.size]
-    return tuple(slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop)
+    return tuple(
+        slice(start, stop)
+        for start, stop in zip(ends[::2], ends[1::2], strict=True)
+        if start < stop
+    )

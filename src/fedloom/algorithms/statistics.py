@@ -15,7 +15,9 @@ from fedloom.training import Training
 
 
 def mean_size(plan: Plan) -> Tensor:
-    """Return the mean number of training samples of all clients, `[1]`, which the server sends as `mean_size`."""
+    """Return the mean number of training samples of all clients, `[1]`, which the server sends as
+    `mean_size`.
+    """
     return plan.sizes(torch.arange(plan.clients)).to(plan.initial).mean().reshape(1)
 
 
@@ -25,8 +27,12 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
 
-def divided(cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True) -> list[Cohort]:
-    """Return the clients with `count(n)` random samples of n, if `lasting` always the same, and with the others, if any."""
+def divided(
+    cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True
+) -> list[Cohort]:
+    """Return the clients with `count(n)` random samples of n, if `lasting` always the same, and
+    with the others, if any.
+    """
 
     def pick(samples: Samples, generator: torch.Generator, *, complement: bool) -> Samples:
         order = torch.randperm(len(samples), generator=generator).to(samples.labels.device)
@@ -38,22 +44,30 @@ def divided(cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: 
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:
-    """Return (start - end) / (steps rate), `[k, T]`: the mean gradient of the local steps; 0 for a client without steps."""
+    """Return (start - end) / (steps rate), `[k, T]`: the mean gradient of the local steps; 0 for a
+    client without steps.
+    """
     return (start - end) / (steps.to(start).clamp_min(1) * rate).unsqueeze(1)
 
 
 def require_sgd(method: str, plan: Plan) -> None:
-    """Raise `InvalidValue` unless clients train by SGD at a constant rate, so that displacements give gradients."""
+    """Raise `InvalidValue` unless clients train by SGD at a constant rate, so that displacements
+    give gradients.
+    """
     require_constant_rate(method, plan)
     training = plan.training
     if training.optimizer != "sgd":
-        raise InvalidValue(f"{method} reads gradients off the steps: optimizer must be sgd, not {training.optimizer}")
+        raise InvalidValue(
+            f"{method} reads gradients off the steps: optimizer must be sgd, not {training.optimizer}"
+        )
 
 
 def require_constant_rate(method: str, plan: Plan) -> None:
     """Raise `InvalidValue` if the learning rate changes from one local step to the next."""
     if plan.training.local_schedule != CONSTANT:
-        needed = f"local_schedule must be {CONSTANT}, not {quoted(plan.training.local_schedule, str)}"
+        needed = (
+            f"local_schedule must be {CONSTANT}, not {quoted(plan.training.local_schedule, str)}"
+        )
         raise InvalidValue(f"{method} takes steps of one rate a round: {needed}")
 
 
@@ -64,17 +78,21 @@ def require_classes(name: str, plan: Plan) -> None:
 
 
 def momentum_gain(training: Training) -> float:
-    """Return the factor by which momentum lengthens steps in the long run: (1 - dampening) / (1 - momentum)."""
+    """Return the factor by which momentum lengthens steps in the long run: (1 - dampening) / (1 -
+    momentum).
+    """
     if not training.momentum:
         return 1.0
     return (1 - float(training.optimizer_options.get("dampening", 0.0))) / (1 - training.momentum)
 
 
 def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
-    """Return ||a_i||_1 `[k]` float64: the total weight of a client's gradients in its displacement, in units of the rate.
+    """Return ||a_i||_1 `[k]` float64: the total weight of a client's gradients in its displacement,
+    in units of the rate.
 
-    Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 - m). Computed by running
-    the optimizer on gradients of 1, which covers dampening and Nesterov. Source: Wang et al. 2020 (FedNova), section 4.
+    Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 -
+    m). Computed by running the optimizer on gradients of 1, which covers dampening and Nesterov.
+    Source: Wang et al. 2020 (FedNova), section 4.
     """
     momentum = training.momentum
     dampening = float(training.optimizer_options.get("dampening", 0.0))

@@ -1,4 +1,6 @@
-"""Check a method by running tiny instrumented rounds in several ways, which must come to the same models."""
+"""Check a method by running tiny instrumented rounds in several ways, which must come to the same
+models.
+"""
 
 import copy
 import difflib
@@ -59,7 +61,9 @@ CLIENTS = 4
 """Clients in a round, at most."""
 
 BATCH, BATCHES, TEST = 8, 3, 64
-"""At most so many samples in a batch, batches of a client and test samples of a user's task are used."""
+"""At most so many samples in a batch, batches of a client and test samples of a user's task are
+used.
+"""
 
 TOLERANCE = 1e-2
 """Allowed error of clients that advance together, as a share of how far the models have moved."""
@@ -77,13 +81,15 @@ class CheckResult:
 def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]:
     """Check a method by running tiny instrumented rounds in several ways.
 
-    It trains three rounds: one client after another and watched line by line, clients together, as in worker processes, killed
-    and resumed, and as the beginning of a longer run. Results must agree, and the watched run must change nothing in place,
-    draw from no global generator and keep nothing where no checkpoint finds it.
+    It trains three rounds: one client after another and watched line by line, clients together, as
+    in worker processes, killed and resumed, and as the beginning of a longer run. Results must
+    agree, and the watched run must change nothing in place, draw from no global generator and keep
+    nothing where no checkpoint finds it.
 
     Args:
         algorithm: The method, such as `HalfStep()` or `"umf(my_methods:HalfStep)"`.
-        task: A task, of which a small sample is used (default: six clients and a model of 51 weights).
+        task: A task, of which a small sample is used (default: six clients and a model of 51
+            weights).
 
     Returns:
         The findings; none where the method is sound.
@@ -95,8 +101,12 @@ def check(algorithm: Algorithm | str, task: Task | None = None) -> list[Finding]
     return examine(algorithm, task).findings
 
 
-def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True) -> CheckResult:
-    """Check a method as `check` does, without `compare` in one way alone, and count bytes of models, messages and memory."""
+def examine(
+    algorithm: Algorithm | str, task: Task | None = None, *, compare: bool = True
+) -> CheckResult:
+    """Check a method as `check` does, without `compare` in one way alone, and count bytes of
+    models, messages and memory.
+    """
     try:
         method = build(algorithm)
     except FedloomError as error:
@@ -117,7 +127,9 @@ def examine(algorithm: Algorithm | str, task: Task | None = None, *, compare: bo
 
 @cache
 def own_task() -> Task:
-    """Return a task of six clients with 3 to 12 samples and test samples of their own, and a model of 51 weights."""
+    """Return a task of six clients with 3 to 12 samples and test samples of their own, and a model
+    of 51 weights.
+    """
     sizes, tests, extra = (9, 5, 12, 7, 3, 8), (2, 1, 3, 0, 1, 2), 20
     generator = stream(0, "check")
     count = sum(sizes) + sum(tests)
@@ -141,7 +153,9 @@ def own_task() -> Task:
 def sample_of(task: Task) -> Task:
     """Return the task with one to three small batches for each client, and a small test set."""
     size = min(BATCH, task.training.batch_size or BATCH)
-    indices = [task.partition[k][: max(1, size * (1 + k % BATCHES) - k % 2)] for k in range(task.clients)]
+    indices = [
+        task.partition[k][: max(1, size * (1 + k % BATCHES) - k % 2)] for k in range(task.clients)
+    ]
     local = task.local_test
     return replace(
         task,
@@ -161,7 +175,9 @@ class _Trial:
 
     @cached_property
     def proof(self) -> Proof:
-        return prove(self.task.model, self.task.dataset, self.task.train, self.task.training, stack=True)
+        return prove(
+            self.task.model, self.task.dataset, self.task.train, self.task.training, stack=True
+        )
 
     @cached_property
     def participation(self) -> float:
@@ -173,10 +189,19 @@ class _Trial:
         return share
 
     def federation(
-        self, engine: LocalEngine, folder: Path | None = None, rounds: int = ROUNDS, participation: float | None = None
+        self,
+        engine: LocalEngine,
+        folder: Path | None = None,
+        rounds: int = ROUNDS,
+        participation: float | None = None,
     ) -> Federation:
         personal = 1 if self.task.local_test is not None else None
-        options = {"evaluate_every": 1, "checkpoint_every": 1, "personal_every": personal, "personal_clients": CLIENTS}
+        options = {
+            "evaluate_every": 1,
+            "checkpoint_every": 1,
+            "personal_every": personal,
+            "personal_clients": CLIENTS,
+        }
         schedule = Schedule(rounds, participation or self.participation, **options)  # type: ignore[arg-type]
         return Federation(copy.deepcopy(self.method), self.task, engine, schedule, folder)
 
@@ -224,7 +249,11 @@ def _misread(method: Method) -> Iterator[Finding]:
     """Find names in the classes of a method that fedloom does not read as they are meant."""
     hooks = {name for base in (Algorithm, Part) for name in vars(base) if not name.startswith("_")}
     for kind in (kind for kind in kinds(method) if not kind.__module__.startswith("fedloom.")):
-        bases = {name for base in kind.__mro__[1:] for name in [*vars(base), *vars(base).get("__annotations__", {})]}
+        bases = {
+            name
+            for base in kind.__mro__[1:]
+            for name in [*vars(base), *vars(base).get("__annotations__", {})]
+        }
         written = vars(kind).get("__annotations__", {})
         for name, value in vars(kind).items():
             if name.startswith("_") or name in bases or name in written:
@@ -235,7 +264,9 @@ def _misread(method: Method) -> Iterator[Finding]:
                 yield Finding(problem, code_location(value), f"did you mean {near[0]}?")
             elif isinstance(value, bool | int | float | str) and name.islower():
                 location = source_match(method, rf"^\s+{name}\s*=")[0] or code_location(kind)
-                problem = f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}"
+                problem = (
+                    f"{name} = {value!r} has no type, so it is no parameter of {kind.__name__}"
+                )
                 remedy = f"write {name}: {type(value).__name__} = {value!r}, or ClassVar where it is none"
                 yield Finding(problem, location, remedy)
 
@@ -281,7 +312,9 @@ class _Reference:
         method = self.federation.algorithm
         initial, attributes = set(self.federation.server_state()), _attributes(method)
         for _ in range(ROUNDS):
-            state = {_in_state(name): tensor for name, tensor in self.federation.server_state().items()}
+            state = {
+                _in_state(name): tensor for name, tensor in self.federation.server_state().items()
+            }
             self.listener.watch(state)
             self.federation.step()
             self.listener.unwatch(list(state))
@@ -289,7 +322,9 @@ class _Reference:
         for name, location in _written(method, attributes):
             if name not in self.listener.notes["written"]:
                 problem = f"self.{name} changes from round to round, and no checkpoint holds it"
-                self.findings.append(Finding(problem, location, f"keep it as a tensor in self.state[{name!r}]"))
+                self.findings.append(
+                    Finding(problem, location, f"keep it as a tensor in self.state[{name!r}]")
+                )
         participants = len(self.federation.history[0]["clients"])
         memories = [_bytes(engine.store.read(client)) for client in engine.store]
         self.sizes = {
@@ -319,7 +354,9 @@ class _ListeningEngine(RowsEngine):
             self.listener.note("lost", name, location)
         if isinstance(result, Fault) and not result.diverged:
             error = result.error
-            location = (error_location(error) if error else "") or code_location(type(pipeline.algorithm).train)
+            location = (error_location(error) if error else "") or code_location(
+                type(pipeline.algorithm).train
+            )
             self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))
         return result
 
@@ -336,9 +373,14 @@ class _ListeningEngine(RowsEngine):
 
     @contextmanager
     def _client_half(self, pipeline: Pipeline) -> Iterator[None]:
-        """Note, while the method is at a client, its reads of the server's state and its writes to itself."""
+        """Note, while the method is at a client, its reads of the server's state and its writes to
+        itself.
+        """
         method = pipeline.parts[0] if pipeline.parts else pipeline.algorithm
-        attributes, states = _attributes(method), [component.state for component in components(method)]
+        attributes, states = (
+            _attributes(method),
+            [component.state for component in components(method)],
+        )
         for component, state in zip(components(method), states, strict=True):
             component.state = GuardedState(state, self.listener)
         try:
@@ -351,7 +393,9 @@ class _ListeningEngine(RowsEngine):
 
 
 def _globals(method: Method) -> dict[tuple[str, str], object]:
-    """Return a fingerprint of the variables in the user's modules that hold a method, by module and name."""
+    """Return a fingerprint of the variables in the user's modules that hold a method, by module and
+    name.
+    """
     modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds(method)}
     return {
         (where, name): _trace(value)
@@ -380,7 +424,9 @@ def _trace(value: object) -> object:
     return value if plain else id(value)
 
 
-def _written(method: Method, attributes: Mapping[tuple[int, str], object]) -> Iterator[tuple[str, str]]:
+def _written(
+    method: Method, attributes: Mapping[tuple[int, str], object]
+) -> Iterator[tuple[str, str]]:
     """Find the attributes that have changed since, and the lines that write them."""
     for (k, name), value in _attributes(method).items():
         if (k, name) not in attributes or attributes[k, name] != value:
@@ -393,11 +439,20 @@ def _missing_in_setup(federation: Federation, initial: set[str]) -> Iterator[Fin
         return
     for full in federation.server_state():
         name = full.rpartition(".")[2]
-        if full not in initial and not re.search(r"\d", name):  # figures in a name: one for each client, as they come
+        # figures in a name: one for each client, as they come
+        if full not in initial and not re.search(r"\d", name):
             near = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in initial], 1)
             location, _ = source_match(method, rf"state\[.{re.escape(name)}.\]")
-            remedy = f"did you mean {near[0]!r}?" if near else "make it in setup, with the value that it begins with"
-            yield Finding(f"self.state[{name!r}] is not there after setup, but after a round", location, remedy)
+            remedy = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else "make it in setup, with the value that it begins with"
+            )
+            yield Finding(
+                f"self.state[{name!r}] is not there after setup, but after a round",
+                location,
+                remedy,
+            )
 
 
 # --- the other ways, which must agree with the reference ---
@@ -414,7 +469,9 @@ class _LockStepEngine(StackedEngine):
 
 
 class _ElsewhereEngine(RowsEngine):
-    """The rows engine with a method that is sent to each client without its state, as to a worker process."""
+    """The rows engine with a method that is sent to each client without its state, as to a worker
+    process.
+    """
 
     def train_one(
         self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
@@ -462,11 +519,15 @@ _WAYS = {
         "facts = Facts(needs_total_rounds=True) says so",
     ),
 }
-"""Ways of running the rounds, the problem where one comes to another state than the reference, and its remedy."""
+"""Ways of running the rounds, the problem where one comes to another state than the reference, and
+its remedy.
+"""
 
 
 def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
-    """Return the finding of the first way of running the rounds that fails, or comes to another state than the reference."""
+    """Return the finding of the first way of running the rounds that fails, or comes to another
+    state than the reference.
+    """
     task, proof = trial.task, trial.proof
     unseeded, text = source_match(trial.method, _NOT_SEEDED)
     ways: list[tuple[Callable[[], Federation], str]] = [
@@ -480,7 +541,12 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
         ways.append((lambda: trial.outcome(RowsEngine(task, proof), rounds=2 * ROUNDS), location))
     for (outcome, location), (way, (problem, remedy)) in zip(ways, _WAYS.items(), strict=False):
         try:
-            off = _off(outcome(), reference.federation, task.initial, TOLERANCE if way == _TOGETHER else 0.0)
+            off = _off(
+                outcome(),
+                reference.federation,
+                task.initial,
+                TOLERANCE if way == _TOGETHER else 0.0,
+            )
         except Exception as error:
             return [replace(_failure(error, location or trial.location, f"{way}: "), remedy=remedy)]
         if off:
@@ -490,7 +556,9 @@ def _in_other_ways(trial: _Trial, reference: _Reference) -> list[Finding]:
 
 
 def _off(outcome: Federation, expected: Federation, initial: Tensor, tolerance: float = 0.0) -> str:
-    """Return how far a federation's states are from those expected, or "" within a share of how far these have moved."""
+    """Return how far a federation's states are from those expected, or "" within a share of how far
+    these have moved.
+    """
     states, references = (
         {**federation.server_state(), "model": federation.model()}
         for federation in (outcome, expected)
@@ -522,7 +590,9 @@ def _failure(error: Exception, location: str, prefix: str = "") -> Finding:
 
 
 def _in_state(full: str) -> str:
-    """Return the name in a method's code of a checkpoint's tensor: `inner0.model` is self.state['model'] (inner0)."""
+    """Return the name in a method's code of a checkpoint's tensor: `inner0.model` is
+    self.state['model'] (inner0).
+    """
     path, _, name = full.rpartition(".")
     return f"self.state[{name!r}]{path and f' ({path})'}"
 

@@ -37,11 +37,17 @@ class Finding:
 def kinds(method: Method) -> list[type]:
     """Return the classes of a method and of its inner methods, without those of the interface."""
     classes = [kind for inner in components(method) for kind in type(inner).__mro__]
-    return [kind for kind in dict.fromkeys(classes) if issubclass(kind, Method) and kind not in (Method, Algorithm, Part)]
+    return [
+        kind
+        for kind in dict.fromkeys(classes)
+        if issubclass(kind, Method) and kind not in (Method, Algorithm, Part)
+    ]
 
 
 def source_match(method: Method, pattern: str) -> tuple[str, str]:
-    """Return the first line in the classes of a method that matches the pattern, and the text that does; "" for none."""
+    """Return the first line in the classes of a method that matches the pattern, and the text that
+    does; "" for none.
+    """
     for definition in _definitions(method):
         try:
             lines, start = inspect.getsourcelines(definition)
@@ -55,7 +61,9 @@ def source_match(method: Method, pattern: str) -> tuple[str, str]:
 
 
 def _definitions(method: Method) -> Iterator[Any]:
-    """Yield the classes of a method; of a class of a notebook, whose source Python does not find, the functions."""
+    """Yield the classes of a method; of a class of a notebook, whose source Python does not find,
+    the functions.
+    """
     for kind in kinds(method):
         in_file = hasattr(sys.modules.get(kind.__module__), "__file__")
         yield from [kind] if in_file else filter(inspect.isfunction, vars(kind).values())
@@ -81,7 +89,9 @@ def drawing_location() -> str:
 
 def _is_methods(frame: FrameType) -> bool:
     inside: str = frame.f_globals.get("__name__", "")
-    return inside.startswith(("fedloom.algorithms.", "fedloom.parts.")) or is_user_code(frame.f_code.co_filename)
+    return inside.startswith(("fedloom.algorithms.", "fedloom.parts.")) or is_user_code(
+        frame.f_code.co_filename
+    )
 
 
 def _shown(frame: FrameType) -> str:

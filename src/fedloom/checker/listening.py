@@ -1,4 +1,6 @@
-"""Listeners for actions of a method that no figure shows: writes in place, draws, reads of the server's state, closures."""
+"""Listeners for actions of a method that no figure shows: writes in place, draws, reads of the
+server's state, closures.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +24,10 @@ UNINITIALIZED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", 
 
 MISTAKES = {
     "changed": ("changes {0} in place", "put a new tensor in its place, such as {0} + update"),
-    "drawn": ("draws from {0}", "draw from round.stream('...') on the server, cohort.stream('...') on clients"),
+    "drawn": (
+        "draws from {0}",
+        "draw from round.stream('...') on the server, cohort.stream('...') on clients",
+    ),
     "read": (
         "the client half reads self.state[{0!r}], which is not there on worker processes and sites",
         "send it: another tensor in the message of send",
@@ -44,11 +49,14 @@ MISTAKES = {
 
 
 class Listener(TorchFunctionMode):
-    """Notes, while it is on, changes of the tensors that it watches, and draws; and what else it is told, of `MISTAKES`."""
+    """Notes, while it is on, changes of the tensors that it watches, and draws; and what else it is
+    told, of `MISTAKES`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: dict[str, dict[str, str]] = {kind: {} for kind in MISTAKES}  # by name, the line that did it first
+        # by name, the line that did it first
+        self.notes: dict[str, dict[str, str]] = {kind: {} for kind in MISTAKES}
         self.faults: list[Finding] = []
         self.nan_location = ""  # the first line of a method that made NaN
         self._watched: dict[str, tuple[Tensor, int]] = {}
@@ -63,14 +71,18 @@ class Listener(TorchFunctionMode):
         if name in DRAWS and options.get("generator") is None and (location := drawing_location()):
             self.note("drawn", f"torch's global generator ({name})", location)
         self._look()
-        if not self.nan_location and name not in UNINITIALIZED and _has_nan(result):
-            if not any(map(_has_nan, (*args, *options.values()))):
+        if not self.nan_location and name not in UNINITIALIZED:
+            arguments = (*args, *options.values())
+            if _has_nan(result) and not any(map(_has_nan, arguments)):
                 self.nan_location = calling_location()
         return result
 
     def watch(self, tensors: Mapping[str, Tensor]) -> None:
         """Watch these tensors beside the others; a change counts for the one that was watched last."""
-        self._watched = {**{name: (tensor, tensor._version) for name, tensor in tensors.items()}, **self._watched}
+        self._watched = {
+            **{name: (tensor, tensor._version) for name, tensor in tensors.items()},
+            **self._watched,
+        }
 
     def unwatch(self, names: Sequence[str]) -> None:
         """Stop watching these."""
@@ -79,10 +91,17 @@ class Listener(TorchFunctionMode):
             self._watched.pop(name, None)
 
     def _look(self) -> None:
-        changed = [name for name, (tensor, version) in self._watched.items() if tensor._version != version]
+        changed = [
+            name for name, (tensor, version) in self._watched.items() if tensor._version != version
+        ]
         if changed:
             self.note("changed", changed[0], calling_location())
-            self._watched.update({name: (self._watched[name][0], self._watched[name][0]._version) for name in changed})
+            self._watched.update(
+                {
+                    name: (self._watched[name][0], self._watched[name][0]._version)
+                    for name in changed
+                }
+            )
 
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each note."""
@@ -141,7 +160,9 @@ class ListeningMemory(Memory):
         super().write(name, rows, clients)
 
     def lost(self) -> dict[str, str]:
-        """Return the names of tensors that were changed in place and not stored, with the lines that read them."""
+        """Return the names of tensors that were changed in place and not stored, with the lines
+        that read them.
+        """
         return {
             name: location
             for name, (rows, version, location) in self._read.items()

@@ -1,7 +1,7 @@
 """The command line.
 
-Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 where a run failed or the disk is full, and 130
-after Ctrl-C or SIGTERM.
+Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 where a run failed
+or the disk is full, and 130 after Ctrl-C or SIGTERM.
 """
 
 import os
@@ -48,8 +48,12 @@ commands: tuple[Callable[..., Any], ...] = (
     listing.algorithms,
     listing.command("models", "List the models, or describe the one called NAME."),
     listing.command("datasets", "List the data sets, or describe the one called NAME."),
-    listing.command("partitions", "List the ways to share data out to clients, or describe the one called NAME."),
-    listing.command("objectives", "List what models can learn, or describe the objective called NAME."),
+    listing.command(
+        "partitions", "List the ways to share data out to clients, or describe the one called NAME."
+    ),
+    listing.command(
+        "objectives", "List what models can learn, or describe the objective called NAME."
+    ),
     listing.schema,
 )
 
@@ -69,7 +73,8 @@ app.add_typer(federation_files.app)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # PyTorch's threads read it once, at its import: those that wait for the others give up their core instead of spinning on it.
+    # PyTorch's threads read it once, at its import: those that wait for the others give up their
+    # core instead of spinning on it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with sigterm_interrupts():
@@ -84,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             # typer and click each add the same suggestion
             text = re.sub(r"( Did you mean [^?]*\?)\1", r"\1", error.format_message())
-            command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fedloom"
+            command = (
+                error.ctx.command_path
+                if isinstance(error, click.UsageError) and error.ctx
+                else "fedloom"
+            )
             _print_error(f"{text.rstrip('.')} (see {command} --help)")
         return 2
     except (Diverged, DiskFull, RunsFailed) as error:
@@ -99,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
-        _print_error(f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 prints the traceback)")
+        _print_error(
+            f"{located(error, error_text(error))} (FEDLOOM_TRACEBACK=1 prints the traceback)"
+        )
         return 1
 
 
@@ -116,7 +127,8 @@ def _show_version(show: bool) -> None:
 @app.callback(no_args_is_help=True)
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Federated learning on clients whose data differ: train, compare and look up methods."""

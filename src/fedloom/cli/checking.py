@@ -14,9 +14,10 @@ Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)
 def check(subject: Subject, overrides: Overrides = None) -> None:
     """Try a method in a few tiny rounds, and say what is wrong with it.
 
-    METHOD is a name, a class of your own, or an expression: my_methods:HalfStep, "umf(my_methods:HalfStep(step=0.9))".
-    FILE.toml is a configuration, whose methods are tried on a small part of its task; KEY=VALUE changes one of its keys.
-    Each finding names the line and how to mend it. The exit code is 1 where there are any.
+    METHOD is a name, a class of your own, or an expression: my_methods:HalfStep,
+    "umf(my_methods:HalfStep(step=0.9))". FILE.toml is a configuration, whose methods are tried on a
+    small part of its task; KEY=VALUE changes one of its keys. Each finding names the line and how
+    to mend it. The exit code is 1 where there are any.
     """
     from fedloom.checker.check import examine
     from fedloom.experiment.configuration import load
@@ -29,7 +30,9 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
         task = configuration.task(configuration.seed)
         results = [examine(method, task) for method in configuration.methods]
     elif overrides:
-        raise InvalidValue(f"{overrides[0]!r} changes a configuration, but {subject!r} is a method: give a file.toml")
+        raise InvalidValue(
+            f"{overrides[0]!r} changes a configuration, but {subject!r} is a method: give a file.toml"
+        )
     else:
         results = [examine(subject)]
     for result in results:
@@ -40,7 +43,9 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
             if finding.remedy:
                 print(f"      {finding.remedy}")
         if result.sizes:
-            print(f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}")
+            print(
+                f"  {', '.join(f'{name}: {byte_text(size)}' for name, size in result.sizes.items())}"
+            )
     if any(result.findings for result in results):
         raise typer.Exit(1)
 
@@ -48,21 +53,32 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
 def referee(
     a: Annotated[Path, typer.Argument(metavar="A", hidden=True)],
     b: Annotated[Path, typer.Argument(metavar="B", hidden=True)],
-    tolerance: Annotated[float, option(help="Share of a tensor's way that may differ, 0.001 by default.")] = 1e-3,
+    tolerance: Annotated[
+        float, option(help="Share of a tensor's way that may differ, 0.001 by default.")
+    ] = 1e-3,
 ) -> None:
     """Say where another implementation of a method parts from fedloom's.
 
-    A and B hold traces: a run with record=["steps"], and what the other program wrote. The first round, client, step and
-    tensor that differ are named, and what that often means. The exit code is 1 where there are any.
+    A and B hold traces: a run with record=["steps"], and what the other program wrote. The first
+    round, client, step and tensor that differ are named, and what that often means. The exit code
+    is 1 where there are any.
     """
     from fedloom.evidence.referee import compare
     from fedloom.evidence.trace import Trace
 
     traces = Trace(a), Trace(b)
-    single = {f"{k.stage}/{k.role}" for k in traces[0].keys() ^ traces[1].keys() if not k.stage.isdecimal()}
+    single = {
+        f"{k.stage}/{k.role}"
+        for k in traces[0].keys() ^ traces[1].keys()
+        if not k.stage.isdecimal()
+    }
     if single:
         print(f"not compared, since only one has it: {', '.join(sorted(single))}")
     if difference := compare(*traces, tolerance):
-        print(f"they part in {difference[0]}\n  {difference[1]}\nwhat that often means:", *difference[2:], sep="\n  ")
+        print(
+            f"they part in {difference[0]}\n  {difference[1]}\nwhat that often means:",
+            *difference[2:],
+            sep="\n  ",
+        )
         raise typer.Exit(1)
     print(f"the same: {len(traces[0].keys() & traces[1].keys()):,} tensors")

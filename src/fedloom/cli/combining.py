@@ -1,4 +1,6 @@
-"""`fedloom algorithms X --with Y`: how two methods combine, and in which moments of a round their parts act."""
+"""`fedloom algorithms X --with Y`: how two methods combine, and in which moments of a round their
+parts act.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +122,11 @@ def _is_open(call: Call) -> bool:
 
 def _method(call: Call) -> Call | None:
     """Return the method inside a part, as it is written; None for algorithms and open parts."""
-    if ":" in call.name or "method" not in algorithms[call.name].parameters or call.name == "stages":
+    if (
+        ":" in call.name
+        or "method" not in algorithms[call.name].parameters
+        or call.name == "stages"
+    ):
         return None
     values = (*call.positional[:1], call.named.get("method"))
     return next((value for value in values if isinstance(value, Call)), None)

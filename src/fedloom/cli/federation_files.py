@@ -25,8 +25,12 @@ app = typer.Typer(
 def keys(
     folder: Folder,
     sites: Annotated[int | None, typer.Option(help="How many sites there are.")] = None,
-    host: Annotated[list[str] | None, option(metavar="NAME", help="A name or address of the server.")] = None,
-    days: Annotated[int, option(help="Days that the server's certificate is good for, 825 by default.")] = 825,
+    host: Annotated[
+        list[str] | None, option(metavar="NAME", help="A name or address of the server.")
+    ] = None,
+    days: Annotated[
+        int, option(help="Days that the server's certificate is good for, 825 by default.")
+    ] = 825,
 ) -> None:
     """Make the keys of a federation in DIR: one folder for the server and one for each site.
 
@@ -39,8 +43,12 @@ def keys(
     keys = make_keys(folder, sites, host or [], days)
     folders = f"{keys.site(0)} ... {keys.site(keys.sites - 1)}" if keys.sites > 1 else keys.site(0)
     print(f"{len(keys.written)} files made in {keys.folder}")
-    print(f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation")
-    print(f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)")
+    print(
+        f"  {keys.authority_key.parent}: signs certificates; keep it away from every machine of the federation"
+    )
+    print(
+        f"  {keys.server}: to the machine of the server (ca.crt, server.crt, server.key, the sites' public keys)"
+    )
     print(f"  {folders}: each to its site alone (ca.crt, site.key, all public keys in peers.pub)")
     hosts = ", ".join(("localhost", "127.0.0.1", *(host or ())))
     print(f"The certificate is good for {hosts}. Files *.key are secrets.")
@@ -48,25 +56,34 @@ def keys(
 
 def init(
     folder: Folder,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE.toml] [KEY=VALUE]...", hidden=True)
+    ] = None,
 ) -> None:
     """Write a Flower app into DIR that trains a configuration over real sites.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or data.clients=5, the number
-    of sites. Without a file it is an example with three sites. The app's README.md says how to go on.
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as algorithm=fedavg or
+    data.clients=5, the number of sites. Without a file it is an example with three sites. The app's
+    README.md says how to go on.
     """
     from fedloom.sites.template import write_app
 
     overrides = list(arguments or [])
     file = Path(overrides.pop(0)) if overrides and "=" not in overrides[0] else None
     plan = write_app(folder, file, overrides)
-    print(f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds")
+    print(
+        f"{folder}: {plan.algorithm} on {plan.data.name} over {plan.data.clients} sites, {plan.rounds} rounds"
+    )
     print(f"how to go on: {folder / 'README.md'}")
 
 
 def run_app(folder: Path, config: Mapping[str, Any]) -> None:
-    """Run the app in a folder by Flower's `flwr`, with these values of its run configuration, and show what the server says."""
-    program = shutil.which("flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    """Run the app in a folder by Flower's `flwr`, with these values of its run configuration, and
+    show what the server says.
+    """
+    program = shutil.which(
+        "flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if program is None:
         raise MissingExtra("flwr", "flower", "asking sites")
     values = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())

@@ -1,7 +1,8 @@
-"""`fedloom algorithms`, `models` and the like, which list the entries of a registry or describe one, and `fedloom schema`.
+"""`fedloom algorithms`, `models` and the like, which list the entries of a registry or describe
+one, and `fedloom schema`.
 
-The text is taken from the docstrings and kept in `listings.json`, so that the commands need not import PyTorch. After a change
-of a docstring run `python docs/generate/listings.py`.
+The text is taken from the docstrings and kept in `listings.json`, so that the commands need not
+import PyTorch. After a change of a docstring run `python docs/generate/listings.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 Schemed = Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", hidden=True)]
 
-With = Annotated[str | None, option("--with", metavar="Y", help="How NAME and Y combine, in both orders.")]
+With = Annotated[
+    str | None, option("--with", metavar="Y", help="How NAME and Y combine, in both orders.")
+]
 
 SCHEMA = "fedloom.schema.json"
 
@@ -43,7 +46,9 @@ KINDS = {
 """Name of one entry of each kind, and the module of the registry."""
 
 Listed = dict[str, dict[str, Any]]
-"""For each name its family, parameters with defaults, the docstring, and the parameters' descriptions."""
+"""For each name its family, parameters with defaults, the docstring, and the parameters'
+descriptions.
+"""
 
 
 def command(kind: str, purpose: str) -> Callable[..., None]:
@@ -59,8 +64,9 @@ def command(kind: str, purpose: str) -> Callable[..., None]:
 def algorithms(name: Name = None, other: With = None) -> None:
     """List the methods by family, or describe the one called NAME, with its parameters.
 
-    With another method or part, as in `fedloom algorithms fedavg --with "sparse(share=0.1)"`, it prints which expressions
-    of the two are accepted, in which moments of a round their parts act, and why an expression is refused.
+    With another method or part, as in `fedloom algorithms fedavg --with "sparse(share=0.1)"`, it
+    prints which expressions of the two are accepted, in which moments of a round their parts act,
+    and why an expression is refused.
     """
     if other is None:
         _list("algorithms", name)
@@ -71,9 +77,11 @@ def algorithms(name: Name = None, other: With = None) -> None:
 
 
 def schema(file: Schemed = None) -> None:
-    """Print the JSON schema of configuration files, or let FILE.toml name it, for an editor that completes its keys.
+    """Print the JSON schema of configuration files, or let FILE.toml name it, for an editor that
+    completes its keys.
 
-    With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first line names it.
+    With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first
+    line names it.
     """
     from fedloom.experiment.json_schema import json_schema
     from fedloom.state.files import write_text
@@ -95,7 +103,9 @@ def registered(kind: str) -> Listed:
     from fedloom.parts.families import FAMILIES, family_of
 
     entries = list(getattr(importlib.import_module(KINDS[kind][1]), kind))
-    families = {entry.name: FAMILIES[family_of(entry)] if kind == "algorithms" else "" for entry in entries}
+    families = {
+        entry.name: FAMILIES[family_of(entry)] if kind == "algorithms" else "" for entry in entries
+    }
     entries.sort(key=lambda entry: [*FAMILIES.values(), ""].index(families[entry.name]))
     return {
         entry.name: {
@@ -127,7 +137,9 @@ def _parameter(name: str, parameter: inspect.Parameter) -> str:
 
 
 def _print_combinations(first: str, second: str) -> None:
-    """Print each expression of two methods with the moments of its parts, or with the reason against it."""
+    """Print each expression of two methods with the moments of its parts, or with the reason
+    against it.
+    """
     from fedloom.cli.combining import combinations
 
     for combination in combinations(first, second):
@@ -142,7 +154,9 @@ def _print_combinations(first: str, second: str) -> None:
 
 def _list(kind: str, name: str | None) -> None:
     plugins = os.environ.get(VARIABLE)
-    entries: Listed = registered(kind) if plugins else json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
+    entries: Listed = (
+        registered(kind) if plugins else json.loads(LISTINGS.read_text(encoding="utf-8"))[kind]
+    )
     if name is not None:
         if name not in entries:
             raise UnknownName(KINDS[kind][0], name, entries)
@@ -151,7 +165,11 @@ def _list(kind: str, name: str | None) -> None:
         if entry["arguments"]:
             print("\nParameters:")
         for parameter, text in entry["arguments"].items():
-            print(fill(f"{parameter}: {text}", 100, initial_indent="    ", subsequent_indent="        "))
+            print(
+                fill(
+                    f"{parameter}: {text}", 100, initial_indent="    ", subsequent_indent="        "
+                )
+            )
         return
     from rich.console import Console
     from rich.table import Table
@@ -160,10 +178,12 @@ def _list(kind: str, name: str | None) -> None:
     console = Console()
     for family, group in groupby(entries.items(), lambda item: item[1]["family"]):
         title = Text(f"\n{family}", "bold") if family else None
-        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left")
+        table = Table(
+            box=None, show_header=False, padding=(0, 0, 0, 2), title=title, title_justify="left"
+        )
         table.add_column(style="bold", no_wrap=True, width=max(map(len, entries)))
         table.add_column()
         for entry_name, entry in group:
-            table.add_row(entry_name, Text(entry["text"].partition("\n")[0]))
+            table.add_row(entry_name, Text(" ".join(entry["text"].partition("\n\n")[0].split())))
         console.print(table)
     console.print(f"\nfedloom {kind} NAME shows its parameters.")

@@ -1,4 +1,6 @@
-"""What several commands share: arguments, progress on stderr, and a Ctrl-C that lets the round finish."""
+"""What several commands share: arguments, progress on stderr, and a Ctrl-C that lets the round
+finish.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Start again, also where a 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress: only the result.")]
 Name = Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]
-Places = Annotated[list[str] | None, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies.")]
+Places = Annotated[
+    list[str] | None, typer.Option("--data", metavar="NAME=FOLDER", help="Where a data set lies.")
+]
 
 
 class RunsFailed(FedloomError):
@@ -56,7 +60,9 @@ def this_command() -> str:
 
 @contextmanager
 def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Callable[[], bool]]]:
-    """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the round."""
+    """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the
+    round.
+    """
     from fedloom.experiment.progress import progress
 
     stopping = False
@@ -76,15 +82,19 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
 
 def short_help(command: Callable[..., Any]) -> str:
     """Return the first line of a command's help."""
-    return (command.__doc__ or "").partition("\n")[0]
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
 def folders_of(texts: Sequence[str] | None) -> dict[str, str]:
-    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from anywhere."""
+    """Return `--data mnist=FOLDER` by name, as absolute paths, so that runs are found from
+    anywhere.
+    """
     folders = {}
     for text in texts or ():
         name, equals, folder = text.partition("=")
         if not equals or not folder:
-            raise InvalidValue(f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST")
+            raise InvalidValue(
+                f"--data {quoted(text)} is not NAME=FOLDER, such as mnist=data/MNIST"
+            )
         folders[name] = str(Path(folder).expanduser().resolve())
     return folders

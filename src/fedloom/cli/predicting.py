@@ -10,12 +10,27 @@ from fedloom.cli.options import option
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", hidden=True)]
 Data = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
-To = Annotated[Path | None, typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file, by default CSV.")]
-Client = Annotated[int | None, typer.Option("--client", metavar="N", help="Predict by the personal model of client N.")]
-Probabilities = Annotated[bool, typer.Option("--probabilities", help="Also write the probability of each class.")]
-Tokens = Annotated[int, option(metavar="N", help="Tokens that follow each text, of such a model: 100 by default.")]
-Formats = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False)]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")]
+To = Annotated[
+    Path | None,
+    typer.Option("--to", metavar="OUT", help="A .csv, .parquet or .npz file, by default CSV."),
+]
+Client = Annotated[
+    int | None,
+    typer.Option("--client", metavar="N", help="Predict by the personal model of client N."),
+]
+Probabilities = Annotated[
+    bool, typer.Option("--probabilities", help="Also write the probability of each class.")
+]
+Tokens = Annotated[
+    int, option(metavar="N", help="Tokens that follow each text, of such a model: 100 by default.")
+]
+Formats = Annotated[
+    str,
+    typer.Option("--to", metavar="FORMAT", help="onnx, torch or safetensors.", show_default=False),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="The file; else exported.* in RUN.")
+]
 
 
 def predict(
@@ -28,13 +43,16 @@ def predict(
 ) -> None:
     """Predict new samples by the model of a finished run.
 
-    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data in any order; a picture or a
-    folder of them; a .txt file with a text a line; or an .npz file with the array inputs. Predictions follow the columns of FILE.
+    RUN is the folder of the run, FILE a .csv or .parquet file with the columns of the training data
+    in any order; a picture or a folder of them; a .txt file with a text a line; or an .npz file
+    with the array inputs. Predictions follow the columns of FILE.
     """
     from fedloom.serving.prediction_files import predict_file
     from fedloom.serving.predictor import load
 
-    count = predict_file(load(run, client=client), file, to, probabilities=probabilities, tokens=tokens)
+    count = predict_file(
+        load(run, client=client), file, to, probabilities=probabilities, tokens=tokens
+    )
     if to is not None:
         print(f"{count} predictions: {to}", file=sys.stderr)
 
@@ -42,7 +60,8 @@ def predict(
 def export(run: Run, to: Formats = "onnx", output: Output = None, client: Client = None) -> None:
     """Export the model of a finished run, checked on the same samples, for another program.
 
-    RUN is the folder of the run. The file holds the preprocessing as JSON in its metadata; ONNX needs the extra `onnx`.
+    RUN is the folder of the run. The file holds the preprocessing as JSON in its metadata; ONNX
+    needs the extra `onnx`.
     """
     from fedloom.config.fields import require_one_of
     from fedloom.serving.exporting import SUFFIXES, export

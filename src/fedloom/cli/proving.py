@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from fedloom.evidence.replay import Replay
 
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
-Trust = Annotated[bool, typer.Option("--trust-code", help="Run the bundle's own code, which is shown without it.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-code", help="Run the bundle's own code, which is shown without it.")
+]
 
 
 def bundle(
@@ -23,15 +25,18 @@ def bundle(
 ) -> None:
     """Put runs into one file, which fedloom replay runs again and compares.
 
-    DIR holds a run, a comparison or a reproduced table, such as runs/digits or runs/reproduce/fedumf.table-a2. The file has
-    configurations, figures, final models and modules of your own; of data only digests.
+    DIR holds a run, a comparison or a reproduced table, such as runs/digits or
+    runs/reproduce/fedumf.table-a2. The file has configurations, figures, final models and modules
+    of your own; of data only digests.
     """
     from fedloom.evidence.bundle import write_bundle
     from fedloom.report.units import byte_text
 
     path = to or Path(f"{folder.resolve().name}.zip")
     bundled = write_bundle(folder, path)
-    print(f"{path}: {len(bundled.runs)} run{'s' * (len(bundled.runs) > 1)}, {byte_text(path.stat().st_size)}")
+    print(
+        f"{path}: {len(bundled.runs)} run{'s' * (len(bundled.runs) > 1)}, {byte_text(path.stat().st_size)}"
+    )
     if bundled.code:
         print(f"your own code in it: {', '.join(bundled.code)}")
     print(f"to check it: fedloom replay {path}")
@@ -40,15 +45,20 @@ def bundle(
 def replay(
     file: BundleFile,
     data: Places = None,
-    directory: Annotated[Path | None, option(help="Where runs go: runs/replay/NAME by default.")] = None,
+    directory: Annotated[
+        Path | None, option(help="Where runs go: runs/replay/NAME by default.")
+    ] = None,
     trust_code: Trust = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it would do and how long, and stop.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what it would do and how long, and stop.")
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run a bundle again, and say cell by cell whether it gives the same.
 
-    FILE is what fedloom bundle wrote. Data come from your folders (--data, or FEDLOOM_DATA); nothing is downloaded. The exit
-    code is 1 where a cell differs. The same command goes on after an interruption.
+    FILE is what fedloom bundle wrote. Data come from your folders (--data, or FEDLOOM_DATA);
+    nothing is downloaded. The exit code is 1 where a cell differs. The same command goes on after
+    an interruption.
     """
     import os
     import sys
@@ -63,9 +73,19 @@ def replay(
     bundled = unpack(file, folder / "bundle")
     if bundled.code and not trust_code:
         for name in bundled.code:
-            lines = (folder / "bundle" / name).read_text(encoding="utf-8", errors="replace").splitlines()
-            print(f"--- {name}", *("".join(filter(str.isprintable, line.expandtabs())) for line in lines), sep="\n")
-        raise InvalidValue(f"{file} runs code of its own ({', '.join(bundled.code)}): read it, then add --trust-code")
+            lines = (
+                (folder / "bundle" / name)
+                .read_text(encoding="utf-8", errors="replace")
+                .splitlines()
+            )
+            print(
+                f"--- {name}",
+                *("".join(filter(str.isprintable, line.expandtabs())) for line in lines),
+                sep="\n",
+            )
+        raise InvalidValue(
+            f"{file} runs code of its own ({', '.join(bundled.code)}): read it, then add --trust-code"
+        )
     if trust_code:
         sys.path[:0] = [str((folder / "bundle" / "code").resolve()), os.getcwd()]
     with nullcontext() if trust_code else refused_code(), readable(file):
@@ -92,7 +112,9 @@ def _run_again(replayed: Replay, quiet: bool) -> None:
                 raise RunsFailed(f"{job.name}: {reason}")
             if stopped():
                 raise KeyboardInterrupt
-    table = Table("Setting", "Method", "Seeds", "Bundle", "Here", "Answer", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "Setting", "Method", "Seeds", "Bundle", "Here", "Answer", box=None, padding=(0, 2, 0, 0)
+    )
     cells = replayed.cells()
     for cell in cells:
         figures = (f"{cell.bundled:.4f}", f"{cell.here:.4f}", cell.answer)

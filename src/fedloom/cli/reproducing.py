@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Fresh, Places, Quiet, folders_of, option, require_finished, shown, this_command
+from fedloom.cli.options import (
+    Fresh,
+    Places,
+    Quiet,
+    folders_of,
+    option,
+    require_finished,
+    shown,
+    this_command,
+)
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
@@ -19,8 +28,12 @@ if TYPE_CHECKING:
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
-Rows = Annotated[list[str] | None, option(metavar="TEXT", help="Only these methods, such as FedAvg,FedDC.")]
-Columns = Annotated[list[str] | None, option(metavar="TEXT", help='Only these settings: "MNIST IID 15%".')]
+Rows = Annotated[
+    list[str] | None, option(metavar="TEXT", help="Only these methods, such as FedAvg,FedDC.")
+]
+Columns = Annotated[
+    list[str] | None, option(metavar="TEXT", help='Only these settings: "MNIST IID 15%".')
+]
 
 
 def reproduce(
@@ -29,20 +42,31 @@ def reproduce(
     rows: Rows = None,
     columns: Columns = None,
     rounds: Annotated[int | None, option(help="At most so many rounds: partial results.")] = None,
-    seeds: Annotated[str | None, option(metavar="0,1,2", help="Seeds instead of the paper's runs.")] = None,
+    seeds: Annotated[
+        str | None, option(metavar="0,1,2", help="Seeds instead of the paper's runs.")
+    ] = None,
     samples: Annotated[int | None, option(help="Only so many of the data's samples.")] = None,
     data: Places = None,
-    workers: Annotated[int | None, option(help="Runs at a time: as many as there are cores by default.")] = None,
-    directory: Annotated[Path, option(help="Where results go: runs/reproduce by default.")] = Path("runs/reproduce"),
-    hour: Annotated[bool, option("--hour", help="Of a paper, what two cores check in about an hour.")] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and stop.")] = False,
+    workers: Annotated[
+        int | None, option(help="Runs at a time: as many as there are cores by default.")
+    ] = None,
+    directory: Annotated[Path, option(help="Where results go: runs/reproduce by default.")] = Path(
+        "runs/reproduce"
+    ),
+    hour: Annotated[
+        bool, option("--hour", help="Of a paper, what two cores check in about an hour.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say how long it would take, and stop.")
+    ] = False,
     fresh: Fresh = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the papers' tables and figures: fedloom reproduce [ID] [KEY=VALUE]...
 
-    Without ID, list them. A table's cells are run with the paper's protocol and shown beside what the paper prints. KEY=VALUE
-    changes a key of the configuration. The same command goes on after an interruption; finished runs are never repeated.
+    Without ID, list them. A table's cells are run with the paper's protocol and shown beside what
+    the paper prints. KEY=VALUE changes a key of the configuration. The same command goes on after
+    an interruption; finished runs are never repeated.
     """
     from fedloom.papers.execute import require_data
     from fedloom.papers.paper_file import exhibit, paper
@@ -54,8 +78,17 @@ def reproduce(
         _list(folders_of(data))
         return
     protocol = paper(which).hour if hour else {"exhibit": which}
-    limits = {"rows": rows, "columns": columns, "rounds": rounds, "seeds": _numbers(seeds), "samples": samples}
-    chosen = {**protocol, **{name: value for name, value in limits.items() if value not in (None, [])}}
+    limits = {
+        "rows": rows,
+        "columns": columns,
+        "rounds": rounds,
+        "seeds": _numbers(seeds),
+        "samples": samples,
+    }
+    chosen = {
+        **protocol,
+        **{name: value for name, value in limits.items() if value not in (None, [])},
+    }
     options = ReproduceOptions(
         **{name: chosen[name] for name in limits if name in chosen},
         folders=folders_of(data),
@@ -64,7 +97,12 @@ def reproduce(
     )
     reproduction = plan(exhibit(protocol["exhibit"]), options)
     if hour:
-        print(f"shows {protocol['can']}", f"does not show {protocol['cannot']}", sep="\n", file=sys.stderr)
+        print(
+            f"shows {protocol['can']}",
+            f"does not show {protocol['cannot']}",
+            sep="\n",
+            file=sys.stderr,
+        )
     if estimate:
         _print_estimate(reproduction)
     else:
@@ -104,7 +142,9 @@ def _print_estimate(plan: ReproducePlan) -> None:
     busy = min(plan.configuration.runs_at_a_time, max(1, len(plan.jobs)))
     costs = estimate(plan, threads_each(plan.configuration, len(plan.jobs)))
     for setting, runs in costs.items() if len(costs) > 1 else ():
-        console.print(f"{setting}: {_runs(len(runs))}, about {time_text(sum(run.seconds for run in runs))}")
+        console.print(
+            f"{setting}: {_runs(len(runs))}, about {time_text(sum(run.seconds for run in runs))}"
+        )
     waiting = [run for runs in costs.values() for run in runs]
     if not waiting:
         console.print(f"{plan.exhibit.id}: {_runs(len(plan.jobs))}, all finished before")
@@ -118,7 +158,9 @@ def _print_estimate(plan: ReproducePlan) -> None:
         + (f", with {busy} workers" if busy > 1 else "")
     )
     if seconds > 600:
-        console.print("less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL")
+        console.print(
+            "less with --rounds, --seeds, --samples, --rows or --columns; results are then labelled PARTIAL"
+        )
 
 
 def _runs(count: int) -> str:
@@ -134,10 +176,17 @@ def _list(folders: dict[str, str]) -> None:
     from fedloom.papers.paper_data import at_hand, data_of, facts, family
     from fedloom.papers.paper_file import exhibits, titles
 
-    columns = (Column("Table or figure", no_wrap=True), "Shows", Column("Cells", justify="right"), "Data")
+    columns = (
+        Column("Table or figure", no_wrap=True),
+        "Shows",
+        Column("Cells", justify="right"),
+        "Data",
+    )
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     missing: dict[str, None] = {}
-    for version, group in groupby(exhibits().values(), lambda exhibit: exhibit.id.partition(".")[0]):
+    for version, group in groupby(
+        exhibits().values(), lambda exhibit: exhibit.id.partition(".")[0]
+    ):
         table.add_row(Text(version, style="bold"), Text(titles()[version], style="bold"))
         for exhibit in group:
             labels = []
@@ -153,11 +202,15 @@ def _list(folders: dict[str, str]) -> None:
             f"In brackets: not at hand. Give --data NAME=FOLDER ({', '.join(missing)}), "
             "or set FEDLOOM_DATA to the folder of all data."
         )
-    console.print("fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are.")
+    console.print(
+        "fedloom reproduce ID --estimate says how long one takes; docs/reproduce.md what the protocols are."
+    )
 
 
 def _numbers(text: str | None) -> list[int] | None:
     try:
         return None if text is None else [int(word) for word in text.split(",")]
     except ValueError:
-        raise InvalidValue(f"--seeds must be whole numbers with commas between them, not {quoted(text)}") from None
+        raise InvalidValue(
+            f"--seeds must be whole numbers with commas between them, not {quoted(text)}"
+        ) from None

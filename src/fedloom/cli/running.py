@@ -10,18 +10,26 @@ import typer
 from fedloom.cli.options import File, Fresh, Overrides, Quiet, require_finished, shown, this_command
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Say what share of a large matrix product's speed training has.")
+    bool,
+    typer.Option(
+        "--verbose", help="Say what share of a large matrix product's speed training has."
+    ),
 ]
 
 
 def run(
-    file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False, verbose: Verbose = False
+    file: File,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train one method with one seed.
 
-    FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or training.learning_rate=0.1.
-    A rule chooses where clients train; engine=rows, stacked, processes or ray names it.
-    The same command goes on after an interruption; with more rounds=..., it lengthens a run, finished or not.
+    FILE.toml is the configuration; KEY=VALUE changes one of its keys, such as algorithm=fedmr or
+    training.learning_rate=0.1. A rule chooses where clients train; engine=rows, stacked, processes
+    or ray names it. The same command goes on after an interruption; with more rounds=..., it
+    lengthens a run, finished or not.
     """
     from fedloom.config.expression import parse
     from fedloom.experiment.configuration import load
@@ -43,7 +51,9 @@ def run(
             if stopped():
                 raise KeyboardInterrupt
 
-        summary = run_configured(configuration, name, watch_or_stop, fresh=fresh, make_task=make_task)
+        summary = run_configured(
+            configuration, name, watch_or_stop, fresh=fresh, make_task=make_task
+        )
     page = path / "report.html"
     if fresh or not page.exists():
         write_page(page, render(str(name), [summary], configuration.targets, this_command()))
@@ -53,21 +63,27 @@ def run(
         from fedloom.engines.work import training_speed
 
         pairs = [
-            (t["train_seconds"], len(r["clients"])) for r, t in zip(summary.records, summary.timings, strict=False)
+            (t["train_seconds"], len(r["clients"]))
+            for r, t in zip(summary.records, summary.timings, strict=False)
         ]
         seconds, clients = min(pairs, key=lambda pair: pair[0] / max(1, pair[1]))
         speed, product = training_speed(make_task(configuration.seed), clients, seconds)
         share = f"{speed / product:.0%} of a large matrix product here ({product:,.0f} GFLOP/s)"
-        print(f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, {share}")
+        print(
+            f"fastest round: {clients} clients trained in {time_text(seconds)}, {speed:,.1f} GFLOP/s, {share}"
+        )
     print(f"model:  {path / 'model.safetensors'}\nreport: {page}")
 
 
-def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False) -> None:
+def compare(
+    file: File, overrides: Overrides = None, fresh: Fresh = False, quiet: Quiet = False
+) -> None:
     """Compare methods, in several settings and over several seeds, on the same data.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or rounds=50, and
-    settings.KEY=[...] compares in several settings, such as settings.data.partition=[iid,dirichlet(0.1)]. Every method has
-    the same clients, samples and initial models. The same command goes on after an interruption; with more rounds=..., it
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys, such as seeds=[0,1,2] or
+    rounds=50, and settings.KEY=[...] compares in several settings, such as
+    settings.data.partition=[iid,dirichlet(0.1)]. Every method has the same clients, samples and
+    initial models. The same command goes on after an interruption; with more rounds=..., it
     lengthens the runs, finished or not.
     """
     from fedloom.cli.terminal import print_tables
@@ -81,12 +97,18 @@ def compare(file: File, overrides: Overrides = None, fresh: Fresh = False, quiet
     with shown(runs, comparison.rounds, quiet) as (watch, stopped):
         if (workers := configuration.runs_at_a_time) > 1:
             threads = threads_each(configuration, runs)
-            watch.line(f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)")
+            watch.line(
+                f"up to {workers} runs at a time, threads of each: {threads} (workers=1: one after another)"
+            )
         failed = comparison.run(watch, fresh=fresh, stopped=stopped)
     sheets = comparison.result(failed).sheets
     print_tables(sheets)
     folder = configuration.folder
     print(f"figures: {folder / 'comparison.csv'}, .json, .md, .tex, {folder / 'differences.csv'}")
     width = get_terminal_size().columns
-    print(*(fill(text, width) for text in conclusions(sheets)), f"look first at {folder / 'report.html'}", sep="\n")
+    print(
+        *(fill(text, width) for text in conclusions(sheets)),
+        f"look first at {folder / 'report.html'}",
+        sep="\n",
+    )
     require_finished(failed, runs)

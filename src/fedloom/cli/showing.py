@@ -9,18 +9,39 @@ from fedloom.cli.federation_files import run_app
 from fedloom.cli.options import File, Folder, Overrides, Quiet, option
 from fedloom.errors import InvalidValue, quoted
 
-Port = Annotated[int, option(help="Where to listen, 8600 by default; 0: any free port.", min=0, max=65535)]
-Images = Annotated[str, typer.Option(metavar="FORMATS", help="Also write every figure as png, svg or pdf: png,svg.")]
-Plain = Annotated[bool, typer.Option("--no-captions", help="Images without title and caption, as for a paper.")]
-Recorder = Annotated[
-    str, option(metavar="LANDSCAPE", help="The loss around final models: landscape, or landscape(grid=31).")
+Port = Annotated[
+    int, option(help="Where to listen, 8600 by default; 0: any free port.", min=0, max=65535)
 ]
-Smallest = Annotated[int | None, option(help="Fewest rows of a client that a number tells of, 5 by default.")]
+Images = Annotated[
+    str,
+    typer.Option(metavar="FORMATS", help="Also write every figure as png, svg or pdf: png,svg."),
+]
+Plain = Annotated[
+    bool, typer.Option("--no-captions", help="Images without title and caption, as for a paper.")
+]
+Recorder = Annotated[
+    str,
+    option(
+        metavar="LANDSCAPE", help="The loss around final models: landscape, or landscape(grid=31)."
+    ),
+]
+Smallest = Annotated[
+    int | None, option(help="Fewest rows of a client that a number tells of, 5 by default.")
+]
 Bins = Annotated[int | None, option(help="Bins of a histogram, 32 by default.")]
-Bounds = Annotated[list[str] | None, typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120.")]
-Epsilon = Annotated[float | None, typer.Option(help="Add noise: all numbers cost a row that much privacy.")]
-Delta = Annotated[float | None, option(help="Probability of a larger loss of privacy, 1e-5 by default.")]
-Output = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Write a page (.html) or numbers (.json).")]
+Bounds = Annotated[
+    list[str] | None,
+    typer.Option(metavar="COLUMN=LOW,HIGH", help="Bounds of a column, as age=0,120."),
+]
+Epsilon = Annotated[
+    float | None, typer.Option(help="Add noise: all numbers cost a row that much privacy.")
+]
+Delta = Annotated[
+    float | None, option(help="Probability of a larger loss of privacy, 1e-5 by default.")
+]
+Output = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="Write a page (.html) or numbers (.json).")
+]
 
 
 def report(
@@ -32,7 +53,8 @@ def report(
 ) -> None:
     """Write the report of a run or a comparison again, and its figures as images.
 
-    DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is recorded there.
+    DIR holds a run or a comparison, such as runs/digits. Nothing is trained: all comes from what is
+    recorded there.
     """
     from rich.console import Console
 
@@ -54,7 +76,9 @@ def report(
     recorder = recorders.build(record) if record else None
     runs = read_runs(folder)
     if isinstance(recorder, Landscape):
-        add_landscapes(runs, recorder, Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True).print)
+        add_landscapes(
+            runs, recorder, Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True).print
+        )
         runs = read_runs(folder)
     elif recorder is not None:
         raise InvalidValue(f"--record {quoted(record)}: only landscape can be recorded afterwards")
@@ -70,13 +94,15 @@ def report(
 def watch(folder: Folder, port: Port = 8600) -> None:
     """Show runs in the browser while they go on.
 
-    DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this machine can see it.
-    Ctrl-C ends it.
+    DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this
+    machine can see it. Ctrl-C ends it.
     """
     from fedloom.experiment.watch.serve import Server
 
     if not folder.is_dir():
-        raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")
+        raise InvalidValue(
+            f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs"
+        )
     server = Server(folder, port)
     print(f"{folder}: {server.url}", flush=True)
     with server:
@@ -95,9 +121,10 @@ def statistics(
 ) -> None:
     """Show statistics of the clients' data, before training.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys; or it is the folder of a Flower app, whose sites are asked.
-    Rows, means, deviations, categories and quantiles are computed where the data are, and only summed; what fewer than
-    --smallest rows of a client say is left out.
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys; or it is the folder of a
+    Flower app, whose sites are asked. Rows, means, deviations, categories and quantiles are
+    computed where the data are, and only summed; what fewer than --smallest rows of a client say is
+    left out.
     """
     from rich.console import Console
 
@@ -111,12 +138,16 @@ def statistics(
     limits = read_bounds(bounds or [], "--bounds")
     if file.is_dir():
         if output or overrides:
-            raise InvalidValue("--output and KEY=VALUE are of one machine: sites write into the server's output")
+            raise InvalidValue(
+                "--output and KEY=VALUE are of one machine: sites write into the server's output"
+            )
         run_app(file, settings | {"bounds": "; ".join(bounds or []), "only": "statistics"})
         return
     configuration = load(file, overrides or [])
     task = configuration.task(configuration.seed)
-    result = federated_statistics.statistics(task, seed=configuration.seed, bounds=limits, **settings)
+    result = federated_statistics.statistics(
+        task, seed=configuration.seed, bounds=limits, **settings
+    )
     console = Console()
     console.print(*statistics_tables(result, console.width))
     for path in output or []:

@@ -13,7 +13,9 @@ from fedloom.report.cells import halves
 from fedloom.report.sheet import Sheet, caption, explained, faults_in, overall, reading
 
 _SHORTEST, _LONGEST = 8, 24
-"""Columns of a terminal that a method's name takes at least, and at most beside its accuracies in all settings."""
+"""Columns of a terminal that a method's name takes at least, and at most beside its accuracies in
+all settings.
+"""
 
 
 def print_tables(sheets: Sequence[Sheet]) -> None:
@@ -43,29 +45,40 @@ def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
-    """Return one measure of every method in every setting, as many settings side by side as the terminal has room for."""
+    """Return one measure of every method in every setting, as many settings side by side as the
+    terminal has room for.
+    """
     table = overall(sheets)
     return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))
 
 
 def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:
-    """Divide the table by the `room` beside the methods' names, with the caption below the bottom table."""
+    """Divide the table by the `room` beside the methods' names, with the caption below the bottom
+    table.
+    """
     sizes, blocks = _sizes(table), [[0]]
     for k, size in enumerate(sizes[1:], start=1):
         if len(blocks[-1]) > 1 and sum(sizes[j] for j in blocks[-1][1:]) + size > room:
             blocks.append([0])
         blocks[-1].append(k)
-    return [shown_table(table.select(block), caption if block is blocks[-1] else "") for block in blocks]
+    return [
+        shown_table(table.select(block), caption if block is blocks[-1] else "") for block in blocks
+    ]
 
 
 def _sizes(table: Plain) -> list[int]:
     """Return the columns of a terminal that each column takes, its title on several lines."""
-    texts = [[*column.title.split(), *(line[k].text for line in table.lines)] for k, column in enumerate(table.columns)]
+    texts = [
+        [*column.title.split(), *(line[k].text for line in table.lines)]
+        for k, column in enumerate(table.columns)
+    ]
     return [max(map(len, column)) + 2 for column in texts]
 
 
 def difference_tables(sheet: Sheet, width: int) -> list[Table]:
-    """Return the differences of the sheet's measure from the reference, with the corrected p of both tests."""
+    """Return the differences of the sheet's measure from the reference, with the corrected p of
+    both tests.
+    """
     title, table = sheet.differences
     return _fitting(table, width - _SHORTEST - 2, title)
 
@@ -73,7 +86,9 @@ def difference_tables(sheet: Sheet, width: int) -> list[Table]:
 def statistics_tables(statistics: column_statistics.Statistics, width: int) -> list[Table]:
     """Return the clients' statistics in tables that fit the width."""
     room = width - max(_SHORTEST, *map(len, statistics.columns))
-    return _fitting(column_statistics.statistics_table(statistics), room, column_statistics.caption(statistics))
+    return _fitting(
+        column_statistics.statistics_table(statistics), room, column_statistics.caption(statistics)
+    )
 
 
 def _frame(title: str, caption: str) -> Table:
@@ -90,5 +105,7 @@ def shown_table(table: Plain, caption: str = "") -> Table:
         shown.add_column(Text(column.title), justify="right", width=size - 2)
     best = table.best_lines
     for number, line in enumerate(table.lines):
-        shown.add_row(*(Text(cell.text, "bold" if number in best[k] else "") for k, cell in enumerate(line)))
+        shown.add_row(
+            *(Text(cell.text, "bold" if number in best[k] else "") for k, cell in enumerate(line))
+        )
     return shown

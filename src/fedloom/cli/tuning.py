@@ -9,10 +9,20 @@ import typer
 
 from fedloom.cli.options import File, Overrides, Quiet, option, shown
 
-Searched = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values.")]
-Trials = Annotated[int | None, option(metavar="N", help="Number of trials; of a grid, drawn at random.")]
-Optuna = Annotated[bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")]
-Test = Annotated[bool, typer.Option("--test", help="Score the best choice on the test data, which can be done once.")]
+Searched = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUES", help="A key with a list or range of values."),
+]
+Trials = Annotated[
+    int | None, option(metavar="N", help="Number of trials; of a grid, drawn at random.")
+]
+Optuna = Annotated[
+    bool, typer.Option("--optuna", help="Let Optuna suggest the trials, 20 by default.")
+]
+Test = Annotated[
+    bool,
+    typer.Option("--test", help="Score the best choice on the test data, which can be done once."),
+]
 
 
 def tune(
@@ -26,9 +36,11 @@ def tune(
 ) -> None:
     """Search a method's parameters, on validation data alone.
 
-    FILE.toml is the configuration, KEY=VALUE changes one of its keys. --search algorithm.mu=[0.01,0.1] searches a parameter
-    of the method, --search training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
-    training samples (data.validation) is held out to judge by. The same command goes on after an interruption.
+    FILE.toml is the configuration, KEY=VALUE changes one of its keys. --search
+    algorithm.mu=[0.01,0.1] searches a parameter of the method, --search
+    training.learning_rate={from=0.001,to=1,steps=4,scale=log} any key. A fifth of each client's
+    training samples (data.validation) is held out to judge by. The same command goes on after an
+    interruption.
     """
     from rich.console import Console
 
@@ -41,7 +53,9 @@ def tune(
     searched: dict[str, Any] = {}
     for text in search or []:
         put(searched, text, "algorithm.mu=[0.01,0.1] or training.learning_rate=[0.01,0.1]")
-    for changes, space in searches(read_table(file, overrides or []), searched, steps_needed=not optuna):
+    for changes, space in searches(
+        read_table(file, overrides or []), searched, steps_needed=not optuna
+    ):
         if changes:
             print(f"\n{label(changes)}")
         show = partial(shown, rounds=space.configuration.rounds, quiet=quiet)

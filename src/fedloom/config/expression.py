@@ -1,12 +1,13 @@
-r"""Expressions of a configuration: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment, fraction=0.5))`.
+r"""Expressions of a configuration: `dirichlet(0.1)`, `stages(fedavg:100, fedmr(unit=segment,
+fraction=0.5))`.
 
     value = number | 'text' | true | false | none | [value, ...] | call    (text with Python's escapes, such as \' and \n)
     call  = path [ "(" argument, ... ")" ] [ ":" (number | name) ]
     path  = name [ ":" Name ]                                     (a class of the user's own, package.module:Class)
     argument = [ name "=" ] value
 
-A bare word is a call without arguments; the reader decides whether it is a name or a piece of text. Python's `ast` reads neither
-`fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
+A bare word is a call without arguments; the reader decides whether it is a name or a piece of text.
+Python's `ast` reads neither `fedavg:100` nor names such as `f1-macro`, so the grammar has a parser.
 """
 
 import ast
@@ -31,7 +32,9 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Call:
-    """A name, or `module:Class`, with its arguments; `until` is the value after a colon (the last round of a stage)."""
+    """A name, or `module:Class`, with its arguments; `until` is the value after a colon (the last
+    round of a stage).
+    """
 
     name: str
     positional: tuple[Any, ...] = ()
@@ -57,7 +60,9 @@ def show(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Read one value. Raise `InvalidValue`, which quotes the text from the first character that does not fit."""
+    """Read one value. Raise `InvalidValue`, which quotes the text from the first character that
+    does not fit.
+    """
     parser = _Parser(text)
     value = parser.value()
     if parser.tokens[parser.next][0] != "end":
@@ -70,7 +75,9 @@ def parse(text: str) -> Call:
     """Read one call. Raises as `parse_value`, and for another value."""
     value = parse_value(text)
     if not isinstance(value, Call):
-        raise InvalidValue(f"{quoted(text)} is not a name with arguments, such as fedmr or dirichlet(0.1)")
+        raise InvalidValue(
+            f"{quoted(text)} is not a name with arguments, such as fedmr or dirichlet(0.1)"
+        )
     return value
 
 
@@ -84,7 +91,9 @@ class _Parser:
     def fail(self) -> InvalidValue:
         position = self.tokens[self.next][2]
         beginning = re.search(r"[^\s,()\[\]=]*$", self.text[:position])
-        word = (beginning[0] if beginning else "") + re.split(r"[\s,()\[\]]", self.text[position:], maxsplit=1)[0]
+        word = (beginning[0] if beginning else "") + re.split(
+            r"[\s,()\[\]]", self.text[position:], maxsplit=1
+        )[0]
         quotable = re.search(r"[/\\~.]", word) and "'" not in word
         remedy = f": put quotes around it, '{shortened(word)}'" if quotable else ""
         reason = f"from character {position + 1} on: {quoted(self.text[position:])}{remedy}"
@@ -117,7 +126,8 @@ class _Parser:
             if kind == "number":
                 value = int(token) if re.fullmatch(r"[-+]?\d+", token) else float(token)
             elif kind == "text":
-                with warnings.catch_warnings(action="ignore"):  # a backslash that begins no escape stands for itself
+                # a backslash that begins no escape stands for itself
+                with warnings.catch_warnings(action="ignore"):
                     value = ast.literal_eval(token)
             elif kind != "name":
                 raise ValueError
@@ -141,16 +151,24 @@ class _Parser:
                 self.next += 2
                 named[argument] = self.value()
             elif named:
-                raise InvalidValue(f"{quoted(self.text)}: arguments without a name come before those with one")
+                raise InvalidValue(
+                    f"{quoted(self.text)}: arguments without a name come before those with one"
+                )
             else:
                 positional.append(self.value())
-        return Call(name, tuple(positional), named, plain(self.value()) if self._take(":") else None)
+        return Call(
+            name, tuple(positional), named, plain(self.value()) if self._take(":") else None
+        )
 
 
 def plain(value: Any) -> Any:
-    """Return a value with bare words and `module:name` as text, inside lists too. Raise `InvalidValue` for any other call."""
+    """Return a value with bare words and `module:name` as text, inside lists too. Raise
+    `InvalidValue` for any other call.
+    """
     if isinstance(value, Call):
         if value.positional or value.named or not isinstance(value.until, str | None):
-            raise InvalidValue(f"{quoted(value, str)} is not allowed here: a number, text or list is")
+            raise InvalidValue(
+                f"{quoted(value, str)} is not allowed here: a number, text or list is"
+            )
         return value.name if value.until is None else f"{value.name}:{value.until}"
     return [plain(item) for item in value] if isinstance(value, list) else value

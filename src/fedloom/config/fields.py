@@ -1,12 +1,14 @@
-"""The values that fields of a dataclass and options of a function may have: their types declare ranges and choices.
+"""The values that fields of a dataclass and options of a function may have: their types declare
+ranges and choices.
 
     @dataclass
     class FedProx(Algorithm):
         mu: NonNegative = 0.01
         rule: Literal["mean", "median"] = "mean"
 
-The same types are checked whether a value comes from Python (`require_fields`), from an expression or from a file (`checked`).
-Only whole numbers are converted to floats and NumPy's numbers to Python's: text is no number, and true is not 1.
+The same types are checked whether a value comes from Python (`require_fields`), from an expression
+or from a file (`checked`). Only whole numbers are converted to floats and NumPy's numbers to
+Python's: text is no number, and true is not 1.
 """
 
 import dataclasses
@@ -47,7 +49,10 @@ def _in_bytes(value: object) -> object:
     match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMGT]?)(i?)B?", value)
     if match is None:
         raise PydanticCustomError("bytes", "bytes")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2].replace("K", "k") or " "))
+    return int(
+        float(match[1])
+        * (1024 if match[3] else 1000) ** " kMGT".index(match[2].replace("K", "k") or " ")
+    )
 
 
 Bytes = Annotated[int, Field(ge=0, le=LARGEST_COUNT), BeforeValidator(_in_bytes)]
@@ -59,23 +64,38 @@ _PATHS = ("path", "folder", "file", "directory")
 
 
 def require_fields(instance: Any) -> None:
-    """Check the fields of a dataclass, in its `__post_init__`. Raise `InvalidValue` for a value that its type does not allow."""
-    values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance) if field.init}
+    """Check the fields of a dataclass, in its `__post_init__`. Raise `InvalidValue` for a value
+    that its type does not allow.
+    """
+    values = {
+        field.name: getattr(instance, field.name)
+        for field in dataclasses.fields(instance)
+        if field.init
+    }
     for name, value in checked(type(instance), values).items():
         object.__setattr__(instance, name, value)  # also of a frozen one
 
 
 def checked(make: Any, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values converted to their types. Raise `InvalidValue`, which begins with `prefix`."""
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    plain = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in values.items()
+    }
     for name in plain.keys() & type_hints(make).keys():
         choices = get_args(type_hints(make)[name])
         if plain[name] is None and "none" in choices and type(None) not in choices:
             plain[name] = "none"  # the expression's word for nothing
     for name, value in plain.items():
         require_plain(value, f"{prefix}{name}")
-        if name in _PATHS and isinstance(value, str) and any(len(word.encode()) > 255 for word in value.split("/")):
-            raise InvalidValue(f"{prefix}{name} must be a path of names of at most 255 bytes, not {quoted(value)}")
+        if (
+            name in _PATHS
+            and isinstance(value, str)
+            and any(len(word.encode()) > 255 for word in value.split("/"))
+        ):
+            raise InvalidValue(
+                f"{prefix}{name} must be a path of names of at most 255 bytes, not {quoted(value)}"
+            )
     try:
         return dict(_adapter(make).validate_python(plain))
     except ValidationError as error:
@@ -98,15 +118,21 @@ def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `InvalidValue`, with the nearest allowed word, unless value is allowed."""
     if value not in allowed:
         near = suggestion(value, allowed)
-        raise InvalidValue(f"{name} {quoted(value)} is not allowed{near} (allowed: {', '.join(allowed)})")
+        raise InvalidValue(
+            f"{name} {quoted(value)} is not allowed{near} (allowed: {', '.join(allowed)})"
+        )
 
 
 def require_plain(value: object, name: str, level: int = 1) -> None:
     """Raise `InvalidValue` for odd text, numbers beyond the floats, and lists that nest too deep."""
     if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-        raise InvalidValue(f"{name} must be text without NUL or halves of characters, not {quoted(value)}")
+        raise InvalidValue(
+            f"{name} must be text without NUL or halves of characters, not {quoted(value)}"
+        )
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise InvalidValue(f"{name} must be a number between {-LARGEST:g} and {LARGEST:g}, not {quoted(value)}")
+        raise InvalidValue(
+            f"{name} must be a number between {-LARGEST:g} and {LARGEST:g}, not {quoted(value)}"
+        )
     if isinstance(value, (list, tuple, Mapping)):
         if level > DEEPEST:
             raise InvalidValue(f"{name} nests more than {DEEPEST} levels deep")
@@ -115,7 +141,9 @@ def require_plain(value: object, name: str, level: int = 1) -> None:
 
 
 def parameters(make: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters that a user may set: all fields of a dataclass, all keyword-only parameters of anything else."""
+    """Return the parameters that a user may set: all fields of a dataclass, all keyword-only
+    parameters of anything else.
+    """
     fields = dataclasses.is_dataclass(make)
     signature = inspect.signature(make).parameters.values()
     return {p.name: p for p in signature if fields or p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -152,14 +180,21 @@ _KINDS = {
 }
 """Words of error messages for pydantic's types of errors."""
 
-_CLASSES = {"Algorithm": "a method, such as fedavg", "Sequence": "a list", "Stop": "a Stop, such as fl.Stop(20)"}
+_CLASSES = {
+    "Algorithm": "a method, such as fedavg",
+    "Sequence": "a list",
+    "Stop": "a Stop, such as fl.Stop(20)",
+}
 
 
 def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
-    """Return the first error as one line: the value, what is allowed, and the nearest word where words are."""
+    """Return the first error as one line: the value, what is allowed, and the nearest word where
+    words are.
+    """
     errors = error.errors(include_url=False)
     option = _option(errors[0]["loc"])
-    errors = [details for details in errors if _option(details["loc"]) == option]  # one for each type of a union
+    # one for each type of a union
+    errors = [details for details in errors if _option(details["loc"]) == option]
     hint = hints[str(errors[0]["loc"][0])]
     allowed = dict.fromkeys(_allowed(details, hint) for details in errors)
     value = errors[0]["input"]
@@ -170,7 +205,9 @@ def _explained(error: ValidationError, hints: Mapping[str, Any]) -> str:
 
 
 def _option(location: tuple[str | int, ...]) -> str:
-    return "".join([str(location[0]), *(f"[{index}]" for index in location[1:] if isinstance(index, int))])
+    return "".join(
+        [str(location[0]), *(f"[{index}]" for index in location[1:] if isinstance(index, int))]
+    )
 
 
 def _allowed(error: Any, hint: Any) -> str:
@@ -183,20 +220,35 @@ def _allowed(error: Any, hint: Any) -> str:
     if kind in ("is_instance_of", "dataclass_exact_type"):
         name = error["ctx"].get("class") or error["ctx"]["class_name"]
         return _CLASSES.get(name, f"a {name}")
-    return _KINDS.get(kind) or error["msg"].lower().removeprefix("input should be ").removeprefix("a valid ")
+    return _KINDS.get(kind) or error["msg"].lower().removeprefix("input should be ").removeprefix(
+        "a valid "
+    )
 
 
 def _bounds(hint: Any) -> dict[str, float]:
     """Return the bounds that a type declares anywhere inside, by their names: gt, ge, lt, le."""
-    marks = [mark for field in getattr(hint, "__metadata__", ()) for mark in getattr(field, "metadata", [field])]
-    bounds = {side: getattr(mark, side) for mark in marks for side in ("gt", "ge", "lt", "le") if hasattr(mark, side)}
-    return bounds | {side: bound for inner in get_args(hint) for side, bound in _bounds(inner).items()}
+    marks = [
+        mark
+        for field in getattr(hint, "__metadata__", ())
+        for mark in getattr(field, "metadata", [field])
+    ]
+    bounds = {
+        side: getattr(mark, side)
+        for mark in marks
+        for side in ("gt", "ge", "lt", "le")
+        if hasattr(mark, side)
+    }
+    return bounds | {
+        side: bound for inner in get_args(hint) for side, bound in _bounds(inner).items()
+    }
 
 
 def _range(bounds: Mapping[str, float]) -> str:
     low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
     below = "" if high is None else f"less than {high:g}" if "lt" in bounds else f"at most {high:g}"
-    above = "" if low is None else f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"
+    above = (
+        "" if low is None else f"greater than {low:g}" if "gt" in bounds else f"at least {low:g}"
+    )
     if not below or not above or high == LARGEST:
         return " and ".join(filter(None, (above, below)))
     if "ge" in bounds and "le" in bounds:

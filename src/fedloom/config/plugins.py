@@ -1,7 +1,8 @@
 """The user's modules, imported by their path, from the current directory too.
 
-A plugin is a module that registers methods, models, data sets, partitions, recorders or trackers when it is imported. Those
-named in `FEDLOOM_PLUGINS` (separated by commas) are imported before anything is looked up, in every process.
+A plugin is a module that registers methods, models, data sets, partitions, recorders or trackers
+when it is imported. Those named in `FEDLOOM_PLUGINS` (separated by commas) are imported before
+anything is looked up, in every process.
 """
 
 import importlib
@@ -20,7 +21,9 @@ VARIABLE = "FEDLOOM_PLUGINS"
 
 
 def import_plugins(names: Iterable[str], key: str = "plugins") -> None:
-    """Import the modules; a second time changes nothing. Raise `InvalidValue`, in one line, if one cannot be imported."""
+    """Import the modules; a second time changes nothing. Raise `InvalidValue`, in one line, if one
+    cannot be imported.
+    """
     for name in names:
         _imported(name, key)
 
@@ -31,7 +34,9 @@ def import_from_environment() -> None:
 
 
 def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Callable[..., Any]:
-    """Return the function or class at `package.module:name`. Raise `InvalidValue` where there is none."""
+    """Return the function or class at `package.module:name`. Raise `InvalidValue` where there is
+    none.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise InvalidValue(f"{key} {quoted(path)} must be {allowed}")
@@ -41,15 +46,21 @@ def found_at(path: str, key: str, allowed: str = "'package.module:name'") -> Cal
         make = attrgetter(attribute)(module)
     except AttributeError:
         near = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise InvalidValue(f"{key}: module {quoted(module_name)} has no {quoted(attribute)}{near}") from None
+        raise InvalidValue(
+            f"{key}: module {quoted(module_name)} has no {quoted(attribute)}{near}"
+        ) from None
     if not callable(make):
-        raise InvalidValue(f"{key}: {quoted(attribute)} must be a function or class, not {type(make).__name__}")
+        raise InvalidValue(
+            f"{key}: {quoted(attribute)} must be a function or class, not {type(make).__name__}"
+        )
     return make  # type: ignore[no-any-return]
 
 
 @contextmanager
 def refused_code() -> Iterator[None]:
-    """Refuse to import modules of the user's own in this block: whatever names one raises `InvalidValue`."""
+    """Refuse to import modules of the user's own in this block: whatever names one raises
+    `InvalidValue`.
+    """
     global _refuses
     _refuses = True
     try:
@@ -63,10 +74,14 @@ _refuses = False
 
 def _imported(name: str, key: str) -> ModuleType:
     if _refuses:
-        raise InvalidValue(f"{key}: {quoted(name)} is code that is not part of fedloom, which is not trusted here")
+        raise InvalidValue(
+            f"{key}: {quoted(name)} is code that is not part of fedloom, which is not trusted here"
+        )
     if "/" in name or name.endswith(".py"):
         module = name.removesuffix(".py").replace("/", ".").strip(".")
-        raise InvalidValue(f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}")
+        raise InvalidValue(
+            f"{key}: {quoted(name)} is a file: give the name of the module, such as {quoted(module)}"
+        )
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())  # for good: worker processes and unpickling import it again
     importlib.invalidate_caches()

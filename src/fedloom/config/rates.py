@@ -1,6 +1,8 @@
-"""Schedules of the learning rate over the rounds of a run, or over the local steps of a client in a round.
+"""Schedules of the learning rate over the rounds of a run, or over the local steps of a client in a
+round.
 
-A schedule is a function (done, total) -> the factor of the rate when `done` of `total` rounds, or steps, are over.
+A schedule is a function (done, total) -> the factor of the rate when `done` of `total` rounds, or
+steps, are over.
 """
 
 import math
@@ -23,7 +25,9 @@ def _argument(make: object, name: str, value: Any) -> Any:
     return build_rate_schedule(value) if name == "then" else plain(value)
 
 
-rate_schedules: Registry[Callable[..., RateSchedule]] = Registry("learning-rate schedule", "fedloom.config", argument=_argument)
+rate_schedules: Registry[Callable[..., RateSchedule]] = Registry(
+    "learning-rate schedule", "fedloom.config", argument=_argument
+)
 
 
 @rate_schedules.register(CONSTANT)
@@ -34,7 +38,8 @@ def constant() -> RateSchedule:
 
 @rate_schedules.register("cosine")
 def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedule:
-    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or steps.
+    """Multiply the rate by least + (1 - least) (1 + cos(pi t / T)) / 2 after t of T rounds or
+    steps.
 
     Args:
         over: T; by default all rounds or steps.
@@ -44,7 +49,8 @@ def cosine(*, over: Count | None = None, least: Probability = 0.0) -> RateSchedu
         Loshchilov & Hutter 2017, equation 5, without restarts.
     """
     return lambda done, total: (
-        least + (1 - least) * (1 + math.cos(math.pi * min(done, over or total) / (over or total))) / 2
+        least
+        + (1 - least) * (1 + math.cos(math.pi * min(done, over or total) / (over or total))) / 2
     )
 
 
@@ -61,25 +67,35 @@ def step(*, every: Count, factor: Share = 0.1) -> RateSchedule:
 
 @rate_schedules.register("warmup")
 def warmup(*, over: Count, then: RateSchedule = constant()) -> RateSchedule:  # noqa: B008
-    """Raise the rate in even steps over the first rounds or steps, then follow another schedule: `warmup(5, then=cosine)`.
+    """Raise the rate in even steps over the first rounds or steps, then follow another schedule:
+    `warmup(5, then=cosine)`.
 
     Args:
-        over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number `over` on.
+        over: Rounds or steps of the warm-up; the factor begins at 1/over and is 1 from number
+            `over` on.
         then: The schedule that begins after them.
 
     Source:
         Goyal et al. 2017.
     """
-    return lambda done, total: (done + 1) / over if done < over else then(done - over, max(1, total - over))
+    return lambda done, total: (
+        (done + 1) / over if done < over else then(done - over, max(1, total - over))
+    )
 
 
 def build_rate_schedule(expression: str | Call) -> RateSchedule:
-    """Return the schedule of an expression or `module:function`. Raise `UnknownName` or `InvalidValue`."""
+    """Return the schedule of an expression or `module:function`. Raise `UnknownName` or
+    `InvalidValue`.
+    """
     call = parse(expression) if isinstance(expression, str) else expression
     if not isinstance(call, Call):
-        raise InvalidValue(f"a learning-rate schedule is a name or 'module:function', not {quoted(call)}")
+        raise InvalidValue(
+            f"a learning-rate schedule is a name or 'module:function', not {quoted(call)}"
+        )
     if call.until is not None and not call.positional and not call.named:
-        return found_at(f"{call.name}:{call.until}", "learning-rate schedule", "a name or 'module:function'")
+        return found_at(
+            f"{call.name}:{call.until}", "learning-rate schedule", "a name or 'module:function'"
+        )
     return cast(RateSchedule, rate_schedules.build(call))
 
 
@@ -87,7 +103,9 @@ _built = cache(build_rate_schedule)  # of texts
 
 
 def rate_factor(expression: str, done: int, total: int) -> float:
-    """Return the schedule's factor of the rate. Raise `InvalidValue` unless that is a positive number."""
+    """Return the schedule's factor of the rate. Raise `InvalidValue` unless that is a positive
+    number.
+    """
     if expression == CONSTANT:
         return 1.0
     try:

@@ -1,8 +1,8 @@
 """Registries of models, data sets, partitions, algorithms and the like, by name.
 
-A function or class registers itself with a decorator in its file. The registry imports every module of one package on first
-use, so a new file is a new entry in the documentation and every configuration. `docs/generate/listings.py` makes the lists of
-the command line from the registries.
+A function or class registers itself with a decorator in its file. The registry imports every module
+of one package on first use, so a new file is a new entry in the documentation and every
+configuration. `docs/generate/listings.py` makes the lists of the command line from the registries.
 """
 
 import importlib
@@ -19,7 +19,8 @@ from fedloom.config.plugins import import_from_environment
 from fedloom.errors import InvalidValue, UnknownName, quoted, suggestion
 
 _SECTIONS = re.compile(r"^(Args|Returns|Raises):\n(?: .*\n|\n)*", re.MULTILINE)
-"""Google style sections of a docstring: a title and the lines under it that are indented or empty."""
+"""Google style sections of a docstring: a title and the lines under it that are indented or empty.
+"""
 
 T = TypeVar("T", bound=Callable[..., Any])
 Registered = TypeVar("Registered", bound=Callable[..., Any])
@@ -30,12 +31,16 @@ def _docstring(make: Any) -> tuple[str, dict[str, str]]:
     text = (inspect.getdoc(make) or "") + "\n"
     sections = "".join(match[0] for match in _SECTIONS.finditer(text) if match[1] == "Args")
     entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", sections, re.MULTILINE)
-    return _SECTIONS.sub("", text).strip(), {name: " ".join(words.split()) for name, words in entries}
+    return _SECTIONS.sub("", text).strip(), {
+        name: " ".join(words.split()) for name, words in entries
+    }
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A registered name, the callable that makes its object, and the parameters that a user may set."""
+    """A registered name, the callable that makes its object, and the parameters that a user may
+    set.
+    """
 
     name: str
     make: T
@@ -47,12 +52,14 @@ class Entry(Generic[T]):
 
     @property
     def summary(self) -> str:
-        """First line of the docstring."""
-        return self.text.partition("\n")[0]
+        """First paragraph of the docstring, on one line."""
+        return " ".join(self.text.partition("\n\n")[0].split())
 
     @property
     def arguments(self) -> dict[str, str]:
-        """Description of each parameter, from the Args section of the docstring or of a base class; "" where there is none."""
+        """Description of each parameter, from the Args section of the docstring or of a base class;
+        "" where there is none.
+        """
         described: dict[str, str] = {}
         for base in self.make.__mro__ if inspect.isclass(self.make) else (self.make,):
             described = _docstring(base)[1] | described
@@ -64,16 +71,22 @@ class Entry(Generic[T]):
         return parameters(self.make)
 
     def options(self, positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by name. Raise `InvalidValue` for too many, an unknown or a repeated one."""
+        """Return arguments by name. Raise `InvalidValue` for too many, an unknown or a repeated
+        one.
+        """
         names = list(self.parameters)
         allowed = ", ".join(names) or "none"
         if len(positional) > len(names):
-            raise InvalidValue(f"{self.name} takes at most {len(names)} arguments ({allowed}), not {len(positional)}")
+            raise InvalidValue(
+                f"{self.name} takes at most {len(names)} arguments ({allowed}), not {len(positional)}"
+            )
         options = dict(zip(names, positional, strict=False))
         for name in named:
             if name not in names:
                 near = suggestion(name, names)
-                raise InvalidValue(f"{self.name} has no parameter {quoted(name)}{near} (it has: {allowed})")
+                raise InvalidValue(
+                    f"{self.name} has no parameter {quoted(name)}{near} (it has: {allowed})"
+                )
             if name in options:
                 raise InvalidValue(f"{self.name} got {quoted(name)} twice")
         return options | named
@@ -85,7 +98,8 @@ class Registry(Generic[T]):
     Args:
         kind: The noun of error messages, such as `data set`.
         packages: The packages whose modules define the entries.
-        argument: Turns an argument of an expression into a value: (make, name of the parameter, argument) -> value.
+        argument: Turns an argument of an expression into a value: (make, name of the parameter,
+            argument) -> value.
     """
 
     def __init__(
@@ -101,7 +115,9 @@ class Registry(Generic[T]):
         self._imported = False
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Return a decorator that registers a function or class under `name` and leaves it as it is."""
+        """Return a decorator that registers a function or class under `name` and leaves it as it
+        is.
+        """
 
         def add(make: Registered) -> Registered:
             entry = self._entries.get(name)
@@ -134,7 +150,9 @@ class Registry(Generic[T]):
         return next((entry for entry in self._entries.values() if entry.make is make), None)
 
     def build(self, expression: str | Call, *data: Any) -> Any:
-        """Make the object of an expression such as `dirichlet(0.1)`, with `data` before its options. Raises as `read`."""
+        """Make the object of an expression such as `dirichlet(0.1)`, with `data` before its
+        options. Raises as `read`.
+        """
         entry, options = self.read(expression)
         return entry.make(*data, **options)
 
@@ -143,15 +161,23 @@ class Registry(Generic[T]):
         return None if expression.strip().lower() == "none" else self.build(expression)
 
     def read(self, expression: str | Call) -> tuple[Entry[T], dict[str, Any]]:
-        """Return the entry of an expression and its checked options. Raise `UnknownName` or `InvalidValue`."""
+        """Return the entry of an expression and its checked options. Raise `UnknownName` or
+        `InvalidValue`.
+        """
         call = parse(expression) if isinstance(expression, str) else expression
         entry = self[call.name]
         if call.until is not None:
-            raise InvalidValue(f"{quoted(call, str)}: nothing may follow here, but :{quoted(call.until, str)} does")
+            raise InvalidValue(
+                f"{quoted(call, str)}: nothing may follow here, but :{quoted(call.until, str)} does"
+            )
         arguments = entry.options(call.positional, call.named)
         values = {name: self.argument(entry.make, name, value) for name, value in arguments.items()}
         options = checked(entry.make, values, f"{entry.name}: ")
-        missing = [name for name, p in entry.parameters.items() if p.default is p.empty and name not in options]
+        missing = [
+            name
+            for name, p in entry.parameters.items()
+            if p.default is p.empty and name not in options
+        ]
         if missing:
             raise InvalidValue(f"{entry.name} needs {', '.join(missing)}")
         return entry, options

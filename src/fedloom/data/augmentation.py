@@ -1,4 +1,6 @@
-"""Augmentation of images (FedUmf, appendix): with p = 0.5 a left-right flip, with p = 0.5 a random crop after zero padding."""
+"""Augmentation of images (FedUmf, appendix): with p = 0.5 a left-right flip, with p = 0.5 a random
+crop after zero padding.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +10,9 @@ PADDING = 4
 
 
 def draw_flip_crop(count: int, generator: torch.Generator) -> Tensor:
-    """Draw for each of `count` images whether it is flipped and the crop's shift in rows and in columns, `[count, 3]` int64."""
+    """Draw for each of `count` images whether it is flipped and the crop's shift in rows and in
+    columns, `[count, 3]` int64.
+    """
     flipped = torch.rand(count, generator=generator) < 0.5
     cropped = torch.rand(count, generator=generator) < 0.5
     shift = torch.randint(0, 2 * PADDING + 1, (2, count), generator=generator)
@@ -26,5 +30,6 @@ def apply_flip_crop(images: Tensor, drawn: Tensor) -> Tensor:
     padded = F.pad(images, (PADDING, PADDING, PADDING, PADDING))
     index = torch.arange(count, device=images.device)[:, None, None]
     moved = padded[index, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    # `contiguous` would leave the strides of a single channel as they are, and convolutions and dropout then go another way.
+    # `contiguous` would leave the strides of a single channel as they are, and convolutions and
+    # dropout then go another way.
     return moved.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,6 @@
-"""Columns of tables as a model's inputs: their order, the mean and deviation of numbers, the categories of text."""
+"""Columns of tables as a model's inputs: their order, the mean and deviation of numbers, the
+categories of text.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ Missing = Literal["refuse", "mean", "drop"]
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of features, `[features]` float64 each, leaving out empty cells."""
+    """Count, mean and sum of squared deviations of features, `[features]` float64 each, leaving out
+    empty cells.
+    """
 
     count: Tensor
     mean: Tensor
@@ -42,9 +46,11 @@ class Moments:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """An input column: categories that become columns of 0 and 1, or numbers, `width` of them in a cell.
+    """An input column: categories that become columns of 0 and 1, or numbers, `width` of them in a
+    cell.
 
-    Numbers have a mean, which replaces empty cells, and a standard deviation each, none of them before `fitted`.
+    Numbers have a mean, which replaces empty cells, and a standard deviation each, none of them
+    before `fitted`.
     """
 
     name: str
@@ -79,7 +85,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class TableInputs:
-    """Rows of a table as float inputs `[n, features]`, of its columns in this order; see the data set `table`."""
+    """Rows of a table as float inputs `[n, features]`, of its columns in this order; see the data
+    set `table`.
+    """
 
     columns: tuple[TableColumn, ...]
     missing: Missing = "refuse"
@@ -87,8 +95,12 @@ class TableInputs:
     kind: Literal["table"] = "table"
 
     @classmethod
-    def of(cls, table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]) -> "TableInputs":
-        """Return the encoding of an Arrow table's inputs, with the categories of some `rows`; `fitted` adds the numbers."""
+    def of(
+        cls, table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]
+    ) -> "TableInputs":
+        """Return the encoding of an Arrow table's inputs, with the categories of some `rows`;
+        `fitted` adds the numbers.
+        """
         columns = []
         for name in roles.inputs:
             cells = table.column(name)
@@ -97,7 +109,9 @@ class TableInputs:
                 present = np.unique(index[rows]).tolist()
                 columns.append(TableColumn(name, tuple(sorted(texts[k] for k in present))))
             else:
-                numbers = _numbers(cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}")
+                numbers = _numbers(
+                    cells.drop_null().slice(0, 1), f"{source}: column {quoted(name)}"
+                )
                 columns.append(TableColumn(name, width=numbers.shape[1]))
         return cls(tuple(columns), roles.missing, roles.standardise)
 
@@ -112,27 +126,36 @@ class TableInputs:
         return all(column.mean for column in self.columns if column.categories is None)
 
     def encode(self, table: Any, source: str) -> tuple[Tensor, list[str]]:
-        """Return inputs `[n, features]` float64, numbers as they are and NaN in empty cells, and notices in a line each.
+        """Return inputs `[n, features]` float64, numbers as they are and NaN in empty cells, and
+        notices in a line each.
 
-        A category that is none of the column's becomes all 0. Raises `DataError` for a column that is missing or of another type,
-        and for an empty cell unless `missing` is `mean`.
+        A category that is none of the column's becomes all 0. Raises `DataError` for a column that
+        is missing or of another type, and for an empty cell unless `missing` is `mean`.
         """
         blocks: list[npt.NDArray[np.float64]] = []
         notices: list[str] = []
         widest = max(self.columns, key=lambda column: column.features)
-        require_room(8 * self.features * len(table), f"{source}: {widest.features} inputs of {quoted(widest.name)}")
-        by_name = dict(zip(table.column_names, table.columns, strict=True))  # Arrow looks for a name among all
+        require_room(
+            8 * self.features * len(table),
+            f"{source}: {widest.features} inputs of {quoted(widest.name)}",
+        )
+        # Arrow looks for a name among all
+        by_name = dict(zip(table.column_names, table.columns, strict=True))
         for column in self.columns:
             if column.name not in by_name:
                 near = suggestion(column.name, by_name)
-                raise DataError(f"{source}: no column {quoted(column.name)}, which the model was trained on{near}")
+                raise DataError(
+                    f"{source}: no column {quoted(column.name)}, which the model was trained on{near}"
+                )
             cells, title = by_name[column.name], f"{source}: column {quoted(column.name)}"
             if column.categories is None:
                 if is_text(cells.type):
                     raise DataError(f"{title} is text, and the model was trained on numbers")
                 block = _numbers(cells, title)
                 if block.shape[1] != column.width:
-                    raise DataError(f"{title} has lists of {block.shape[1]} numbers, not of {column.width}")
+                    raise DataError(
+                        f"{title} has lists of {block.shape[1]} numbers, not of {column.width}"
+                    )
             else:
                 block, unknown = _one_hot(cells, column.categories)
                 if unknown:
@@ -142,25 +165,35 @@ class TableInputs:
                     )
             if self.missing != "mean" and cells.null_count:
                 row = cells.is_null().index(True).as_py()
-                raise DataError(f"{title} is empty in row {row}, and in {cells.null_count} in all: fill it")
+                raise DataError(
+                    f"{title} is empty in row {row}, and in {cells.null_count} in all: fill it"
+                )
             blocks.append(block)
         return torch.from_numpy(np.concatenate(blocks, axis=1)), notices
 
     def fitted(self, moments: Moments) -> "TableInputs":
-        """Return the encoding with mean and deviation of its numbers, of the moments of encoded rows."""
+        """Return the encoding with mean and deviation of its numbers, of the moments of encoded
+        rows.
+        """
         start, columns = 0, []
         for column in self.columns:
             span, start = slice(start, start + column.features), start + column.features
             if column.categories is None:
-                mean, deviation = (tuple(values[span].tolist()) for values in (moments.mean, moments.deviation))
+                mean, deviation = (
+                    tuple(values[span].tolist()) for values in (moments.mean, moments.deviation)
+                )
                 column = replace(column, mean=mean, deviation=deviation)
             columns.append(column)
         return replace(self, columns=tuple(columns))
 
     def scaled(self, inputs: Tensor) -> Tensor:
-        """Return encoded inputs with the mean in empty cells, and standardised if numbers are to be."""
+        """Return encoded inputs with the mean in empty cells, and standardised if numbers are to
+        be.
+        """
         figures = [
-            (c.mean, c.deviation) if c.categories is None else ((0.0,) * c.features, (1.0,) * c.features)
+            (c.mean, c.deviation)
+            if c.categories is None
+            else ((0.0,) * c.features, (1.0,) * c.features)
             for c in self.columns
         ]
         mean, deviation = (
@@ -175,7 +208,10 @@ def is_text(kind: Any) -> bool:
     """Return True for the type of a column of text or of categories."""
     import pyarrow as pa
 
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary))
+    return any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_dictionary)
+    )
 
 
 def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
@@ -187,7 +223,9 @@ def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
     encoded = cells.combine_chunks().dictionary_encode(null_encoding="encode")
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.unify_dictionaries().combine_chunks()
-    return [_category(value) for value in encoded.dictionary.to_pylist()], encoded.indices.to_numpy().astype(np.int64)
+    return [
+        _category(value) for value in encoded.dictionary.to_pylist()
+    ], encoded.indices.to_numpy().astype(np.int64)
 
 
 def _category(value: object) -> str:
@@ -216,14 +254,24 @@ def _numbers(cells: Any, source: str) -> npt.NDArray[np.float64]:
             values = np.array(cells.to_pylist(), dtype=np.float64).reshape(len(cells), -1)
         except (ValueError, TypeError):
             raise DataError(f"{source}: lists of different lengths, or not of numbers") from None
-    elif any(test(kind) for test in (is_type.is_integer, is_type.is_floating, is_type.is_boolean, is_type.is_decimal)):
+    elif any(
+        test(kind)
+        for test in (
+            is_type.is_integer,
+            is_type.is_floating,
+            is_type.is_boolean,
+            is_type.is_decimal,
+        )
+    ):
         numbers = cells.cast(pa.uint8() if is_type.is_boolean(kind) else pa.float64(), safe=False)
         with reading(source, "no numbers"):
             values = numbers.to_numpy().astype(float)[:, None]
     elif is_type.is_null(kind):
         values = np.full((len(cells), 1), np.nan)
     else:
-        raise DataError(f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]")
+        raise DataError(
+            f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]"
+        )
     empty = np.asarray(cells.is_null())[:, None]
     if not np.isfinite(values[~(np.isnan(values) & empty)]).all():
         raise DataError(f"{source}: a NaN or infinity among the numbers")

@@ -1,4 +1,6 @@
-"""Conversion of users' data (lists, NumPy, columns of a table, tensors of any type) to the tensors that models learn from."""
+"""Conversion of users' data (lists, NumPy, columns of a table, tensors of any type) to the tensors
+that models learn from.
+"""
 
 from collections.abc import Sequence, Sized
 from pathlib import Path
@@ -16,7 +18,9 @@ Array = np.ndarray[Any, Any]
 
 def as_inputs(values: Any) -> Tensor:
     """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or float32."""
-    if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype in (torch.uint8, torch.int64)):
+    if isinstance(values, Tensor) and (
+        values.is_floating_point() or values.dtype in (torch.uint8, torch.int64)
+    ):
         return values
     array = _array(values, "inputs")
     if array.dtype.kind in "SUO":
@@ -37,7 +41,9 @@ def as_inputs(values: Any) -> Tensor:
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts by rank."""
+    """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts
+    by rank.
+    """
     if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.int64):
         return values, None
     array = _array(values, "labels")
@@ -47,8 +53,11 @@ def as_labels(values: Any) -> tuple[Tensor, Names | None]:
 
 
 def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
-    """Return `values [n]` as int64 labels; raises `DataError`, with the row, unless all are integers 0..classes-1."""
-    nested = isinstance(values, list) and any(isinstance(value, Sized) for value in values)  # may unfold to any size
+    """Return `values [n]` as int64 labels; raises `DataError`, with the row, unless all are
+    integers 0..classes-1.
+    """
+    # may unfold to any size
+    nested = isinstance(values, list) and any(isinstance(value, Sized) for value in values)
     labels = np.empty(0) if nested else np.asarray(values)
     if labels.ndim != 1 or labels.dtype.kind not in "biu":
         raise DataError(f"{source}: labels must be a list of integers")
@@ -60,25 +69,35 @@ def class_labels(values: Any, classes: int, source: Path | str) -> Tensor:
 
 
 def as_groups(values: Any) -> tuple[Tensor, Names | None]:
-    """Convert the client of each sample, `[n]` whole numbers or text, to int64, and return the texts as `as_labels` does."""
+    """Convert the client of each sample, `[n]` whole numbers or text, to int64, and return the
+    texts as `as_labels` does.
+    """
     if isinstance(values, Tensor) and values.dtype == torch.int64 and values.dim() == 1:
         return values, None
     array = _array(values, "groups")
     if array.ndim != 1:
-        raise InvalidValue(f"groups are one client for each sample, [n], not of shape {list(array.shape)}")
+        raise InvalidValue(
+            f"groups are one client for each sample, [n], not of shape {list(array.shape)}"
+        )
     if array.dtype.kind in "SUO":
         return _ranked(array, "groups")
     if array.dtype.kind == "f":
-        raise InvalidValue("groups are floats: give whole numbers or text, such as groups.astype(int)")
+        raise InvalidValue(
+            "groups are floats: give whole numbers or text, such as groups.astype(int)"
+        )
     return _whole(array, "groups"), None
 
 
 def require_finite(values: Tensor, name: str) -> None:
     """Raise `InvalidValue`, with the first row, if a number is NaN or infinite."""
-    finite = torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
+    finite = (
+        torch.isfinite(values).flatten(1).all(1) if values.dim() > 1 else torch.isfinite(values)
+    )
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
-        raise InvalidValue(f"{name} hold a NaN or infinity in row {row}: fill it in, or leave the sample out")
+        raise InvalidValue(
+            f"{name} hold a NaN or infinity in row {row}: fill it in, or leave the sample out"
+        )
 
 
 def _array(values: Any, field: str) -> Array:
@@ -91,11 +110,15 @@ def _array(values: Any, field: str) -> Array:
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidValue(f"{field} are no array: {one_line(str(error))}") from None
     if array.ndim == 0:
-        raise InvalidValue(f"{field} must be an array, a list or a tensor, not {type(values).__name__}")
+        raise InvalidValue(
+            f"{field} must be an array, a list or a tensor, not {type(values).__name__}"
+        )
     if array.dtype.kind == "O":
         row = next((row for row, item in enumerate(array) if not isinstance(item, str)), None)
         if row is not None:
-            raise InvalidValue(f"{field} hold {quoted(array[row])} in row {row}: give numbers or text for every sample")
+            raise InvalidValue(
+                f"{field} hold {quoted(array[row])} in row {row}: give numbers or text for every sample"
+            )
     if array.dtype.kind not in "biufUSO" or not array.dtype.itemsize:
         raise InvalidValue(f"{field} are {array.dtype}: give whole numbers, floats or text")
     return array
@@ -110,17 +133,23 @@ def _floats(array: Array, field: str) -> Tensor:
 
 def _whole(array: Array, field: str) -> Tensor:
     if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
-        raise InvalidValue(f"{field} hold {array.max()}, more than 2^63 - 1, the most that int64 holds")
+        raise InvalidValue(
+            f"{field} hold {array.max()}, more than 2^63 - 1, the most that int64 holds"
+        )
     return torch.from_numpy(array.astype(np.int64))
 
 
 def _ranked(array: Array, field: str) -> tuple[Tensor, Names]:
     """Return each text's rank in alphabetical order, and the texts by rank."""
     if array.ndim != 1:
-        raise InvalidValue(f"{field} of text must be one for each sample, [n], not of shape {list(array.shape)}")
+        raise InvalidValue(
+            f"{field} of text must be one for each sample, [n], not of shape {list(array.shape)}"
+        )
     try:
         text = array.astype(str) if array.dtype.kind != "S" else np.char.decode(array, "utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidValue(f"{field} are bytes that are no text in UTF-8: {quoted(error.object)}") from None
+        raise InvalidValue(
+            f"{field} are bytes that are no text in UTF-8: {quoted(error.object)}"
+        ) from None
     names, ranks = np.unique(text, return_inverse=True)
     return torch.from_numpy(ranks.astype(np.int64)), tuple(names.tolist())

@@ -11,7 +11,14 @@ from torch import Tensor
 from fedloom.config.registry import Registry
 from fedloom.data.convert import Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
-from fedloom.data.preprocessing import Inputs, ModelOutputs, PictureInputs, Preprocessing, TensorInputs, normalised
+from fedloom.data.preprocessing import (
+    Inputs,
+    ModelOutputs,
+    PictureInputs,
+    Preprocessing,
+    TensorInputs,
+    normalised,
+)
 from fedloom.errors import InvalidValue, quoted, suggestion
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
@@ -39,11 +46,13 @@ class DataSpec:
 class Samples:
     """Inputs, targets and perhaps clients of n samples.
 
-    Each may be a tensor, a NumPy array, a list or a column of a table, of any type of number: whole numbers become int64, floats
-    float32 (tensors keep float64). Labels and groups may be text, which is numbered in alphabetical order.
+    Each may be a tensor, a NumPy array, a list or a column of a table, of any type of number: whole
+    numbers become int64, floats float32 (tensors keep float64). Labels and groups may be text,
+    which is numbered in alphabetical order.
 
     Args:
-        inputs: `[n, ...]`: uint8 images, float features or int64 tokens; `LazyInputs` for a data set larger than memory.
+        inputs: `[n, ...]`: uint8 images, float features or int64 tokens; `LazyInputs` for a data
+            set larger than memory.
         labels: `[n]` int64, or other targets `[n, ...]` that the objective learns.
         groups: The client (writer, user) of each sample, `[n]`, for data with natural clients.
         label_names: The text of label k.
@@ -68,8 +77,13 @@ class Samples:
         groups, group_texts = (None, None) if groups is None else as_groups(groups)
         for kind, values in (("inputs", inputs), ("client ids", groups)):
             if values is not None and len(values) != len(labels):
-                raise InvalidValue(f"{len(values)} {kind} but {len(labels)} labels: give one for each sample")
-        names = {"label_names": label_texts or label_names, "group_names": group_texts or group_names}
+                raise InvalidValue(
+                    f"{len(values)} {kind} but {len(labels)} labels: give one for each sample"
+                )
+        names = {
+            "label_names": label_texts or label_names,
+            "group_names": group_texts or group_names,
+        }
         vars(self).update(inputs=inputs, labels=labels, groups=groups, **names)
 
     def __len__(self) -> int:
@@ -78,7 +92,9 @@ class Samples:
     def to(self, device: torch.device) -> "Samples":
         """Return the samples on `device`."""
         groups = None if self.groups is None else self.groups.to(device)
-        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device), groups=groups)
+        return replace(
+            self, inputs=self.inputs.to(device), labels=self.labels.to(device), groups=groups
+        )
 
     def __getitem__(self, index: Tensor | slice) -> "Samples":
         groups = None if self.groups is None else self.groups[index]
@@ -89,11 +105,17 @@ class Samples:
         a, b = same_names(self, samples)
         groups = None if a.groups is None or b.groups is None else torch.cat([a.groups, b.groups])
         inputs, labels = torch.cat([a.inputs, b.inputs]), torch.cat([a.labels, b.labels])
-        return Samples(inputs, labels, groups, a.label_names, None if groups is None else a.group_names)
+        return Samples(
+            inputs, labels, groups, a.label_names, None if groups is None else a.group_names
+        )
 
 
-def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None) -> tuple[Samples, Samples]:
-    """Split samples at random into (training, test), the same share of each group of `within [n]`, by default of each class."""
+def hold_out(
+    samples: Samples, fraction: float, seed: int, *, within: Tensor | None = None
+) -> tuple[Samples, Samples]:
+    """Split samples at random into (training, test), the same share of each group of `within [n]`,
+    by default of each class.
+    """
     if not 0 < fraction < 1:
         raise InvalidValue(f"test_fraction must lie between 0 and 1, not {fraction}")
     total = len(samples)
@@ -104,7 +126,8 @@ def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | N
     shuffled = torch.randperm(total, generator=stream(seed, "hold out"))
     order = shuffled[groups[shuffled].argsort(stable=True)]
     sizes = torch.bincount(groups)
-    # The small addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing a sample.
+    # The small addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing a
+    # sample.
     trained = [max(1, math.floor((1 - fraction) * size + 1e-9)) for size in sizes.tolist()]
     rank = torch.arange(total) - (sizes.cumsum(0) - sizes)[groups[order]]
     training = torch.empty(total, dtype=torch.bool)
@@ -115,9 +138,15 @@ def hold_out(samples: Samples, fraction: float, seed: int, *, within: Tensor | N
 def same_names(*splits: Samples) -> tuple[Samples, ...]:
     """Return the samples with labels and groups of text numbered alike in all of them."""
     for kind in ("label", "group"):
-        naming = {getattr(split, f"{kind}_names") for split in splits if getattr(split, f"{kind}s") is not None}
+        naming = {
+            getattr(split, f"{kind}_names")
+            for split in splits
+            if getattr(split, f"{kind}s") is not None
+        }
         if None in naming and len(naming) > 1:
-            raise InvalidValue(f"{kind}s are text in one part of the data and numbers in another: give one kind")
+            raise InvalidValue(
+                f"{kind}s are text in one part of the data and numbers in another: give one kind"
+            )
         if len(naming) > 1:
             names = tuple(sorted(set().union(*naming)))
             splits = tuple(_renumbered(split, kind, names) for split in splits)
@@ -134,7 +163,9 @@ def _renumbered(samples: Samples, kind: str, names: Names) -> Samples:
             raise InvalidValue(
                 f"{kind}s: {quoted(name)} is none of the {len(names)} names{suggestion(name, list(names))}"
             )
-    ranks = torch.tensor([position[name] for name in texts], dtype=torch.int64, device=numbers.device)
+    ranks = torch.tensor(
+        [position[name] for name in texts], dtype=torch.int64, device=numbers.device
+    )
     fields: dict[str, Any] = {f"{kind}s": ranks[numbers], f"{kind}_names": names}
     return replace(samples, **fields)
 
@@ -147,20 +178,25 @@ class Dataset:
         name: The name in reports.
         train: Training samples, which a partition shares out among clients.
         test: Test samples, perhaps none.
-        classes: The number of classes. By default one more than the highest label of an objective that learns classes (0 for
-            another); labels that do not begin at 0 are then numbered from there in their order.
-        mean: The mean of each channel, pixels in [0, 1]; `prepare` normalises uint8 images `[n, channels, height, width]` by it.
+        classes: The number of classes. By default one more than the highest label of an objective
+            that learns classes (0 for another); labels that do not begin at 0 are then numbered
+            from there in their order.
+        mean: The mean of each channel, pixels in [0, 1]; `prepare` normalises uint8 images `[n,
+            channels, height, width]` by it.
         std: The deviation of each channel.
         vocabulary: Of token data, the number of tokens.
         class_names: The name of each class, by default its label as it was.
         objective: The objective that is learned.
         metrics: Recorded beside the objective's figures.
-        encoding: The encoding that made the inputs of a table or of texts; `make_task` fits that of a table.
-        standardise: Bring the target of a `regression` to mean 0 and deviation 1, over the samples that clients train on.
+        encoding: The encoding that made the inputs of a table or of texts; `make_task` fits that of
+            a table.
+        standardise: Bring the target of a `regression` to mean 0 and deviation 1, over the samples
+            that clients train on.
         target: The name of what is learned.
 
     Raises:
-        InvalidValue: For training and test samples that do not fit each other, or targets that the objective cannot learn.
+        InvalidValue: For training and test samples that do not fit each other, or targets that the
+            objective cannot learn.
     """
 
     name: str
@@ -178,9 +214,14 @@ class Dataset:
     target: str = ""
 
     def __post_init__(self) -> None:
-        kinds = [f"{list(samples.inputs.shape[1:])} {samples.inputs.dtype}" for samples in (self.train, self.test)]
+        kinds = [
+            f"{list(samples.inputs.shape[1:])} {samples.inputs.dtype}"
+            for samples in (self.train, self.test)
+        ]
         if kinds[0] != kinds[1] and len(self.test):
-            raise InvalidValue(f"inputs for training are {kinds[0]}, those for testing {kinds[1]}: give both alike")
+            raise InvalidValue(
+                f"inputs for training are {kinds[0]}, those for testing {kinds[1]}: give both alike"
+            )
         train, test = same_names(self.train, self.test)
         vars(self).update(train=train, test=test)
         if self.objective.classes:
@@ -199,7 +240,8 @@ class Dataset:
             return  # for `require_targets` to refuse
         classes = self.classes or (0 if self.train.label_names is None else len(names or ()))
         lowest, highest = (
-            int(f(torch.stack([f(values) for values in labels]))) if labels else 0 for f in (torch.min, torch.max)
+            int(f(torch.stack([f(values) for values in labels]))) if labels else 0
+            for f in (torch.min, torch.max)
         )
         if classes and not 0 <= lowest <= highest < classes:
             outlier = highest if highest >= classes else lowest
@@ -208,7 +250,10 @@ class Dataset:
             )
         if not classes and lowest:
             present = torch.cat(labels).unique()
-            splits = [replace(samples, labels=torch.searchsorted(present, samples.labels)) for samples in splits]
+            splits = [
+                replace(samples, labels=torch.searchsorted(present, samples.labels))
+                for samples in splits
+            ]
             names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
         classes = classes or highest + bool(labels)
         vars(self).update(train=splits[0], test=splits[1], classes=classes, class_names=names)
@@ -220,24 +265,36 @@ class Dataset:
         return DataSpec(tuple(self.train.inputs.shape[1:]), outputs, self.vocabulary)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """Return a batch as the model takes it: bytes as normalised float32, other inputs unchanged."""
-        return normalised(in_memory(inputs), None if self.mean is None or self.std is None else (self.mean, self.std))
+        """Return a batch as the model takes it: bytes as normalised float32, other inputs
+        unchanged.
+        """
+        return normalised(
+            in_memory(inputs),
+            None if self.mean is None or self.std is None else (self.mean, self.std),
+        )
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """The way from a person's data to a model's inputs and from its outputs to answers; of a task, with all figures."""
+        """The way from a person's data to a model's inputs and from its outputs to answers; of a
+        task, with all figures.
+        """
         encoding, inputs, objective = self.encoding, self.train.inputs, self.objective
         if encoding is None and inputs.dtype == torch.uint8:
             encoding = PictureInputs(tuple(inputs.shape[1:]), self.mean or (), self.std or ())
         elif encoding is None:
-            encoding = TensorInputs(tuple(inputs.shape[1:]), str(inputs.dtype).removeprefix("torch."))
+            encoding = TensorInputs(
+                tuple(inputs.shape[1:]), str(inputs.dtype).removeprefix("torch.")
+            )
         classes = self.spec.outputs if objective.answer in ("class", "classes", "pixel") else 0
         names = self.class_names or tuple(map(str, range(classes)))
         outputs = ModelOutputs(objective.answer, self.target, names)
         if isinstance(objective, Standardised):
-            outputs = replace(outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation))
+            outputs = replace(
+                outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation)
+            )
         return Preprocessing(encoding, outputs)
 
 
-# A data set is a function of keyword parameters (every one with a default) that returns a `Dataset`.
+# A data set is a function of keyword parameters (every one with a default) that returns a
+# `Dataset`.
 datasets: Registry[Callable[..., Dataset]] = Registry("data set", "fedloom.data.sets")

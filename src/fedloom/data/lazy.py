@@ -14,7 +14,9 @@ from fedloom.errors import InvalidValue
 
 @dataclass(frozen=True)
 class LazyInputs:
-    """Stand-in for a tensor like `empty [0, ...]`, whose row k begins `item(rows[k])`; `read` gives the tensor."""
+    """Stand-in for a tensor like `empty [0, ...]`, whose row k begins `item(rows[k])`; `read` gives
+    the tensor.
+    """
 
     item: Callable[[int], tuple[Any, ...]]
     rows: Tensor
@@ -48,7 +50,9 @@ class LazyInputs:
         return replace(self, empty=self.empty.to(device))
 
     def read(self) -> Tensor:
-        """Return the inputs as a tensor; raises `InvalidValue` for a sample of another shape or type."""
+        """Return the inputs as a tensor; raises `InvalidValue` for a sample of another shape or
+        type.
+        """
         if not len(self.rows):
             return self.empty
         items = [np.asarray(self.item(row)[0]) for row in self.rows.tolist()]

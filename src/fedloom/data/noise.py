@@ -17,12 +17,12 @@ from fedloom.randomness import numpy_stream
 class LabelNoise:
     """Replaces a share of each client's training labels by those of `replacements`.
 
-    Of a client's n labels rate * n are replaced, rounded up or down at random in proportion to the fraction, so that the mean
-    share is exact however small the clients are.
+    Of a client's n labels rate * n are replaced, rounded up or down at random in proportion to the
+    fraction, so that the mean share is exact however small the clients are.
 
     Args:
-        rate: The share, in [0, 1], or a range `[lowest, highest]` from which every client's own rate is drawn uniformly, so
-            that some sites are worse than others.
+        rate: The share, in [0, 1], or a range `[lowest, highest]` from which every client's own
+            rate is drawn uniformly, so that some sites are worse than others.
     """
 
     rate: float | list[float]
@@ -40,7 +40,9 @@ class LabelNoise:
         return self.rate if isinstance(self.rate, list) else [self.rate, self.rate]
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
-        """Return the labels that replace `labels [n]`; `keys [n]` are independent random 64-bit numbers."""
+        """Return the labels that replace `labels [n]`; `keys [n]` are independent random 64-bit
+        numbers.
+        """
         raise NotImplementedError
 
     def rates(self, clients: int, seed: int) -> npt.NDArray[np.float64]:
@@ -49,10 +51,16 @@ class LabelNoise:
         return numpy_stream(seed, "label noise rates").uniform(low, high, clients)
 
     def apply(self, labels: Indices, partition: Partition, classes: int, seed: int) -> Indices:
-        """Return `labels [n]` with a share replaced: with one seed, a higher rate replaces those of a lower, too."""
+        """Return `labels [n]` with a share replaced: with one seed, a higher rate replaces those of
+        a lower, too.
+        """
         expected = self.rates(len(partition), seed) * partition.sizes
-        counts = np.floor(expected + numpy_stream(seed, "label noise rounding").random(len(partition)))
-        drawn, _ = draw_from_each(partition, np.minimum(counts.astype(np.int64), partition.sizes), seed, "label noise")
+        counts = np.floor(
+            expected + numpy_stream(seed, "label noise rounding").random(len(partition))
+        )
+        drawn, _ = draw_from_each(
+            partition, np.minimum(counts.astype(np.int64), partition.sizes), seed, "label noise"
+        )
         noisy = labels.copy()
         keys = sample_keys(drawn.indices, seed, "label noise classes")
         noisy[drawn.indices] = self.replacements(labels[drawn.indices], classes, keys)
@@ -66,7 +74,8 @@ label_noises: Registry[type[LabelNoise]] = Registry("label noise", "fedloom.data
 class Symmetric(LabelNoise):
     """Replaced labels are drawn uniformly from all classes, the true one among them.
 
-    So with C classes a share of rate (C - 1) / C of the labels is wrong: `symmetric(0.4)` on 10 classes makes 36 % wrong.
+    So with C classes a share of rate (C - 1) / C of the labels is wrong: `symmetric(0.4)` on 10
+    classes makes 36 % wrong.
     """
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
@@ -75,7 +84,9 @@ class Symmetric(LabelNoise):
 
 @label_noises.register("paired")
 class Paired(LabelNoise):
-    """Replaced labels of class c become c + 1, those of the last class 0, as neighbouring classes are confused."""
+    """Replaced labels of class c become c + 1, those of the last class 0, as neighbouring classes
+    are confused.
+    """
 
     def replacements(self, labels: Indices, classes: int, keys: npt.NDArray[np.uint64]) -> Indices:
         return (labels + 1) % classes

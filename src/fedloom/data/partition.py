@@ -21,10 +21,12 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Partition:
-    """Assignment of samples to clients: client i holds the samples `indices[offsets[i]:offsets[i + 1]]`.
+    """Assignment of samples to clients: client i holds the samples `indices[offsets[i]:offsets[i +
+    1]]`.
 
-    One array serves all clients: a million of them cost a million numbers. Registered partitions and `split_train_test` return
-    each client's samples in random order, so the samples at its beginning are a fair draw.
+    One array serves all clients: a million of them cost a million numbers. Registered partitions
+    and `split_train_test` return each client's samples in random order, so the samples at its
+    beginning are a fair draw.
 
     Args:
         indices: Sample indices, client after client, `[n]` int64.
@@ -36,9 +38,14 @@ class Partition:
 
     @classmethod
     def of(cls, samples: Sequence[npt.ArrayLike]) -> "Partition":
-        """Return the partition of an array of sample indices, or a mask of all samples, for each client."""
+        """Return the partition of an array of sample indices, or a mask of all samples, for each
+        client.
+        """
         masks = [np.asarray(client) for client in samples]
-        arrays = [np.flatnonzero(mask) if mask.dtype == bool else np.asarray(mask, dtype=np.int64) for mask in masks]
+        arrays = [
+            np.flatnonzero(mask) if mask.dtype == bool else np.asarray(mask, dtype=np.int64)
+            for mask in masks
+        ]
         indices = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
         return cls.from_sizes(indices, [len(array) for array in arrays])
 
@@ -46,22 +53,31 @@ class Partition:
     def from_sizes(cls, indices: npt.ArrayLike, sizes: npt.ArrayLike) -> "Partition":
         """Return the partition into consecutive runs of `indices`, `sizes[i]` of them for client i."""
         taken = np.asarray(indices, dtype=np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, dtype=np.int64))])
+        offsets = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, dtype=np.int64))]
+        )
         if offsets[-1] != len(taken):
             raise InvalidValue(f"sizes add up to {offsets[-1]}, not to the {len(taken)} indices")
         return cls(taken, offsets)
 
     @classmethod
     def from_owners(cls, samples: Indices, owners: Indices, clients: int) -> "Partition":
-        """Assign sample `samples[j]` to client `owners[j]`, or to none for -1, in the order of `samples`."""
+        """Assign sample `samples[j]` to client `owners[j]`, or to none for -1, in the order of
+        `samples`.
+        """
         sizes = np.bincount(owners + 1, minlength=clients + 1)
         order = np.argsort(owners, kind="stable")
         return cls.from_sizes(samples[order[sizes[0] :]], sizes[1:])
 
     @classmethod
     def counted(cls, sizes: npt.ArrayLike) -> "Partition":
-        """Return a partition of samples at the clients' own sites, of which only the numbers are available."""
-        return cls(np.empty(0, np.int64), cls.from_sizes(np.empty(int(np.sum(sizes)), np.int64), sizes).offsets)
+        """Return a partition of samples at the clients' own sites, of which only the numbers are
+        available.
+        """
+        return cls(
+            np.empty(0, np.int64),
+            cls.from_sizes(np.empty(int(np.sum(sizes)), np.int64), sizes).offsets,
+        )
 
     @property
     def elsewhere(self) -> bool:
@@ -86,7 +102,9 @@ class Partition:
         return np.diff(self.offsets)
 
     def histogram(self, labels: Indices, classes: int) -> npt.NDArray[np.int64]:
-        """Count the samples of each client and class, `[clients, classes]`, as a bubble chart draws them."""
+        """Count the samples of each client and class, `[clients, classes]`, as a bubble chart draws
+        them.
+        """
         owner = np.repeat(np.arange(len(self)), self.sizes)
         counts = np.bincount(owner * classes + labels[self.indices], minlength=len(self) * classes)
         return counts.reshape(len(self), classes).astype(np.int64)
@@ -106,7 +124,8 @@ class Partition:
 
     @classmethod
     def load(cls, path: str | Path) -> "Partition":
-        """Read a file of `save`. Nothing in it is run: an archive with Python objects inside is refused.
+        """Read a file of `save`. Nothing in it is run: an archive with Python objects inside is
+        refused.
 
         Raises:
             DataError: If the file is missing, damaged or does not hold a partition.
@@ -114,44 +133,71 @@ class Partition:
         arrays = read_arrays(Path(path))
         for name in ("indices", "offsets"):
             if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
-                raise DataError(f"{path} is no partition file: its array {name!r} must be one row of whole numbers")
+                raise DataError(
+                    f"{path} is no partition file: its array {name!r} must be one row of whole numbers"
+                )
         indices, offsets = (arrays[name].astype(np.int64) for name in ("indices", "offsets"))
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
-            raise DataError(f"{path}: offsets must rise from 0 to {len(indices)}, the number of indices")
+        if (
+            len(offsets) == 0
+            or offsets[0] != 0
+            or offsets[-1] != len(indices)
+            or (np.diff(offsets) < 0).any()
+        ):
+            raise DataError(
+                f"{path}: offsets must rise from 0 to {len(indices)}, the number of indices"
+            )
         return cls(indices, offsets)
 
 
-def split_train_test(partition: Partition, seed: int, fraction: float = 0.25) -> tuple[Partition, Partition]:
-    """Split each client's samples at random into (train, test), so that a client is tested on its own distribution.
+def split_train_test(
+    partition: Partition, seed: int, fraction: float = 0.25
+) -> tuple[Partition, Partition]:
+    """Split each client's samples at random into (train, test), so that a client is tested on its
+    own distribution.
 
-    Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where n >= 2. Drawn as
-    `draw_from_each` draws, so a site can repeat its own split. Raises `InvalidValue` for a fraction outside (0, 1).
+    Of a client's n samples floor((1 - fraction) n) train, but at least one, and at most n - 1 where
+    n >= 2. Drawn as `draw_from_each` draws, so a site can repeat its own split. Raises
+    `InvalidValue` for a fraction outside (0, 1).
 
     Source: FedALA (Zhang et al., AAAI 2023), experimental setup: 75 % / 25 %.
     """
     if not 0 < fraction < 1:
-        raise InvalidValue(f"fraction (the share that tests) must lie between 0 and 1, not {fraction}")
+        raise InvalidValue(
+            f"fraction (the share that tests) must lie between 0 and 1, not {fraction}"
+        )
     sizes = partition.sizes
-    # The small addition keeps a product such as (1 - 0.9) * 10 = 0.9999999999999998 from losing a sample.
+    # The small addition keeps a product such as (1 - 0.9) * 10 = 0.9999999999999998 from losing a
+    # sample.
     counts = np.floor((1 - fraction) * sizes + 1e-9).astype(np.int64)
     counts = np.clip(counts, np.minimum(sizes, 1), np.maximum(sizes - 1, np.minimum(sizes, 1)))
     return draw_from_each(partition, counts, seed, "train/test split")
 
 
-def draw_from_each(partition: Partition, counts: Indices, seed: int, purpose: str) -> tuple[Partition, Partition]:
+def draw_from_each(
+    partition: Partition, counts: Indices, seed: int, purpose: str
+) -> tuple[Partition, Partition]:
     """Split off `counts[i]` random samples of client i; the draw depends on its own samples alone."""
     sizes = partition.sizes
     owners = np.repeat(np.arange(len(partition)), sizes)
-    shuffled = partition.indices[np.lexsort((sample_keys(partition.indices, seed, purpose), owners))]
+    shuffled = partition.indices[
+        np.lexsort((sample_keys(partition.indices, seed, purpose), owners))
+    ]
     rank = np.arange(len(shuffled)) - np.repeat(partition.offsets[:-1], sizes)
     drawn = rank < np.repeat(counts, sizes)
-    return Partition.from_sizes(shuffled[drawn], counts), Partition.from_sizes(shuffled[~drawn], sizes - counts)
+    return Partition.from_sizes(shuffled[drawn], counts), Partition.from_sizes(
+        shuffled[~drawn], sizes - counts
+    )
 
 
 def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uint64]:
-    """Return a random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64 generator."""
-    # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14 (mix64variant13)
-    state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream_seed(seed, purpose))
+    """Return a random 64-bit key for each sample: the output number `samples[j]` of a SplitMix64
+    generator.
+    """
+    # Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Fig. 14
+    # (mix64variant13)
+    state = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        stream_seed(seed, purpose)
+    )
     state ^= state >> np.uint64(30)
     state *= np.uint64(0xBF58476D1CE4E5B9)
     state ^= state >> np.uint64(27)
@@ -160,27 +206,35 @@ def sample_keys(samples: Indices, seed: int, purpose: str) -> npt.NDArray[np.uin
     return state
 
 
-# A partition is a pure function (labels, clients, seed, groups, *, options) -> Partition, which raises `InvalidValue` for fewer
-# than one client or more clients than samples:
-# `labels [n]` int64, `clients` their number, `seed`, `groups [n]` the natural client of each sample or None.
+# A partition is a pure function (labels, clients, seed, groups, *, options) -> Partition, which
+# raises `InvalidValue` for fewer than one client or more clients than samples: `labels [n]` int64,
+# `clients` their number, `seed`, `groups [n]` the natural client of each sample or None.
 partitions: Registry[Callable[..., Partition]] = Registry("partition", "fedloom.data.partitions")
 
 
-def build_partition(partition: Any, labels: Indices, clients: int, seed: int, groups: Indices | None) -> Partition:
-    """Return a partition of a name, of a function or its path `module:name`, or of each client's sample indices.
+def build_partition(
+    partition: Any, labels: Indices, clients: int, seed: int, groups: Indices | None
+) -> Partition:
+    """Return a partition of a name, of a function or its path `module:name`, or of each client's
+    sample indices.
 
-    A function is called with as many of (labels, clients, seed, groups) as it takes, and returns a `Partition` or the indices.
-    Raises `InvalidValue` for anything else, `DataError` for samples that do not exist or have two clients.
+    A function is called with as many of (labels, clients, seed, groups) as it takes, and returns a
+    `Partition` or the indices. Raises `InvalidValue` for anything else, `DataError` for samples
+    that do not exist or have two clients.
     """
     if isinstance(partition, Partition):
         return partition
     if isinstance(partition, str) and ":" not in partition.partition("(")[0]:
         return cast(Partition, partitions.build(partition, labels, clients, seed, groups))
     if isinstance(partition, str):
-        partition = found_at(partition, "partition", "a registered name or 'package.module:function'")
+        partition = found_at(
+            partition, "partition", "a registered name or 'package.module:function'"
+        )
     try:
         if callable(partition):
-            partition = partition(*(labels, clients, seed, groups)[: len(signature(partition).parameters)])
+            partition = partition(
+                *(labels, clients, seed, groups)[: len(signature(partition).parameters)]
+            )
         built = partition if isinstance(partition, Partition) else Partition.of(partition)
     except Exception as error:
         reason = "partition must be a name, a function or each client's sample indices, such as [[0, 2], [1, 3]]"
@@ -193,7 +247,11 @@ def require_samples(partition: Partition, samples: int, source: str) -> None:
     """Raise `DataError` unless a partition holds samples that there are, each of them once."""
     outside = partition.indices[(partition.indices < 0) | (partition.indices >= samples)]
     if len(outside):
-        raise DataError(f"{source} holds sample {outside[0]}, but the data end at sample {samples - 1}")
+        raise DataError(
+            f"{source} holds sample {outside[0]}, but the data end at sample {samples - 1}"
+        )
     holders = np.bincount(partition.indices, minlength=samples)
     if (holders > 1).any():
-        raise DataError(f"{source} holds sample {holders.argmax()} {holders.max()} times: every sample has one client")
+        raise DataError(
+            f"{source} holds sample {holders.argmax()} {holders.max()} times: every sample has one client"
+        )

@@ -1,7 +1,9 @@
-"""Preprocessing: what makes a sample of a person's data a model's input, and a model's output an answer.
+"""Preprocessing: what makes a sample of a person's data a model's input, and a model's output an
+answer.
 
-It belongs to the data set of a task, is saved with every run as plain JSON, and goes with the model to whoever uses it. The sites
-of a federation agree on it. It is made of values alone: reading it runs no code.
+It belongs to the data set of a task, is saved with every run as plain JSON, and goes with the model
+to whoever uses it. The sites of a federation agree on it. It is made of values alone: reading it
+runs no code.
 """
 
 import json
@@ -39,7 +41,9 @@ class TensorInputs:
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """Pictures as bytes `[n, channels, height, width]`, normalised batch by batch, without a mean only divided by 255."""
+    """Pictures as bytes `[n, channels, height, width]`, normalised batch by batch, without a mean
+    only divided by 255.
+    """
 
     shape: tuple[int, ...]
     mean: tuple[float, ...] = ()
@@ -49,13 +53,14 @@ class PictureInputs:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """Texts as token numbers `[n, length]`: 0 fills up, 1 stands for a token that is none of `words`.
+    """Texts as token numbers `[n, length]`: 0 fills up, 1 stands for a token that is none of
+    `words`.
 
     Attributes:
         words: The tokens with the numbers 2, 3, ...
         length: The tokens that a text is cut or filled up to.
-        tokenizer: Splits a text: `words` (lower case, as in `ag_news`), `characters`, or a function of the user's,
-            `module:function`.
+        tokenizer: Splits a text: `words` (lower case, as in `ag_news`), `characters`, or a function
+            of the user's, `module:function`.
         column: The column of a table with the texts.
     """
 
@@ -66,9 +71,13 @@ class TextInputs:
     kind: Literal["text"] = "text"
 
     def split(self, text: str) -> Sequence[str]:
-        """Return the tokens of a text; raises `InvalidValue` for a tokenizer of the user's, which no file may name."""
+        """Return the tokens of a text; raises `InvalidValue` for a tokenizer of the user's, which
+        no file may name.
+        """
         if ":" in self.tokenizer:
-            raise InvalidValue(f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, {self.length}]")
+            raise InvalidValue(
+                f"its tokenizer is your own ({self.tokenizer}): give token numbers [n, {self.length}]"
+            )
         return list(text) if self.tokenizer == "characters" else tokens(text)
 
     def encode(self, texts: Sequence[str]) -> Tensor:
@@ -95,9 +104,11 @@ Inputs = TensorInputs | PictureInputs | TextInputs | TableInputs
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model's outputs stand for: answers of the objective's kind to the column `name`, or one of `classes`.
+    """What a model's outputs stand for: answers of the objective's kind to the column `name`, or
+    one of `classes`.
 
-    Numbers that were standardised for training have a mean and a standard deviation for each column of the target.
+    Numbers that were standardised for training have a mean and a standard deviation for each column
+    of the target.
     """
 
     answer: Answer = "class"
@@ -110,7 +121,9 @@ class ModelOutputs:
         """Return standardised targets or outputs, `[n]` or `[n, d]`, in the target's own units."""
         if not self.mean:
             return values
-        mean, deviation = (on_device(x, values.device, values.dtype) for x in (self.mean, self.deviation))
+        mean, deviation = (
+            on_device(x, values.device, values.dtype) for x in (self.mean, self.deviation)
+        )
         return values * deviation + mean
 
 
@@ -157,7 +170,9 @@ class Preprocessing:
             preprocessing: Preprocessing = TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
             details = error.errors(include_url=False)[0]
-            raise DataError(f"{source}: {'.'.join(map(str, details['loc']))}: {details['msg'].lower()}") from None
+            raise DataError(
+                f"{source}: {'.'.join(map(str, details['loc']))}: {details['msg'].lower()}"
+            ) from None
         except (ValueError, RecursionError):
             raise DataError(f"{source}: damaged: no JSON") from None
         if values.get("digest", preprocessing.digest) != preprocessing.digest:
@@ -165,33 +180,49 @@ class Preprocessing:
         return preprocessing
 
     def apply(self, data: Any, source: str = "data") -> tuple[Tensor, list[str]]:
-        """Return the model's inputs `[n, ...]` of a table, an array, paths of pictures or texts, and notices in a line each.
+        """Return the model's inputs `[n, ...]` of a table, an array, paths of pictures or texts,
+        and notices in a line each.
 
-        Raises `DataError` for columns, cells or pictures that do not fit, `InvalidValue` for an array of another shape.
+        Raises `DataError` for columns, cells or pictures that do not fit, `InvalidValue` for an
+        array of another shape.
         """
         encoding, table = self.inputs, as_arrow(data)
         if isinstance(encoding, TableInputs):
             if table is None:
-                raise InvalidValue(f"{source}: the model was trained on a table: give one, not {type(data).__name__}")
+                raise InvalidValue(
+                    f"{source}: the model was trained on a table: give one, not {type(data).__name__}"
+                )
             inputs, notices = encoding.encode(table, source)
             expected = {*(column.name for column in encoding.columns), self.outputs.name}
             if unknown := [name for name in table.column_names if name not in expected]:
                 listed = ", ".join(map(quoted, unknown))
-                notices.insert(0, f"{source}: left out columns that the model was not trained on: {listed}")
+                notices.insert(
+                    0, f"{source}: left out columns that the model was not trained on: {listed}"
+                )
             return encoding.scaled(inputs), notices
         if isinstance(encoding, TextInputs):
             if table is not None:
                 if encoding.column not in table.column_names:
-                    raise DataError(f"{source}: no column {quoted(encoding.column)}, which the model was trained on")
+                    raise DataError(
+                        f"{source}: no column {quoted(encoding.column)}, which the model was trained on"
+                    )
                 data = table.column(encoding.column).to_pylist()
             data = [data] if isinstance(data, str) else data
             if isinstance(data, Sequence) and all(isinstance(text, str) for text in data):
                 return encoding.encode(data), []
         if isinstance(encoding, PictureInputs):
-            paths = [data] if isinstance(data, str | Path) else data if isinstance(data, Sequence) else []
+            paths = (
+                [data]
+                if isinstance(data, str | Path)
+                else data
+                if isinstance(data, Sequence)
+                else []
+            )
             if paths and all(isinstance(path, str | Path) for path in paths):
                 return read_files(
-                    [Path(path) for path in paths], encoding.shape[0], (encoding.shape[1], encoding.shape[2])
+                    [Path(path) for path in paths],
+                    encoding.shape[0],
+                    (encoding.shape[1], encoding.shape[2]),
                 ), []
         return self._tensor(data, source), []
 
@@ -203,7 +234,10 @@ class Preprocessing:
             inputs = inputs.unsqueeze(0)  # one sample
         if dtype.is_floating_point and not inputs.is_floating_point():
             inputs = inputs.to(dtype)
-        if tuple(inputs.shape[1:]) != shape or inputs.is_floating_point() != dtype.is_floating_point:
+        if (
+            tuple(inputs.shape[1:]) != shape
+            or inputs.is_floating_point() != dtype.is_floating_point
+        ):
             given = f"{list(inputs.shape)} of {str(inputs.dtype).removeprefix('torch.')}"
             wanted = f"[n, {', '.join(map(str, shape))}] of {str(dtype).removeprefix('torch.')}"
             raise InvalidValue(f"{source}: the model was trained on {wanted}, not on {given}")
@@ -211,16 +245,24 @@ class Preprocessing:
         return inputs.to(dtype)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """Return a batch as the model takes it: bytes as normalised float32, other inputs unchanged."""
+        """Return a batch as the model takes it: bytes as normalised float32, other inputs
+        unchanged.
+        """
         encoding = self.inputs
-        scale = (encoding.mean, encoding.deviation) if isinstance(encoding, PictureInputs) and encoding.mean else None
+        scale = (
+            (encoding.mean, encoding.deviation)
+            if isinstance(encoding, PictureInputs) and encoding.mean
+            else None
+        )
         return normalised(inputs, scale)
 
     def differences(self, other: "Preprocessing") -> list[str]:
         """Return a line for everything that is not alike in both; of a table, each column is named."""
         ours, theirs = self._entries(), other._entries()
         lines = [
-            f"{name} is on one side alone" if name not in ours or name not in theirs else f"{name}: {a} and {b}"
+            f"{name} is on one side alone"
+            if name not in ours or name not in theirs
+            else f"{name}: {a} and {b}"
             for name in {**ours, **theirs}
             if (a := quoted(ours.get(name))) != (b := quoted(theirs.get(name)))
         ]
@@ -228,23 +270,34 @@ class Preprocessing:
 
     def _entries(self) -> dict[str, Any]:
         values = asdict(self)
-        entries = {f"column {quoted(column.pop('name'))}": column for column in values["inputs"].pop("columns", ())}
-        return entries | {f"{part}, {key}": x for part, sub in values.items() for key, x in sub.items()}
+        entries = {
+            f"column {quoted(column.pop('name'))}": column
+            for column in values["inputs"].pop("columns", ())
+        }
+        return entries | {
+            f"{part}, {key}": x for part, sub in values.items() for key, x in sub.items()
+        }
 
 
 def normalised(inputs: Tensor, scale: Scale | None) -> Tensor:
-    """Return bytes as float32 between 0 and 1, less the mean and over the deviation of each channel; others unchanged."""
+    """Return bytes as float32 between 0 and 1, less the mean and over the deviation of each
+    channel; others unchanged.
+    """
     if inputs.dtype != torch.uint8:
         return inputs
     pixels = inputs.to(torch.float32).div_(255)
     if scale is None:
         return pixels
-    mean, deviation = (on_device(x, inputs.device).view(1, -1, *([1] * (inputs.dim() - 2))) for x in scale)
+    mean, deviation = (
+        on_device(x, inputs.device).view(1, -1, *([1] * (inputs.dim() - 2))) for x in scale
+    )
     return pixels.sub_(mean).div_(deviation)
 
 
 def as_arrow(data: Any) -> Any:
-    """Return a table of pandas, Polars, Arrow or Hugging Face's `datasets` as an Arrow table; None for anything else."""
+    """Return a table of pandas, Polars, Arrow or Hugging Face's `datasets` as an Arrow table; None
+    for anything else.
+    """
     library = type(data).__module__.partition(".")[0]
     if library == "pandas" and hasattr(data, "columns"):
         import pyarrow as pa

@@ -1,4 +1,6 @@
-"""Distribution shift: inputs that differ from client to client, turned, noisy or in other colours, as of cameras and sites."""
+"""Distribution shift: inputs that differ from client to client, turned, noisy or in other colours,
+as of cameras and sites.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +26,9 @@ Angle = Annotated[float, Field(ge=-360, le=360)]
 
 @dataclass(frozen=True)
 class InputShift:
-    """Changes the inputs of each client's training and own test samples; labels and the global test set stay."""
+    """Changes the inputs of each client's training and own test samples; labels and the global test
+    set stay.
+    """
 
     pictures: ClassVar[bool] = False  # of pictures alone
 
@@ -32,7 +36,9 @@ class InputShift:
         require_fields(self)
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
-        """Return the shifted inputs `[n, ...]` of a client, float32 with pixels between 0 and 1 or float features."""
+        """Return the shifted inputs `[n, ...]` of a client, float32 with pixels between 0 and 1 or
+        float features.
+        """
         raise NotImplementedError
 
     def apply(self, samples: Samples, partition: Partition, seed: int) -> Samples:
@@ -41,15 +47,20 @@ class InputShift:
         if not (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
             raise InvalidValue(f"shift needs pictures or numbers, not {kind_of(inputs)}")
         if self.pictures and inputs.dim() != 4:
-            raise InvalidValue(f"this shift needs pictures [n, channels, height, width], not {kind_of(inputs)}")
+            raise InvalidValue(
+                f"this shift needs pictures [n, channels, height, width], not {kind_of(inputs)}"
+            )
         inputs = inputs.clone()
         pixels = inputs.dtype == torch.uint8
         for client in range(len(partition)):
-            rows = torch.from_numpy(np.sort(partition[client]))  # whatever the order: noise is drawn sample by sample
+            # whatever the order: noise is drawn sample by sample
+            rows = torch.from_numpy(np.sort(partition[client]))
             originals = inputs[rows].float().div(255) if pixels else inputs[rows]
             shifted = self.changed(originals, client, len(partition), seed)
             inputs[rows] = (
-                shifted.mul(255).round().clamp(0, 255).to(torch.uint8) if pixels else shifted.to(inputs.dtype)
+                shifted.mul(255).round().clamp(0, 255).to(torch.uint8)
+                if pixels
+                else shifted.to(inputs.dtype)
             )
         return replace(samples, inputs=inputs)
 
@@ -60,14 +71,15 @@ shifts: Registry[type[InputShift]] = Registry("shift", "fedloom.data")
 @shifts.register("rotation")
 @dataclass(frozen=True)
 class Rotation(InputShift):
-    """Pictures of client i are turned by an angle of its own about their centre, in degrees counter-clockwise.
+    """Pictures of client i are turned by an angle of its own about their centre, in degrees
+    counter-clockwise.
 
-    Pixels are interpolated linearly (exact at multiples of 90 of square pictures); those from outside are black, the lowest
-    value.
+    Pixels are interpolated linearly (exact at multiples of 90 of square pictures); those from
+    outside are black, the lowest value.
 
     Args:
-        degrees: The largest angle d: angles are uniform in [-d, d]. Or a list of angles, each of which as many clients get as get
-            any other, within one: `rotation([0, 90, 180, 270])`.
+        degrees: The largest angle d: angles are uniform in [-d, d]. Or a list of angles, each of
+            which as many clients get as get any other, within one: `rotation([0, 90, 180, 270])`.
 
     Source: Ghosh et al., IFCA, NeurIPS 2020, section 6 (rotated MNIST and CIFAR).
     """
@@ -92,7 +104,8 @@ class Rotation(InputShift):
         cosine, sine = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
         # The origin of each pixel, in units of half the width and half the height.
         turn = torch.tensor(
-            [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]], dtype=inputs.dtype
+            [[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]],
+            dtype=inputs.dtype,
         )
         lowest = inputs.amin() if len(inputs) else 0
         turned = []
@@ -105,36 +118,41 @@ class Rotation(InputShift):
 @shifts.register("noise")
 @dataclass(frozen=True)
 class InputNoise(InputShift):
-    """Gaussian noise that grows from client to client: x + e, e ~ N(0, sigma i / N), the variance of client i = 1 .. N.
+    """Gaussian noise that grows from client to client: x + e, e ~ N(0, sigma i / N), the variance
+    of client i = 1 .. N.
 
     Of pixels between 0 and 1, which stay there, or of features as they are.
 
     Args:
         sigma: The variance of client N, at least 0.
 
-    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (noise-based feature skew,
-    sigma 0.1).
+    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV
+    (noise-based feature skew, sigma 0.1).
     """
 
     sigma: NonNegative = 0.1
 
     def changed(self, inputs: Tensor, client: int, clients: int, seed: int) -> Tensor:
-        drawn = torch.randn(inputs.shape, generator=stream(seed, "shift noise", client=client), dtype=inputs.dtype)
+        drawn = torch.randn(
+            inputs.shape, generator=stream(seed, "shift noise", client=client), dtype=inputs.dtype
+        )
         return inputs + drawn * math.sqrt(self.sigma * (client + 1) / clients)
 
 
 @shifts.register("colour")
 @dataclass(frozen=True)
 class Colour(InputShift):
-    """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras and scanners differ.
+    """Every channel c of client i has a gain and an offset of its own: a_ic x + b_ic, as cameras
+    and scanners differ.
 
-    a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0 and 1, which stay there.
+    a ~ U(1 - strength, 1 + strength) and b ~ U(-strength / 2, strength / 2), of pixels between 0
+    and 1, which stay there.
 
     Args:
         strength: In [0, 1].
 
-    Source: the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch normalisation takes out; the form is
-    that of torchvision's ColorJitter (brightness), by channel.
+    Source: the sites of FedBN (Li et al., ICLR 2021), whose inputs differ by what batch
+    normalisation takes out; the form is that of torchvision's ColorJitter (brightness), by channel.
     """
 
     pictures: ClassVar[bool] = True

@@ -1,4 +1,5 @@
-"""The messages between an engine and its workers, and the worker's side: the same in a local process and in a Ray actor.
+"""The messages between an engine and its workers, and the worker's side: the same in a local
+process and in a Ray actor.
 
 A worker keeps nothing between two pieces of work, so its answer depends only on what it was sent.
 """
@@ -37,16 +38,20 @@ class Setup:
     task: Task
     inside: str = "rows"
     chunk: int | None = 1
-    proof: Proof | None = None  # shortcuts that the task allows, if workers run on the device that it was proven on
+    # shortcuts that the task allows, if workers run on the device that it was proven on
+    proof: Proof | None = None
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def make_engine(self, device: torch.device | None) -> RowsEngine:
-        """Apply the settings and make the engine that trains clients in this worker, on `device` if there is one."""
+        """Apply the settings and make the engine that trains clients in this worker, on `device` if
+        there is one.
+        """
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
-        if torch.are_deterministic_algorithms_enabled() != self.deterministic:  # to set it imports PyTorch's compiler
+        # to set it imports PyTorch's compiler
+        if torch.are_deterministic_algorithms_enabled() != self.deterministic:
             torch.use_deterministic_algorithms(self.deterministic)
         task = self.task
         if device is not None and device.type == "cuda":
@@ -60,9 +65,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Data of a round: the method, the names, shapes and types expected in a reply, and tensors sent to several clients.
+    """Data of a round: the method, the names, shapes and types expected in a reply, and tensors
+    sent to several clients.
 
-    With an `exchange`, the round's, also what folding blocks of `size` slots takes: the server's state before, and the slots.
+    With an `exchange`, the round's, also what folding blocks of `size` slots takes: the server's
+    state before, and the slots.
     """
 
     pipeline: Pipeline
@@ -77,7 +84,9 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ClientWork:
-    """One client: its task, its memory, and the shared tensors that its reply is written into (all others are sent back)."""
+    """One client: its task, its memory, and the shared tensors that its reply is written into (all
+    others are sent back).
+    """
 
     job: Job
     memory: Tensors
@@ -86,7 +95,9 @@ class ClientWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Clients that train or are evaluated; with `fold` they are a full block, whose replies are folded."""
+    """Clients that train or are evaluated; with `fold` they are a full block, whose replies are
+    folded.
+    """
 
     kind: Literal["train", "evaluate"]
     clients: tuple[ClientWork, ...]
@@ -104,7 +115,9 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """Results of a piece of work, of training in order; new notices; and the aggregate of a folded block."""
+    """Results of a piece of work, of training in order; new notices; and the aggregate of a folded
+    block.
+    """
 
     results: tuple[ClientResult | Fault | Tally, ...]
     notices: tuple[str, ...]
@@ -119,20 +132,28 @@ class ClientTrainer:
         self._engine: RowsEngine
         self._assignment: Assignment
 
-    def take(self, setup: Packed | None, assignment: Packed | None, work: Packed) -> WorkDone | Exception:
-        """Do a piece of work, with a new `Setup` and `Assignment` if they are given; return the answers, or the exception."""
+    def take(
+        self, setup: Packed | None, assignment: Packed | None, work: Packed
+    ) -> WorkDone | Exception:
+        """Do a piece of work, with a new `Setup` and `Assignment` if they are given; return the
+        answers, or the exception.
+        """
         try:
             if setup is not None:
                 self._engine = load(*setup).make_engine(self.device)
             if assignment is not None:
                 self._assignment = load(*assignment, task=self._engine.task)
-            return self._answers(self._engine, self._assignment, load(*work, common=self._assignment.common))
+            return self._answers(
+                self._engine, self._assignment, load(*work, common=self._assignment.common)
+            )
         except FedloomError as error:
             return _portable(error)
         except Exception as error:
             return FedloomError(f"a worker cannot take part: {error_text(error)}")
 
-    def _answers(self, engine: RowsEngine, assignment: Assignment, work: Work) -> WorkDone | Exception:
+    def _answers(
+        self, engine: RowsEngine, assignment: Assignment, work: Work
+    ) -> WorkDone | Exception:
         pipeline, round = assignment.pipeline, assignment.round
         engine.renew_notices()
         engine.store.begin(None)
@@ -143,14 +164,19 @@ class ClientTrainer:
         jobs = [self._on_device(client.job) for client in work.clients]
         if work.kind == "evaluate":
             try:
-                return WorkDone(tuple(engine.evaluate(pipeline, round, jobs)), tuple(engine.notices))
+                return WorkDone(
+                    tuple(engine.evaluate(pipeline, round, jobs)), tuple(engine.notices)
+                )
             except Exception as error:
                 return _portable(error)
         trained = list(engine.train_block(pipeline, round, jobs, assignment.expected))
         folded = None
         if work.fold:
             folded = _folded(engine.task, assignment, jobs, trained)
-            trained = [result if isinstance(result, Fault) else replace(result, tensors={}) for result in trained]
+            trained = [
+                result if isinstance(result, Fault) else replace(result, tensors={})
+                for result in trained
+            ]
         results = {id(result.job): result for result in trained}
         pairs = zip(work.clients, jobs, strict=True)
         answers = tuple(_answer(engine, client, results[id(job)]) for client, job in pairs)
@@ -185,7 +211,9 @@ def _answer(engine: RowsEngine, client: ClientWork, result: Answer | Fault) -> C
     for name in client.targets.keys() & tensors.keys():
         client.targets[name].copy_(tensors.pop(name))
     memory = engine.store.read(result.job.client)
-    written = {name: tensor for name, tensor in memory.items() if tensor is not client.memory.get(name)}
+    written = {
+        name: tensor for name, tensor in memory.items() if tensor is not client.memory.get(name)
+    }
     return ClientResult(tensors, result.metrics, written)
 
 
@@ -195,14 +223,20 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(cloudpickle.dumps(error))
     except Exception:
-        plain = FedloomError(str(error)) if isinstance(error, FedloomError) else RuntimeError(str(error))
+        plain = (
+            FedloomError(str(error))
+            if isinstance(error, FedloomError)
+            else RuntimeError(str(error))
+        )
         mark_location(plain.with_traceback(error.__traceback__))
         return plain.with_traceback(None)
     return error
 
 
 def slim(task: Task) -> Task:
-    """Return the task without data that workers do not need: test set, hidden labels, a second copy of the samples."""
+    """Return the task without data that workers do not need: test set, hidden labels, a second copy
+    of the samples.
+    """
     empty = task.test[:0]
     dataset = replace(task.dataset, train=task.train[:0], test=empty, encoding=None)
     return replace(task, dataset=dataset, test=empty, true_labels=None)

@@ -1,4 +1,6 @@
-"""Engines that train clients in other processes: how clients are spread over workers, and dead workers replaced."""
+"""Engines that train clients in other processes: how clients are spread over workers, and dead
+workers replaced.
+"""
 
 import copy
 import math
@@ -15,7 +17,15 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.engines.base import LocalEngine
-from fedloom.engines.client_work import Assignment, ClientResult, ClientWork, Setup, Work, WorkDone, slim
+from fedloom.engines.client_work import (
+    Assignment,
+    ClientResult,
+    ClientWork,
+    Setup,
+    Work,
+    WorkDone,
+    slim,
+)
 from fedloom.engines.proof import Proof
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
@@ -32,10 +42,14 @@ ATTEMPTS = 3
 """Deaths of its worker after which a client fails."""
 
 CLIENTS_AHEAD = 2
-"""Clients per worker that may be handed out beyond the block of slots whose replies are folded next."""
+"""Clients per worker that may be handed out beyond the block of slots whose replies are folded
+next.
+"""
 
 BLOCKS = 2
-"""Fewest blocks of slots per worker for workers to fold them: with two, a slow worker leaves its second to the others."""
+"""Fewest blocks of slots per worker for workers to fold them: with two, a slow worker leaves its
+second to the others.
+"""
 
 MOST_WORKERS = max(64, 4 * (os.cpu_count() or 1))
 """Upper limit for workers and for the threads of each: more cannot help on this machine."""
@@ -61,7 +75,9 @@ class WorkerHandle(ABC):
         self._assignment: Any = None
 
     def give(self, setup: Any, assignment: Any, work: Any, group: Group) -> None:
-        """Send it clients to work on, with the setup and the assignment if it lacks them. Messages are packed."""
+        """Send it clients to work on, with the setup and the assignment if it lacks them. Messages
+        are packed.
+        """
         self.group, self.busy = group, True
         begins = self._setup is not setup
         announced = assignment if begins or self._assignment is not assignment else None
@@ -69,7 +85,9 @@ class WorkerHandle(ABC):
         self.send(setup if begins else None, announced, work)
 
     def listen(self) -> WorkDone | Exception:
-        """Receive its answers, the first of which only says that it has started. Raises `WorkerDied`."""
+        """Receive its answers, the first of which only says that it has started. Raises
+        `WorkerDied`.
+        """
         answers = self.receive()
         self.group, self.busy, self.ready = None, False, True
         if isinstance(answers, Exception):
@@ -78,7 +96,9 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def send(self, setup: Any, assignment: Any, work: Any) -> None:
-        """Send messages to the worker's `ClientTrainer.take`. If the worker is dead, `receive` reports it."""
+        """Send messages to the worker's `ClientTrainer.take`. If the worker is dead, `receive`
+        reports it.
+        """
 
     @abstractmethod
     def receive(self) -> WorkDone | Exception:
@@ -91,7 +111,9 @@ class WorkerHandle(ABC):
 
 @dataclass
 class ReplyMatrices:
-    """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client of it is handed out."""
+    """Matrices `[size, ...]` of the `expected` tensors of each block of slots, made when a client
+    of it is handed out.
+    """
 
     expected: Specs
     slots: int
@@ -106,21 +128,30 @@ class ReplyMatrices:
         number = slot // self.size
         if number not in self.blocks:
             rows = min(self.size, self.slots - number * self.size)
-            specs = [(name, shape, dtype) for name, (shape, dtype) in self.expected.items() if dtype]
-            self.blocks[number] = {name: self.empty((rows, *shape), dtype) for name, shape, dtype in specs}
+            specs = [
+                (name, shape, dtype) for name, (shape, dtype) in self.expected.items() if dtype
+            ]
+            self.blocks[number] = {
+                name: self.empty((rows, *shape), dtype) for name, shape, dtype in specs
+            }
         return self.blocks[number]
 
     def rows(self, slot: int | None) -> dict[str, Tensor]:
         """Return the rows of one slot."""
-        return {name: matrix[0 if slot is None else slot % self.size] for name, matrix in self.block(slot).items()}
+        return {
+            name: matrix[0 if slot is None else slot % self.size]
+            for name, matrix in self.block(slot).items()
+        }
 
 
 class WorkerEngine(LocalEngine, FoldingEngine):
-    """Base of the engines that train clients in other processes. Subclasses start the workers and carry messages.
+    """Base of the engines that train clients in other processes. Subclasses start the workers and
+    carry messages.
 
-    A client's result depends only on the round, the seed, its number, its inbox and its memory, and its memory is updated here,
-    when the result arrives. So if a worker dies, another replaces it and its clients train again, one at a time, with the same
-    result. A client whose worker dies three times fails.
+    A client's result depends only on the round, the seed, its number, its inbox and its memory, and
+    its memory is updated here, when the result arrives. So if a worker dies, another replaces it
+    and its clients train again, one at a time, with the same result. A client whose worker dies
+    three times fails.
     """
 
     in_process: bool | None = None
@@ -128,7 +159,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
     kind: ClassVar[str]  # name of a worker in messages
     shares_memory: ClassVar[bool] = False  # workers write replies into memory of this process
 
-    def __init__(self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int) -> None:
+    def __init__(
+        self, workers: int, inside: Literal["rows", "stacked"], memory_budget: int
+    ) -> None:
         super().__init__(memory_budget)
         self.workers = workers
         self.inside: Literal["rows", "stacked"] = inside
@@ -148,7 +181,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
 
     @abstractmethod
     def _pack(self, message: object, common: Mapping[int, int]) -> Any:
-        """Pickle a message for one worker, without the tensors that it has (`common`). Raises whatever pickling raises."""
+        """Pickle a message for one worker, without the tensors that it has (`common`). Raises
+        whatever pickling raises.
+        """
 
     def _publish(self, packed: Any) -> Any:
         """Make a packed message readable by all workers."""
@@ -166,8 +201,12 @@ class WorkerEngine(LocalEngine, FoldingEngine):
     def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
         """Return the groups in which clients are handed out, in order."""
 
-    def _proven_setup(self, task: Task, chunk: int | None = None, proof: Proof | None = None) -> Setup:
-        """Return a setup with the task's proof, so that workers need none of their own, and how many clients advance together."""
+    def _proven_setup(
+        self, task: Task, chunk: int | None = None, proof: Proof | None = None
+    ) -> Setup:
+        """Return a setup with the task's proof, so that workers need none of their own, and how
+        many clients advance together.
+        """
         kind = StackedEngine if self.inside == "stacked" else RowsEngine
         engine = kind(task, proof, **({} if chunk is None else {"chunk": chunk}))
         for text in engine.notices:
@@ -192,29 +231,43 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         slots = [job.slot + 1 for job in jobs if job.slot is not None]
         size = pipeline.block_size
         gathered, pools = max([len(round.selected), *slots]), pipeline.plan.pools
-        fitting = {name: s for name, s in expected.items() if not pools.takes(min(size, gathered) * s.bytes)}
+        fitting = {
+            name: s
+            for name, s in expected.items()
+            if not pools.takes(min(size, gathered) * s.bytes)
+        }
         matrices = ReplyMatrices(fitting, gathered, size, self._empty)
         blocks = slot_blocks(jobs, round, size)
         assignment = Assignment(pipeline, round, expected, _common(jobs))
-        if self.workers_fold and fold is not None and fold.shared and len(blocks) >= BLOCKS * self.workers:
+        if (
+            self.workers_fold
+            and fold is not None
+            and fold.shared
+            and len(blocks) >= BLOCKS * self.workers
+        ):
             state = pipeline.state()
             assignment = replace(assignment, exchange=fold, state=state, slots=gathered, size=size)
         for group, answers in self._answers("train", assignment, blocks, matrices):
             if answers.folded is not None:
-                yield copy.deepcopy(answers.folded)  # the memory of an answer is reused later, or read-only
+                # the memory of an answer is reused later, or read-only
+                yield copy.deepcopy(answers.folded)
             for job, result in zip(group, answers.results, strict=True):
                 if isinstance(result, Fault):
                     yield Fault(job, result.reason, result.error)
                     continue
                 assert isinstance(result, ClientResult)
                 if result.written:
-                    self.store.write(job.client, {name: rows.clone() for name, rows in result.written.items()})
+                    self.store.write(
+                        job.client, {name: rows.clone() for name, rows in result.written.items()}
+                    )
                 if answers.folded is not None:
                     yield Answer(job, {}, result.metrics)
                     continue
                 tensors = matrices.rows(job.slot)
                 for name, tensor in result.tensors.items():
-                    tensors[name] = tensors[name].copy_(tensor) if name in tensors else tensor.clone()
+                    tensors[name] = (
+                        tensors[name].copy_(tensor) if name in tensors else tensor.clone()
+                    )
                 yield Answer(job, tensors, result.metrics, matrices.block(job.slot))
 
     def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
@@ -240,7 +293,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         blocks: Mapping[int, Sequence[Job]],
         matrices: ReplyMatrices,
     ) -> Iterator[tuple[Sequence[Job], WorkDone]]:
-        """Yield each group with its answers as they arrive. Blocks are handed out in order, few of them at a time."""
+        """Yield each group with its answers as they arrive. Blocks are handed out in order, few of
+        them at a time.
+        """
         self._forget()
         common = {id(rows): index for index, rows in enumerate(assignment.common)}
         announced = self._publish(self._packed(assignment))
@@ -250,11 +305,17 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             groups = [list(tasks)] if fold else self._groups(assignment.pipeline, tasks)
             waiting.extend((number, group) for group in groups)
         unanswered = {number: len(tasks) for number, tasks in blocks.items()}
-        begun = BLOCKS * self.workers if fold else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
+        begun = (
+            BLOCKS * self.workers
+            if fold
+            else 1 + math.ceil(CLIENTS_AHEAD * self.workers / matrices.size)
+        )
         deaths: Counter[int] = Counter()
 
         def give(handle: WorkerHandle) -> None:
-            """Hand out the next group, unless the worker is busy or the group's block lies too far ahead."""
+            """Hand out the next group, unless the worker is busy or the group's block lies too far
+            ahead.
+            """
             if not waiting or handle.busy or waiting[0][0] >= min(unanswered) + begun:
                 return
             number, group = waiting.popleft()
@@ -262,10 +323,17 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             full = fold and uploads and len(group) == len(blocks[number])
             shared = self.shares_memory and not full
             clients = tuple(
-                ClientWork(task, self.store.read(task.client), matrices.rows(task.slot) if shared else {})
+                ClientWork(
+                    task, self.store.read(task.client), matrices.rows(task.slot) if shared else {}
+                )
                 for task in group
             )
-            handle.give(self._setup, announced, self._packed(Work(kind, clients, full), common), (number, group))
+            handle.give(
+                self._setup,
+                announced,
+                self._packed(Work(kind, clients, full), common),
+                (number, group),
+            )
 
         try:
             while waiting or any(handle.group for handle in self._handles):
@@ -280,13 +348,15 @@ class WorkerEngine(LocalEngine, FoldingEngine):
                     except WorkerDied as death:
                         deaths.update(id(job) for job in group)
                         if len(group) != 1 or deaths[id(group[0])] < ATTEMPTS:
-                            # One at a time, so that a client that kills its worker does not fail its neighbours.
+                            # One at a time, so that a client that kills its worker does not fail
+                            # its neighbours.
                             waiting.extendleft((number, [job]) for job in reversed(group))
                             continue
                         reason = f"its {self.kind} died {ATTEMPTS} times ({death})"
                         error = FedloomError(f"client {group[0].client}: {reason}")
                         answers = WorkDone((Fault(group[0], reason, error),), ())
-                    give(handle)  # before the yield, so that the worker need not wait for the caller
+                    # before the yield, so that the worker need not wait for the caller
+                    give(handle)
                     if not group:
                         continue
                     if isinstance(answers, Exception):
@@ -302,7 +372,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             self._forget()
 
     def _listen(self, handle: WorkerHandle) -> WorkDone | Exception:
-        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying while they start."""
+        """Receive a worker's answers. Raises `WorkerDied`, or `FedloomError` if workers keep dying
+        while they start.
+        """
         try:
             answers = handle.listen()
         except WorkerDied as death:
@@ -311,7 +383,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             self._failed_starts += not handle.ready
             if self._failed_starts >= ATTEMPTS:
                 self._failed_starts = 0
-                raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({death})") from None
+                raise FedloomError(
+                    f"engine {self.name!r}: no {self.kind} can start ({death})"
+                ) from None
             raise
         self._failed_starts = 0
         return answers
@@ -324,7 +398,9 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             while len(self._handles) < self.workers:
                 self._handles.append(self._start())
         except OSError as error:
-            raise FedloomError(f"engine {self.name!r}: no {self.kind} can start ({error})") from error
+            raise FedloomError(
+                f"engine {self.name!r}: no {self.kind} can start ({error})"
+            ) from error
 
     def _forget(self) -> None:
         """Stop waiting for answers: busy workers finish their work, and their answers are ignored."""
@@ -332,9 +408,13 @@ class WorkerEngine(LocalEngine, FoldingEngine):
             handle.group = None
 
     def _announce(self, task: Task) -> None:
-        """Make the setup of workers for a task. Raises `InvalidValue` for a task that this engine cannot train on."""
+        """Make the setup of workers for a task. Raises `InvalidValue` for a task that this engine
+        cannot train on.
+        """
         if task.initial.is_cuda:
-            raise InvalidValue(f"engine {self.name!r} takes a task on the CPU, not on {task.initial.device}")
+            raise InvalidValue(
+                f"engine {self.name!r} takes a task on the CPU, not on {task.initial.device}"
+            )
         self.notices, self._standing = [], None
         setup = self._setup_for(task)
         self.task = task
@@ -345,13 +425,17 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         try:
             return self._pack(message, common or {})
         except Exception as error:
-            raise InvalidValue(f"engine {self.name!r} cannot send this to its workers: {error_text(error)}") from error
+            raise InvalidValue(
+                f"engine {self.name!r} cannot send this to its workers: {error_text(error)}"
+            ) from error
 
 
 def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[list[Job]]:
-    """Split the clients into about `count` groups of at most `most`, with about equally many samples (`sizes [n]`).
+    """Split the clients into about `count` groups of at most `most`, with about equally many
+    samples (`sizes [n]`).
 
-    Largest clients come first, since short groups fill the gaps at the end, and clients of similar sizes share a group.
+    Largest clients come first, since short groups fill the gaps at the end, and clients of similar
+    sizes share a group.
     """
     groups: list[list[Job]] = []
     current: list[Job] = []
@@ -359,7 +443,9 @@ def grouped(jobs: Sequence[Job], sizes: Tensor, count: int, most: int) -> list[l
     for index in sizes.argsort(descending=True, stable=True).tolist():
         size = int(sizes[index])
         missing = max(1, min(count, len(jobs)) - len(groups))
-        if len(current) == most or (current and missing > 1 and filled + size / 2 > remaining / missing):
+        if len(current) == most or (
+            current and missing > 1 and filled + size / 2 > remaining / missing
+        ):
             groups.append(current)
             remaining, current, filled = remaining - filled, [], 0
         current.append(jobs[index])

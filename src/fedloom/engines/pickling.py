@@ -1,4 +1,6 @@
-"""Pickling of messages between processes, but for the memory of tensors and arrays: each engine moves it in its own way."""
+"""Pickling of messages between processes, but for the memory of tensors and arrays: each engine
+moves it in its own way.
+"""
 
 import io
 import pickle
@@ -28,23 +30,31 @@ FROM_TASK = {
     "module": "model",
     "training": "training",
 }
-"""Fields of a `Plan` that are not sent, and the attributes of the receiver's task that replace them."""
+"""Fields of a `Plan` that are not sent, and the attributes of the receiver's task that replace
+them.
+"""
 
 
 def dump(message: Any, common: Mapping[int, int] | None = None) -> Packed:
-    """Pickle a message. Return the bytes, and the memory of each of its tensors and arrays, each once.
+    """Pickle a message. Return the bytes, and the memory of each of its tensors and arrays, each
+    once.
 
-    Classes and functions of the main program are pickled by value, all others by name. A method is sent without its server
-    state, and its `Plan` without the fields that the receiver's task provides. Pool files are sent as their budget. `common`
-    maps the ids of tensors that the receiver has to their indices in the receiver's list. Raises whatever pickling raises.
+    Classes and functions of the main program are pickled by value, all others by name. A method is
+    sent without its server state, and its `Plan` without the fields that the receiver's task
+    provides. Pool files are sent as their budget. `common` maps the ids of tensors that the
+    receiver has to their indices in the receiver's list. Raises whatever pickling raises.
     """
     file, memory = io.BytesIO(), list[Any]()
     _Pickler(file, common or {}, memory).dump(message)
     return file.getvalue(), memory
 
 
-def load(data: bytes, memory: Sequence[Any], common: Sequence[Tensor] = (), task: Task | None = None) -> Any:
-    """Undo `dump`. `common` are the tensors that it left out; the `task` is needed to restore a method's `Plan`."""
+def load(
+    data: bytes, memory: Sequence[Any], common: Sequence[Tensor] = (), task: Task | None = None
+) -> Any:
+    """Undo `dump`. `common` are the tensors that it left out; the `task` is needed to restore a
+    method's `Plan`.
+    """
     return _Unpickler(data, memory, common, task).load()
 
 
@@ -64,9 +74,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor:
             stored = value
-            if 0 in value.stride():  # without expanded dimensions, of whose copy sums might be rounded in another way
-                stored = value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
-            bits = stored.view(torch.int16) if value.dtype == torch.bfloat16 else stored  # NumPy lacks this type
+            # without expanded dimensions, of whose copy sums might be rounded in another way
+            if 0 in value.stride():
+                stored = value[
+                    tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
+                ]
+            # NumPy lacks this type
+            bits = stored.view(torch.int16) if value.dtype == torch.bfloat16 else stored
             memory = pickle.PickleBuffer(np.ascontiguousarray(bits.numpy(force=True)).data)
             return _tensor, (memory, value.dtype, tuple(stored.shape), tuple(value.shape))
         if isinstance(value, PoolFiles):  # the files stay with their owner
@@ -75,12 +89,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             make, arguments, attributes, *iterators = reduced
             if isinstance(attributes, dict):
-                attributes = {name: attribute for name, attribute in attributes.items() if name != "state"}
+                attributes = {
+                    name: attribute for name, attribute in attributes.items() if name != "state"
+                }
             return make, arguments, attributes, *iterators
         return super().reducer_override(value)
 
 
-def _tensor(memory: Any, dtype: torch.dtype, stored: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def _tensor(
+    memory: Any, dtype: torch.dtype, stored: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
     if not prod(stored):
         return torch.empty(shape, dtype=dtype)
     if not memoryview(memory).readonly:
@@ -91,7 +109,9 @@ def _tensor(memory: Any, dtype: torch.dtype, stored: tuple[int, ...], shape: tup
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, memory: Sequence[Any], common: Sequence[Tensor], task: Task | None) -> None:
+    def __init__(
+        self, data: bytes, memory: Sequence[Any], common: Sequence[Tensor], task: Task | None
+    ) -> None:
         super().__init__(io.BytesIO(data), buffers=memory)
         self._common, self._task = common, task
 

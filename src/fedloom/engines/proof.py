@@ -1,4 +1,6 @@
-"""A shortcut proves itself: it is compared with plain PyTorch, on the run's model, data and settings, before it is taken."""
+"""A shortcut proves itself: it is compared with plain PyTorch, on the run's model, data and
+settings, before it is taken.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +15,14 @@ from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.flat.layout import Layout
 from fedloom.flat.linear_chain import linear_layers
-from fedloom.flat.module import PLAIN, FlatModule, Shortcuts, generator_state, light_convolutions, no_loop_in_vmap
+from fedloom.flat.module import (
+    PLAIN,
+    FlatModule,
+    Shortcuts,
+    generator_state,
+    light_convolutions,
+    no_loop_in_vmap,
+)
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.flat.vmap_modes import autocast
 from fedloom.local.cohort import Cohort, Correction
@@ -24,10 +33,14 @@ from fedloom.state.store import ClientStore, Memory
 from fedloom.training import Training
 
 SAMPLES, BATCH = (8, 5), 3
-"""Samples of the two clients that train here, with batches of 3, 3, 2 and 3, 2: short ones come at different steps."""
+"""Samples of the two clients that train here, with batches of 3, 3, 2 and 3, 2: short ones come at
+different steps.
+"""
 
 RATE, CLIP = 0.05, 0.1
-"""Their learning rate, which moves weights visibly, and the largest norm to clip to, so that clipping has an effect."""
+"""Their learning rate, which moves weights visibly, and the largest norm to clip to, so that
+clipping has an effect.
+"""
 
 WIDENED = 1 << 24
 """Most frozen numbers of a model that is copied to be tried in float64."""
@@ -46,18 +59,24 @@ class Proof:
     notices: tuple[str, ...] = ()  # shortcuts that are left out, and why
 
 
-def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool) -> Proof:
-    """Compare the shortcuts with plain steps; with `stack`, also those of several models in lock step.
+def prove(
+    module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool
+) -> Proof:
+    """Compare the shortcuts with plain steps; with `stack`, also those of several models in lock
+    step.
 
-    Numbers are float64, where rounding hides no difference that matters, or the model's own type if it cannot be converted or has
-    much that is frozen. Raises `InvalidValue` if training changes a frozen buffer.
+    Numbers are float64, where rounding hides no difference that matters, or the model's own type if
+    it cannot be converted or has much that is frozen. Raises `InvalidValue` if training changes a
+    frozen buffer.
     """
     try:
         plain = _compared(module, dataset, samples, training)
     except Exception as error:
         return Proof(unstackable=error_text(error))
     if plain.changed:
-        fault = "which is not persistent and so neither sent nor kept: register it with persistent=True"
+        fault = (
+            "which is not persistent and so neither sent nor kept: register it with persistent=True"
+        )
         raise InvalidValue(f"training changes the buffer {plain.changed!r} of the model, {fault}")
     notices: list[str] = []
 
@@ -83,10 +102,15 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     if unstackable is None and linear and linear_layers(plain.module, plain.layout):
         products = Shortcuts(linear=True)
         same: Correction = lambda weights, gradient, context: gradient  # noqa: E731
-        difference = plain.difference(products, stack=True) or plain.difference(products, stack=True, correction=same)
-        shortcuts = replace(shortcuts, linear=allowed("linear layers train by autograd: without it", difference))
+        difference = plain.difference(products, stack=True) or plain.difference(
+            products, stack=True, correction=same
+        )
+        shortcuts = replace(
+            shortcuts, linear=allowed("linear layers train by autograd: without it", difference)
+        )
     if unstackable is None and training.optimizer != "sgd":
-        if training.local_schedule != CONSTANT:  # with it, these two clients' rates differ, so that nothing is joint
+        # with it, these two clients' rates differ, so that nothing is joint
+        if training.local_schedule != CONSTANT:
             plain = _compared(module, dataset, samples, replace(training, local_schedule=CONSTANT))
         difference = plain.difference(Shortcuts(joint_optimizer=True), stack=True)
         joint = allowed("each client has an optimizer of its own: with one", difference)
@@ -94,7 +118,9 @@ def prove(module: nn.Module, dataset: Dataset, samples: Samples, training: Train
     return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
 
 
-def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: Training) -> "_Comparison":
+def _compared(
+    module: nn.Module, dataset: Dataset, samples: Samples, training: Training
+) -> "_Comparison":
     frozen = Layout(module).frozen_tensors(module).values()
     try:
         if sum(tensor.numel() for tensor in frozen) > WIDENED:
@@ -104,12 +130,15 @@ def _compared(module: nn.Module, dataset: Dataset, samples: Samples, training: T
         comparison = _Comparison(module, dataset, samples, training)
     if not comparison.draws or comparison.start.device.type == "cpu":
         return comparison
-    # An accelerator draws other masks for a stack than for one model, so they can be compared on the CPU alone.
+    # An accelerator draws other masks for a stack than for one model, so they can be compared on
+    # the CPU alone.
     return _compared(copied(module).cpu(), dataset, samples.to(torch.device("cpu")), training)
 
 
 class _Comparison:
-    """Two small clients trained by PyTorch's own modules and optimizers, with which other results are compared."""
+    """Two small clients trained by PyTorch's own modules and optimizers, with which other results
+    are compared.
+    """
 
     def __init__(
         self,
@@ -119,7 +148,12 @@ class _Comparison:
         training: Training,
         kind: torch.dtype | None = None,
     ) -> None:
-        self.module, self.layout, self.kind, self.objective = module, Layout(module), kind, dataset.objective
+        self.module, self.layout, self.kind, self.objective = (
+            module,
+            Layout(module),
+            kind,
+            dataset.objective,
+        )
         index = torch.arange(sum(SAMPLES), device=samples.labels.device) % len(samples)
         inputs = dataset.prepare(samples.inputs[index])
         inputs = inputs.to(self.layout.dtype) if inputs.is_floating_point() else inputs
@@ -141,12 +175,17 @@ class _Comparison:
     def difference(
         self, shortcuts: Shortcuts, *, stack: bool = False, correction: Correction | None = None
     ) -> str | None:
-        """Return the difference of clients that train so, stacked or not, or None. With a correction steps are not folded."""
+        """Return the difference of clients that train so, stacked or not, or None. With a
+        correction steps are not folded.
+        """
         try:
             results = self._trained(shortcuts, stack, correction)
         except Exception as error:
             return error_text(error)
-        (model, steps, loss, integers), (weights, plain_steps, mean, counts) = results, self.expected
+        (model, steps, loss, integers), (weights, plain_steps, mean, counts) = (
+            results,
+            self.expected,
+        )
         if not torch.equal(steps, plain_steps) or not torch.equal(integers, counts):
             return "steps or integer buffers are not those of plain PyTorch"
         moved = float((weights - self.start).abs().nan_to_num().max().clamp_min(1e-6))
@@ -159,7 +198,9 @@ class _Comparison:
                 return f"after {int(steps.max())} steps the numbers are {distance:.2g} off those of plain PyTorch"
         return None
 
-    def _trained(self, shortcuts: Shortcuts, stack: bool, correction: Correction | None) -> list[Tensor]:
+    def _trained(
+        self, shortcuts: Shortcuts, stack: bool, correction: Correction | None
+    ) -> list[Tensor]:
         """Return what `_plain` does, with the shortcuts."""
         settings = self.module, self.layout, shortcuts, self.kind, self.objective
         if stack:
@@ -167,7 +208,10 @@ class _Comparison:
             many.begin(2, [stream(0, "layers", client=k) for k in range(2)] if self.draws else [])
             many.load_integers(self.integers)
             with no_loop_in_vmap():
-                return [*self._cohort([0, 1], many).fit(self.start, correction=correction), many.integers()]
+                return [
+                    *self._cohort([0, 1], many).fit(self.start, correction=correction),
+                    many.integers(),
+                ]
         flat, results = FlatModule(*settings), []
         for k in range(2):
             flat.load_integers(self.integers[k : k + 1])
@@ -177,14 +221,18 @@ class _Comparison:
         return [torch.cat(rows) for rows in zip(*results, strict=True)]
 
     def suits_channels_last(self) -> bool:
-        """Return True if the samples are images, on a CPU, that the model's convolutions take faster with the channels last."""
+        """Return True if the samples are images, on a CPU, that the model's convolutions take
+        faster with the channels last.
+        """
         image = self.samples[0].inputs[:1]
         if image.dim() != 4 or image.is_cuda or not image.is_floating_point():
             return False
         return light_convolutions(self.layout.copy(self.module).eval(), image)
 
     def _plain(self) -> list[Tensor]:
-        """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by plain PyTorch."""
+        """Return models `[2, P]`, steps `[2]`, mean losses `[2]` and integer buffers `[2, Z]`, by
+        plain PyTorch.
+        """
         results = []
         for k in range(2):
             module = self.layout.copy(self.module).train()
@@ -197,7 +245,8 @@ class _Comparison:
             with self._stream(k):
                 state = generator_state(self.start)
                 for batch in self._cohort([k], FlatModule(self.module, self.layout)).batches():
-                    for parameter in trained:  # not to None, so that a parameter that the loss does not use decays too
+                    # not to None, so that a parameter that the loss does not use decays too
+                    for parameter in trained:
                         parameter.grad = torch.zeros_like(parameter)
                     with autocast(self.kind, self.start.device):
                         loss = self.objective.loss(module(batch.inputs[0]), batch.labels[0])
@@ -207,7 +256,11 @@ class _Comparison:
                     optimizer(RATE * rate_factor(self.settings.local_schedule, len(losses), steps))
                     losses.append(loss.detach().to(self.start))
                 self.draws |= not torch.equal(state, generator_state(self.start))
-            changed = (name for name, tensor in self._frozen_buffers(module) if not torch.equal(tensor, frozen[name]))
+            changed = (
+                name
+                for name, tensor in self._frozen_buffers(module)
+                if not torch.equal(tensor, frozen[name])
+            )
             self.changed = next(changed, self.changed)
             mean = torch.stack(losses).mean()
             counts = self.layout.flatten_integers(module)
@@ -215,7 +268,11 @@ class _Comparison:
         return [torch.stack(rows) for rows in zip(*results, strict=True)]
 
     def _frozen_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        return ((n, t) for n, t in self.layout.frozen_tensors(module).items() if not isinstance(t, nn.Parameter))
+        return (
+            (n, t)
+            for n, t in self.layout.frozen_tensors(module).items()
+            if not isinstance(t, nn.Parameter)
+        )
 
     def _stream(self, client: int) -> AbstractContextManager[None]:
         return global_stream(0, "layers", client=client, device=self.start.device)
@@ -223,13 +280,20 @@ class _Comparison:
     def _cohort(self, clients: Sequence[int], flat_module: FlatModule) -> Cohort:
         samples = [self.samples[client] for client in clients]
         memory = Memory(ClientStore(), clients)
-        return Cohort(clients, samples, self.dataset, flat_module, self.settings, self.round, memory)
+        return Cohort(
+            clients, samples, self.dataset, flat_module, self.settings, self.round, memory
+        )
 
 
 def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float], object]:
     """Return a step of the optimizer at a learning rate."""
     velocities: list[Tensor | None] = [None] * len(parameters)
-    options = {"nesterov": False, "dampening": 0.0, **settings.optimizer_options, "momentum": settings.momentum}
+    options = {
+        "nesterov": False,
+        "dampening": 0.0,
+        **settings.optimizer_options,
+        "momentum": settings.momentum,
+    }
     optimizer = None if settings.optimizer == "sgd" else settings.torch_optimizer(parameters, RATE)
 
     def step(rate: float) -> None:
@@ -239,7 +303,16 @@ def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float]
             optimizer.step()
             return
         gradients, decay = [p.grad for p in parameters if p.grad is not None], settings.weight_decay
-        with torch.no_grad():  # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
-            sgd(parameters, gradients, velocities, lr=rate, weight_decay=decay, maximize=False, **options)
+        # a function, since the class `torch.optim.SGD` imports PyTorch's compiler
+        with torch.no_grad():
+            sgd(
+                parameters,
+                gradients,
+                velocities,
+                lr=rate,
+                weight_decay=decay,
+                maximize=False,
+                **options,
+            )
 
     return step

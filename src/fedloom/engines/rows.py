@@ -11,7 +11,14 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fedloom.engines.base import LocalEngine, engines, inspect_reply, keep_integers, load_integers, run_training
+from fedloom.engines.base import (
+    LocalEngine,
+    engines,
+    inspect_reply,
+    keep_integers,
+    load_integers,
+    run_training,
+)
 from fedloom.engines.proof import Proof, prove
 from fedloom.errors import FedloomError, RefusedReply
 from fedloom.flat.device import keep_pages
@@ -42,12 +49,22 @@ class RowsEngine(LocalEngine):
     stacks: ClassVar[bool] = False
     chunk: int = 1  # clients that advance together
 
-    def __init__(self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET) -> None:
+    def __init__(
+        self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET
+    ) -> None:
         super().__init__(memory_budget)
         self.task = task
-        self.proof = proof or prove(task.model, task.dataset, task.train, task.training, stack=self.stacks)
+        self.proof = proof or prove(
+            task.model, task.dataset, task.train, task.training, stack=self.stacks
+        )
         self.notices += self.proof.notices
-        self.ways = task.model, task.layout, self.proof.shortcuts, task.training.autocast_dtype, task.objective
+        self.ways = (
+            task.model,
+            task.layout,
+            self.proof.shortcuts,
+            task.training.autocast_dtype,
+            task.objective,
+        )
         self.flat_module = FlatModule(*self.ways)
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
 
@@ -58,7 +75,9 @@ class RowsEngine(LocalEngine):
         self.store.begin(directory)
         keep_pages()
 
-    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
         expected = pipeline.expected(round)
         slots = pipeline.block_size
         size = slots * math.ceil(self.chunk / slots)  # no block cuts a chunk
@@ -68,7 +87,9 @@ class RowsEngine(LocalEngine):
     def train_block(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
     ) -> Iterator[Answer | Fault]:
-        """Train the clients of a block, whose replies are `expected` to hold this. A worker lacks the server's half to ask."""
+        """Train the clients of a block, whose replies are `expected` to hold this. A worker lacks
+        the server's half to ask.
+        """
 
         def answers(chunk: Sequence[Job]) -> list[Answer | Fault]:
             if len(chunk) == 1:
@@ -87,7 +108,9 @@ class RowsEngine(LocalEngine):
     def train_one(
         self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
     ) -> Answer | Fault:
-        """Train one client. A mistake in the configuration is raised, since it is not the client's fault."""
+        """Train one client. A mistake in the configuration is raised, since it is not the client's
+        fault.
+        """
         try:
             with self._drawing_layers(round, [job]):
                 (answer,) = self._answers(pipeline, round, [job], expected)
@@ -101,7 +124,9 @@ class RowsEngine(LocalEngine):
     def _answers(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
     ) -> list[Answer | Fault]:
-        """Train clients that advance together. Those whose reply is refused keep their memory from before the round."""
+        """Train clients that advance together. Those whose reply is refused keep their memory from
+        before the round.
+        """
         cohort = self.cohort(round, jobs)
         inbox = joined_inbox(jobs)
         sent = load_integers(cohort, inbox, self.task.initial_integers)
@@ -119,7 +144,9 @@ class RowsEngine(LocalEngine):
                 answers.append(Fault(job, str(error), error))
                 continue
             accepted.append(row)
-            measured = {name: values[row] for name, values in metrics.items() if not math.isnan(values[row])}
+            measured = {
+                name: values[row] for name, values in metrics.items() if not math.isnan(values[row])
+            }
             answers.append(Answer(job, tensors, measured))
         cohort.memory.commit(accepted)
         return answers
@@ -134,7 +161,8 @@ class RowsEngine(LocalEngine):
     def personalised(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
     ) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Return each client, the model `[P]` that it would use in `round`, and its integer buffers if any.
+        """Return each client, the model `[P]` that it would use in `round`, and its integer buffers
+        if any.
 
         The method works on a copy of the inbox, and its writes to the clients' memory are dropped.
         """
@@ -143,11 +171,15 @@ class RowsEngine(LocalEngine):
         load_integers(cohort, inbox, self.task.initial_integers)
         with self._drawing_layers(round, jobs):
             rows = pipeline.personalise(cohort, inbox)
-        integers = cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)
+        integers = (
+            cohort.flat_module.integers() if self.task.layout.integers else [None] * len(rows)
+        )
         return list(zip(cohort.clients, rows, integers, strict=True))
 
     def _drawing_layers(self, round: Round, jobs: Sequence[Job]) -> AbstractContextManager[None]:
-        """Let layers that draw, such as dropout, draw from the client's stream: they know only torch's global generator."""
+        """Let layers that draw, such as dropout, draw from the client's stream: they know only
+        torch's global generator.
+        """
         if len(jobs) > 1:  # stacks are given the streams
             return nullcontext()
         client, device = jobs[0].client, self.task.initial.device

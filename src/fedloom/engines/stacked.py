@@ -24,30 +24,40 @@ from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 STACK_VALUES = 1 << 21
-"""Weights of one stack on a CPU: ten models of 200,000. Larger stacks leave the caches and get slower."""
+"""Weights of one stack on a CPU: ten models of 200,000. Larger stacks leave the caches and get
+slower.
+"""
 
 SHARE_OF_MEMORY = 0.6
 """Share of an accelerator's free memory that stacks may take."""
 
 ROWS_HELD = 8
-"""Rows of P numbers that a model in training may need: download, weights, velocity, gradient and those of a method."""
+"""Rows of P numbers that a model in training may need: download, weights, velocity, gradient and
+those of a method.
+"""
 
 
 @engines.register("stacked")
 class StackedEngine(RowsEngine):
     """Trains clients in lock step, with the numbers of the rows engine to float tolerance.
 
-    Clients of similar sizes share a chunk, so that few stand still. If models of the task or a method's clients cannot be
-    stacked, clients train one after another, and a notice says why.
+    Clients of similar sizes share a chunk, so that few stand still. If models of the task or a
+    method's clients cannot be stacked, clients train one after another, and a notice says why.
 
     Args:
-        chunk: Models that advance together; by default as many as the processor's caches or an accelerator's free memory hold.
+        chunk: Models that advance together; by default as many as the processor's caches or an
+            accelerator's free memory hold.
     """
 
     stacks = True
 
     def __init__(
-        self, task: Task, proof: Proof | None = None, *, memory_budget: int = BUDGET, chunk: Count | None = None
+        self,
+        task: Task,
+        proof: Proof | None = None,
+        *,
+        memory_budget: int = BUDGET,
+        chunk: Count | None = None,
     ) -> None:
         super().__init__(task, proof, memory_budget=memory_budget)
         checked(StackedEngine, {"chunk": chunk})
@@ -76,18 +86,27 @@ class StackedEngine(RowsEngine):
                 raise  # a mistake in the configuration is not the clients' fault
             except torch.OutOfMemoryError:
                 size = self.chunk = max(1, len(chunk) // 2)
-                self.notice(f"a stack of {len(chunk)} models does not fit in memory: {size} train together from now on")
+                self.notice(
+                    f"a stack of {len(chunk)} models does not fit in memory: {size} train together from now on"
+                )
             except Exception as error:
-                # One client's failure must not fail the chunk: each works by itself, with the same result.
+                # One client's failure must not fail the chunk: each works by itself, with the same
+                # result.
                 size = 1
-                self.notice(f"{pipeline}: clients train one by one where they fail in lock step: {error_text(error)}")
+                self.notice(
+                    f"{pipeline}: clients train one by one where they fail in lock step: {error_text(error)}"
+                )
             else:
                 yield from results
                 continue
-            waiting.extendleft(reversed([chunk[start : start + size] for start in range(0, len(chunk), size)]))
+            waiting.extendleft(
+                reversed([chunk[start : start + size] for start in range(0, len(chunk), size)])
+            )
 
     def _chunks(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[Sequence[Job]]:
-        """Return the clients in chunks of about equal length, largest first; one by one if they cannot be stacked."""
+        """Return the clients in chunks of about equal length, largest first; one by one if they
+        cannot be stacked.
+        """
         reason = unstackable_method(pipeline.components())
         if reason:
             self.notice(f"{pipeline}: {reason}")
@@ -107,7 +126,9 @@ class StackedEngine(RowsEngine):
 
 
 def unstackable_method(methods: Iterable[Method]) -> str | None:
-    """Return the reason why clients of these methods train one at a time, or None if they may advance together."""
+    """Return the reason why clients of these methods train one at a time, or None if they may
+    advance together.
+    """
     for method in methods:
         if not method.facts.stackable:
             return f"{type(method).__name__} trains one client at a time"
@@ -124,7 +145,9 @@ def default_chunk(task: Task, flat_module: FlatModule) -> int:
 
 
 def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
-    """Return the bytes that one model needs while it trains: its rows, and what a forward pass saves (measured)."""
+    """Return the bytes that one model needs while it trains: its rows, and what a forward pass
+    saves (measured).
+    """
     count = 2 if flat_module.needs_pairs else 1
     samples = task.train[:count]
     saved: dict[int, int] = {}
@@ -143,5 +166,8 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     ):
         flat_module.gradient(row, batch, data_loss, {})
     weights = task.layout.size * row.element_size()
-    activations = max(0, sum(saved.values()) - weights) // count + batch.inputs[0, 0].numel() * row.element_size()
+    activations = (
+        max(0, sum(saved.values()) - weights) // count
+        + batch.inputs[0, 0].numel() * row.element_size()
+    )
     return ROWS_HELD * weights + 2 * full_batch(task) * activations

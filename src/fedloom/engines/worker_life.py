@@ -1,7 +1,9 @@
-"""The life of a process that works for another: its start, its watch over whoever started it, its end.
+"""The life of a process that works for another: its start, its watch over whoever started it, its
+end.
 
-For every kind of worker: of the engines, of pools of runs, of sites. Only the standard library is imported here, since a worker
-begins to watch before it imports PyTorch, which takes seconds in which its parent may die.
+For every kind of worker: of the engines, of pools of runs, of sites. Only the standard library is
+imported here, since a worker begins to watch before it imports PyTorch, which takes seconds in
+which its parent may die.
 """
 
 import gc
@@ -21,7 +23,9 @@ WATCH_SECONDS = 0.25
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start another Python with this one's import path, out of reach of Ctrl-C, which inherits the `descriptors`."""
+    """Start another Python with this one's import path, out of reach of Ctrl-C, which inherits the
+    `descriptors`.
+    """
     return subprocess.Popen(
         [sys.executable, "-P", *arguments],
         stdin=subprocess.DEVNULL,
@@ -37,13 +41,17 @@ def import_path() -> str:
 
 
 def exit_with_parent(parent: int | None = None) -> None:
-    """Exit, whatever this process is doing, when the process `parent` (by default the present one) is no longer its parent."""
+    """Exit, whatever this process is doing, when the process `parent` (by default the present one)
+    is no longer its parent.
+    """
     pid = os.getppid() if parent is None else parent
     exit_unless(lambda: os.getppid() == pid)
 
 
 def exit_unless(needed: Callable[[], bool]) -> None:
-    """Exit, whatever this process is doing, as soon as `needed()` is False. A thread of its own asks."""
+    """Exit, whatever this process is doing, as soon as `needed()` is False. A thread of its own
+    asks.
+    """
 
     def watch() -> None:
         while needed():
@@ -55,7 +63,9 @@ def exit_unless(needed: Callable[[], bool]) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Spare the objects of the modules imported inside the block from garbage collection, during the imports and afterwards."""
+    """Spare the objects of the modules imported inside the block from garbage collection, during
+    the imports and afterwards.
+    """
     gc.disable()
     yield
     gc.freeze()

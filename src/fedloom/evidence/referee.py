@@ -1,7 +1,9 @@
-"""The referee: where two implementations of a method part, in which round, client, step and tensor, and what that often means.
+"""The referee: where two implementations of a method part, in which round, client, step and tensor,
+and what that often means.
 
-Each tensor is held against the way that it has moved: a difference counts when it is more than a share of that way, and more
-than rounding makes. A difference is explained by the vector at hand that is nearly parallel to it.
+Each tensor is held against the way that it has moved: a difference counts when it is more than a
+share of that way, and more than rounding makes. A difference is explained by the vector at hand
+that is nearly parallel to it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +26,11 @@ _OTHERWISE = {
 
 
 def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
-    """Return location, size and frequent causes of the first difference, in what both traces have; empty without any.
+    """Return location, size and frequent causes of the first difference, in what both traces have;
+    empty without any.
 
-    A difference counts from the share `tolerance` of a tensor's way on. Raises `DataError` where they have nothing in common.
+    A difference counts from the share `tolerance` of a tensor's way on. Raises `DataError` where
+    they have nothing in common.
     """
     if not a.keys() & b.keys():
         names = ["/".join(map(str, min(trace, default=()))) for trace in (a, b)]
@@ -34,34 +38,56 @@ def compare(a: Trace, b: Trace, tolerance: float = 1e-3) -> list[str]:
     for number in (number for number in a.clients if number in b.clients):
         lists = [", ".join(sorted(trace.clients[number], key=int)) for trace in (a, b)]
         if lists[0] != lists[1]:
-            return [f"round {number}", f"A trains clients {lists[0]}, B {lists[1]}", "selection of clients"]
+            return [
+                f"round {number}",
+                f"A trains clients {lists[0]}, B {lists[1]}",
+                "selection of clients",
+            ]
         for client in (*a.clients[number], "server"):
             steps = [trace.steps(number, client) for trace in (a, b)]
             keys = [key for key in a if key[:2] == (number, client) and key in b]
-            location = f"round {number}, {'the server' if client == 'server' else f'client {client}'}"
+            location = (
+                f"round {number}, {'the server' if client == 'server' else f'client {client}'}"
+            )
             for stage in ("in", *steps[0], "out", "end"):
                 here = [key for key in keys if key.stage == stage]
-                for key in sorted(here, key=lambda key: _ROLES.index(key.role) if key.role in _ROLES else 0):
+                for key in sorted(
+                    here, key=lambda key: _ROLES.index(key.role) if key.role in _ROLES else 0
+                ):
                     if _share(a, b, key) > tolerance:
-                        alike = [k for k in here if k.role == key.role and _share(a, b, k) > tolerance]
+                        alike = [
+                            k for k in here if k.role == key.role and _share(a, b, k) > tolerance
+                        ]
                         location += f", {_STAGES.get(stage, f'local step {stage}')}: {key.role} {key.tensor}"
                         return [location, _size(a, b, alike), *_causes(a, b, alike)]
             if all(steps) and steps[0] != steps[1]:
-                cause = "the number of local epochs, or a last, smaller batch, which one of them drops"
+                cause = (
+                    "the number of local epochs, or a last, smaller batch, which one of them drops"
+                )
                 return [location, f"A takes {len(steps[0])} local steps, B {len(steps[1])}", cause]
     return []
 
 
 def _share(a: Trace, b: Trace, key: Key) -> float:
-    """Return a difference as a share of the way that the tensor moved in A; 0 where rounding explains it."""
+    """Return a difference as a share of the way that the tensor moved in A; 0 where rounding
+    explains it.
+    """
     if a[key].shape != b[key].shape or not np.isfinite(b[key]).all():
         return np.inf
     if key.role == "samples" or not a[key].size:
         return 0.0 if np.array_equal(np.sort(a[key], None), np.sort(b[key], None)) else np.inf
     gap, size = float(np.abs(b[key] - a[key]).max()), float(np.abs(a[key]).max())
     earlier = a.earlier(key)
-    way = 0.0 if earlier is None or earlier.shape != a[key].shape else float(np.abs(a[key] - earlier).max())
-    return 0.0 if gap <= max(_ROUNDING * size, 1e-12) else gap / (way if way > _ROUNDING * size else size or 1.0)
+    way = (
+        0.0
+        if earlier is None or earlier.shape != a[key].shape
+        else float(np.abs(a[key] - earlier).max())
+    )
+    return (
+        0.0
+        if gap <= max(_ROUNDING * size, 1e-12)
+        else gap / (way if way > _ROUNDING * size else size or 1.0)
+    )
 
 
 def _size(a: Trace, b: Trace, alike: Sequence[Key]) -> str:
@@ -75,7 +101,9 @@ def _size(a: Trace, b: Trace, alike: Sequence[Key]) -> str:
 def _causes(a: Trace, b: Trace, alike: Sequence[Key]) -> Iterator[str]:
     """Yield frequent causes of a first difference, in the tensors `alike` of one role."""
     for still, moved, names in ((a, b, "A B"), (b, a, "B A")):
-        if tensors := [k.tensor for k in alike if k.tensor and _unmoved(still, k) and not _unmoved(moved, k)]:
+        if tensors := [
+            k.tensor for k in alike if k.tensor and _unmoved(still, k) and not _unmoved(moved, k)
+        ]:
             yield f"{names[0]} leaves {', '.join(tensors)} as {'they were' if tensors[1:] else 'it was'}, {names[2]} does not"
     key = alike[0]
     parameters = [k.tensor for k in a if k[:4] == key[:4] and not _is_statistic(k)]
@@ -102,22 +130,37 @@ def _is_statistic(key: Key) -> bool:
 
 def _unmoved(trace: Trace, key: Key) -> bool:
     earlier = trace.earlier(key)
-    return earlier is not None and earlier.shape == trace[key].shape and np.allclose(earlier, trace[key], atol=1e-7)
+    return (
+        earlier is not None
+        and earlier.shape == trace[key].shape
+        and np.allclose(earlier, trace[key], atol=1e-7)
+    )
 
 
 def _explanation(difference: Array, causes: Mapping[str, Array | None]) -> str:
-    """Return the cause whose vector is nearly parallel to the difference, with its factor for {}, or that plus one for {+1}."""
+    """Return the cause whose vector is nearly parallel to the difference, with its factor for {},
+    or that plus one for {+1}.
+    """
     best, text = _UNEXPLAINED * float(np.linalg.norm(difference)), ""
     for cause, vector in causes.items():
-        if vector is not None and vector.shape == difference.shape and (square := float(vector @ vector)) > 0:
+        if (
+            vector is not None
+            and vector.shape == difference.shape
+            and (square := float(vector @ vector)) > 0
+        ):
             factor = float(vector @ difference) / square
             remainder = float(np.linalg.norm(difference - factor * vector))
             if remainder < best:
-                best, text = remainder, cause.replace("{}", f"{factor:.3g}").replace("{+1}", f"{1 + factor:.3g}")
+                best, text = (
+                    remainder,
+                    cause.replace("{}", f"{factor:.3g}").replace("{+1}", f"{1 + factor:.3g}"),
+                )
     return text
 
 
-def _of_client(a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Array) -> dict[str, Array | None]:
+def _of_client(
+    a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Array
+) -> dict[str, Array | None]:
     """Return vectors that may explain a difference from the same start, by their cause."""
     number, client, stage, role, _ = key
     sent, causes = a.vector(number, client, "in", "model", names), dict[str, Array | None]()
@@ -133,9 +176,15 @@ def _of_client(a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Arra
     else:
         rate = "the learning rate (of the round, where earlier rounds agree), a sum in place of a mean, clipping"
         causes[f"B's step is {{+1}} times A's: {rate}"] = a.way(number, client, stage, names)
-        causes["{} times the weights: weight decay"] = a.vector(number, client, stage, "before", names)
-        causes["{} times the step before: momentum"] = b.way(number, client, str(int(stage) - 1), names)
-    trained = [earlier for earlier in a.clients if earlier < number and client in a.clients[earlier]]
+        causes["{} times the weights: weight decay"] = a.vector(
+            number, client, stage, "before", names
+        )
+        causes["{} times the step before: momentum"] = b.way(
+            number, client, str(int(stage) - 1), names
+        )
+    trained = [
+        earlier for earlier in a.clients if earlier < number and client in a.clients[earlier]
+    ]
     if stage == "0" and trained and (steps := b.steps(trained[-1], client)):
         cause = "{} times the client's last step of an earlier round: momentum is kept between trainings in B"
         causes[cause] = b.way(trained[-1], client, steps[-1], names)
@@ -147,13 +196,23 @@ def _of_client(a: Trace, b: Trace, key: Key, names: Sequence[str], outcome: Arra
         causes[f"{{}} times the {sort} that it is sent: {end}"] = received
         causes[f"{{}} times the client's own {sort}: {end}"] = total
         if received is not None and received.shape == total.shape:
-            causes[f"{{}} times the {sort} that it is sent less its own: a correction that is {end}"] = received - total
+            causes[
+                f"{{}} times the {sort} that it is sent less its own: a correction that is {end}"
+            ] = received - total
     return causes
 
 
-def _of_server(a: Trace, key: Key, names: Sequence[str], state_a: Array, state_b: Array) -> Iterator[str]:
-    """Yield causes of another state of the server after the same replies, in this round or in the one before."""
-    number = key.round if key.stage == "end" else max((number for number in a.clients if number < key.round), default=0)
+def _of_server(
+    a: Trace, key: Key, names: Sequence[str], state_a: Array, state_b: Array
+) -> Iterator[str]:
+    """Yield causes of another state of the server after the same replies, in this round or in the
+    one before.
+    """
+    number = (
+        key.round
+        if key.stage == "end"
+        else max((number for number in a.clients if number < key.round), default=0)
+    )
     clients = a.clients.get(number, [])
     start = a.vector(number, clients[0], "in", key.role, names) if clients else None
     if start is None:
@@ -165,6 +224,9 @@ def _of_server(a: Trace, key: Key, names: Sequence[str], state_a: Array, state_b
     ways = [a.way(number, client, "out", names) for client in clients]
     columns = [way for way in ways if way is not None]
     if key.role == "model" and len(columns) == len(ways):
-        shares = [np.linalg.lstsq(np.stack(columns, 1), state - start, rcond=None)[0] for state in (state_a, state_b)]
+        shares = [
+            np.linalg.lstsq(np.stack(columns, 1), state - start, rcond=None)[0]
+            for state in (state_a, state_b)
+        ]
         listed = [", ".join(f"{share:.3f}" for share in row) for row in shares]
         yield f"weight of the mean: clients {', '.join(clients)} weigh {listed[0]} in A, {listed[1]} in B"

@@ -1,4 +1,6 @@
-"""Replays: the runs of a bundle made again here, and how the figures compare cell by cell, a method in a setting each."""
+"""Replays: the runs of a bundle made again here, and how the figures compare cell by cell, a method
+in a setting each.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,16 +34,21 @@ from fedloom.task import Task
 ANSWERS = ("the same bytes", "the same to float tolerance", "within the seeds' spread", "different")
 
 FIGURES, SAMPLES, WEIGHTS = 1e-3, 3, 1e-2
-"""Float tolerance: a figure may differ by this share and by so many test samples, a tensor of the final model by that share."""
+"""Float tolerance: a figure may differ by this share and by so many test samples, a tensor of the
+final model by that share.
+"""
 
 _KEYS = {"algorithm", "model", "objective", "metrics", "data", "training", "record", "plugins"}
-_LOCAL = ("rows", "stacked", "processes")  # engines that a bundle may name: a cluster is the user's choice
+# engines that a bundle may name: a cluster is the user's choice
+_LOCAL = ("rows", "stacked", "processes")
 _SAME = ("metrics.jsonl", "clients.jsonl", "recorded.jsonl", "model.safetensors")
 
 
 @dataclass(frozen=True)
 class ReplayedCell:
-    """A method in a setting: the mean last figure of its seeds in the bundle and here, the answer, and where runs part."""
+    """A method in a setting: the mean last figure of its seeds in the bundle and here, the answer,
+    and where runs part.
+    """
 
     setting: str
     algorithm: str
@@ -54,7 +61,9 @@ class ReplayedCell:
 
 @dataclass(frozen=True)
 class Replay:
-    """The runs of a bundle, unpacked in `directory/bundle`, to be made again with data from folders by the name of their set."""
+    """The runs of a bundle, unpacked in `directory/bundle`, to be made again with data from folders
+    by the name of their set.
+    """
 
     bundle: Bundle
     directory: Path
@@ -65,7 +74,9 @@ class Replay:
         cells = {(run.setting, run.algorithm) for run in self.bundle.runs}
         data = sorted({job.configuration.data.name for job in self.jobs})
         rounds = sum(job.configuration.rounds for job in self.jobs)
-        seconds = sum(float(self._stored(k, "result").get("seconds") or 0) for k in range(len(self.jobs)))
+        seconds = sum(
+            float(self._stored(k, "result").get("seconds") or 0) for k in range(len(self.jobs))
+        )
         stored, present = self._stored(0, "environment"), environment()
         changes = version_changes(stored | {"threads": present["threads"]}, present)
         if stored.get("processor") != present["processor"]:
@@ -85,7 +96,9 @@ class Replay:
             try:
                 configured = self._configured(number)
             except FedloomError as error:
-                raise InvalidValue(f"{run.algorithm}: {error} (bundled by fedloom {self.bundle.fedloom})") from None
+                raise InvalidValue(
+                    f"{run.algorithm}: {error} (bundled by fedloom {self.bundle.fedloom})"
+                ) from None
             name = RunName(configured.only_method("replay"), run.seed, run.setting)
             jobs.append(RunJob(configured, name, self.directory / str(number)))
         return jobs
@@ -97,7 +110,9 @@ class Replay:
         return self.directory / "bundle" / "runs" / str(number), self.directory / str(number)
 
     def _configured(self, number: int) -> Configuration:
-        """Return a run's configuration with data of this machine; only keys on which figures depend are taken over."""
+        """Return a run's configuration with data of this machine; only keys on which figures depend
+        are taken over.
+        """
         stored = relocated(self._stored(number, "configuration"), self._locate)
         keys = _KEYS | {entry.name for entry in fields(Schedule)}
         table = {key: value for key, value in stored.items() if key in keys and value is not None}
@@ -114,13 +129,17 @@ class Replay:
         """Return the location of a file or folder here; None for the folder of all data."""
         location = self.folders.get(name)
         if location is None and parameter != "folder":
-            raise InvalidValue(f"{name} reads {Path(stored).name!r}, which no bundle holds: give --data {name}=FOLDER")
+            raise InvalidValue(
+                f"{name} reads {Path(stored).name!r}, which no bundle holds: give --data {name}=FOLDER"
+            )
         if location is None or parameter == "folder" or Path(location).is_file():
             return location
         return str(Path(location) / Path(stored).name)
 
     def differing(self, number: int, task: Task) -> list[str]:
-        """Return what differs of the task of a run, `split` or `start`. Raise `InvalidValue` where its data do."""
+        """Return what differs of the task of a run, `split` or `start`. Raise `InvalidValue` where
+        its data do.
+        """
         stored, present = self._stored(number, "task").get("digests") or {}, task_digests(task)
         differing = [name for name in present if name in stored and stored[name] != present[name]]
         if "data" in differing:
@@ -128,7 +147,9 @@ class Replay:
         return differing
 
     def cells(self) -> list[ReplayedCell]:
-        """Return the answer for each method in each setting. Raises `CheckpointError` for damaged files."""
+        """Return the answer for each method in each setting. Raises `CheckpointError` for damaged
+        files.
+        """
         numbers: dict[tuple[str, str], list[int]] = {}
         for number, run in enumerate(self.bundle.runs):
             numbers.setdefault((run.setting, run.algorithm), []).append(number)
@@ -144,10 +165,14 @@ class Replay:
                 rank = 2
             if rank > worst:
                 worst, detail = rank, one_line("; ".join(filter(None, (figure, location))))
-        return ReplayedCell(setting, algorithm, len(numbers), mean(bundled), mean(here), ANSWERS[worst], detail)
+        return ReplayedCell(
+            setting, algorithm, len(numbers), mean(bundled), mean(here), ANSWERS[worst], detail
+        )
 
     def _outcome(self, number: int) -> tuple[int, str, str]:
-        """Return the index of a run's answer, the first figure that differs, and where in the training or the model."""
+        """Return the index of a run's answer, the first figure that differs, and where in the
+        training or the model.
+        """
         bundled, replayed = self._paths(number)
         with readable(bundled):
             a, b = ([_checksum(path / name) for name in _SAME] for path in (bundled, replayed))
@@ -156,19 +181,26 @@ class Replay:
             if a == b:
                 return 0, "", ""
             slack = SAMPLES / max(1, int(self._stored(number, "task")["test_samples"]))
-            records_a, records_b = (RoundLog(path / "metrics.jsonl").read() for path in (bundled, replayed))
+            records_a, records_b = (
+                RoundLog(path / "metrics.jsonl").read() for path in (bundled, replayed)
+            )
             pairs = zip_longest(records_a, records_b, fillvalue=dict[str, Any]())
             figure = next((text for x, y in pairs if (text := _differing(x, y, slack))), "")
             share, tensor = _furthest(bundled, replayed)
             if not figure and share <= WEIGHTS:
                 return 1, "", ""
-            if (bundled / "recorded").exists() and (difference := compare(Trace(bundled), Trace(replayed))):
+            if (bundled / "recorded").exists() and (
+                difference := compare(Trace(bundled), Trace(replayed))
+            ):
                 return 3, figure, f"first in {difference[0]}, {difference[1]}"
             return 3, figure, f"the final model differs most in {tensor}, by {share:.1g} of it"
 
 
 def _offline(call: Call) -> Call:
-    named = {key: _offline(value) if isinstance(value, Call) else value for key, value in call.named.items()}
+    named = {
+        key: _offline(value) if isinstance(value, Call) else value
+        for key, value in call.named.items()
+    }
     if call.name in datasets and "hub" in datasets[call.name].parameters:
         named["hub"] = False
     return Call(call.name, call.positional, named, call.until)
@@ -177,7 +209,11 @@ def _offline(call: Call) -> Call:
 def _final(path: Path) -> float:
     with readable(path):
         name = read_json(path / "task.json", dict)["metric"]["name"]
-        return [float(line[name]) for line in RoundLog(path / "metrics.jsonl").read() if line.get(name) is not None][-1]
+        return [
+            float(line[name])
+            for line in RoundLog(path / "metrics.jsonl").read()
+            if line.get(name) is not None
+        ][-1]
 
 
 def _checksum(path: Path) -> str | None:
@@ -185,19 +221,30 @@ def _checksum(path: Path) -> str | None:
 
 
 def _differing(bundled: Mapping[str, Any], replayed: Mapping[str, Any], slack: float) -> str:
-    """Return the first figure of a round that differs beyond float tolerance, with both values; "" where none does."""
+    """Return the first figure of a round that differs beyond float tolerance, with both values; ""
+    where none does.
+    """
     for name in bundled or replayed:
         a, b = bundled.get(name), replayed.get(name)
-        close = isinstance(a, float) and isinstance(b, float) and abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack
+        close = (
+            isinstance(a, float)
+            and isinstance(b, float)
+            and abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack
+        )
         if a != b and not close:
             return f"from round {(bundled or replayed)['round']} on: {name} {str(a)[:40]}, here {str(b)[:40]}"
     return ""
 
 
 def _furthest(bundled: Path, replayed: Path) -> tuple[float, str]:
-    """Return the largest difference of a tensor of the final models, as a share of it, and its name."""
+    """Return the largest difference of a tensor of the final models, as a share of it, and its
+    name.
+    """
     if not (bundled / "model.safetensors").exists():
         return 0.0, "a model that the bundle does not hold"
     a, b = (read_tensors(path / "model.safetensors")[0] for path in (bundled, replayed))
-    shares = {name: torch.dist(b[name].double(), t.double()) / (t.double().norm() + 1e-30) for name, t in a.items()}
+    shares = {
+        name: torch.dist(b[name].double(), t.double()) / (t.double().norm() + 1e-30)
+        for name, t in a.items()
+    }
     return max((float(share), name) for name, share in shares.items())

@@ -1,4 +1,5 @@
-"""Traces: for each round, client and local step what goes in and comes out, as the recorder `steps` or another program writes it.
+"""Traces: for each round, client and local step what goes in and comes out, as the recorder `steps`
+or another program writes it.
 
 recorded.jsonl                        a line a round: {"round": 1, "values": {"steps": {"clients": [4, 0], "sizes": [60, 31]}}}
 recorded/round-0000001.safetensors    its tensors: `steps/4/0/after/fc.weight` is client 4, step 0, a role and a tensor
@@ -20,7 +21,9 @@ Array = NDArray[Any]
 
 
 class Key(NamedTuple):
-    """A tensor: round, client (or `server`), local step (or `in`, `out`, `end`), its role there, its name in the model or ""."""
+    """A tensor: round, client (or `server`), local step (or `in`, `out`, `end`), its role there,
+    its name in the model or "".
+    """
 
     round: int
     client: str
@@ -30,13 +33,17 @@ class Key(NamedTuple):
 
 
 class Trace(dict[Key, Array]):
-    """The tensors of the trace in a folder, floats as float64, and the clients of each round. Raises `DataError` without any."""
+    """The tensors of the trace in a folder, floats as float64, and the clients of each round.
+    Raises `DataError` without any.
+    """
 
     def __init__(self, folder: Path) -> None:
         path, self.clients = folder / "recorded.jsonl", dict[int, list[str]]()
         try:
             for line in (line for line in RoundLog(path).read() if line["values"].get("steps")):
-                self.clients[line["round"]] = [str(int(client)) for client in line["values"]["steps"]["clients"]]
+                self.clients[line["round"]] = [
+                    str(int(client)) for client in line["values"]["steps"]["clients"]
+                ]
                 path = models_file(folder, line["round"])
                 with safe_open(path, framework="np") as file:
                     for name in (name for name in file.keys() if name.startswith("steps/")):  # noqa: SIM118
@@ -52,26 +59,41 @@ class Trace(dict[Key, Array]):
 
     def steps(self, round: int, client: str) -> list[str]:
         """Return the numbers of a client's local steps, in order."""
-        return sorted({k.stage for k in self if k[:2] == (round, client) and k.stage.isdecimal()}, key=int)
+        return sorted(
+            {k.stage for k in self if k[:2] == (round, client) and k.stage.isdecimal()}, key=int
+        )
 
     def earlier(self, key: Key) -> Array | None:
         """Return the tensor before it moved to where it is; None where that is not known."""
         if key.role == "after":
             return self.get(key._replace(role="before"))
-        number, client = key.round, self.clients[key.round][0] if key.client == "server" else key.client
+        number, client = (
+            key.round,
+            self.clients[key.round][0] if key.client == "server" else key.client,
+        )
         if key.stage == "in":
             number = max((number for number in self.clients if number < key.round), default=0)
             client = self.clients.get(number, [""])[0]
-        return self.get(Key(number, client, "in", "model" if key.role == "before" else key.role, key.tensor))
+        return self.get(
+            Key(number, client, "in", "model" if key.role == "before" else key.role, key.tensor)
+        )
 
-    def vector(self, round: int, client: str, stage: str, role: str, names: Iterable[str]) -> Array | None:
+    def vector(
+        self, round: int, client: str, stage: str, role: str, names: Iterable[str]
+    ) -> Array | None:
         """Return these tensors of a role as one vector; None where one is missing."""
         arrays = [self.get(Key(round, client, stage, role, name)) for name in names]
         vectors = [np.ravel(array) for array in arrays if array is not None]
         return np.concatenate(vectors) if vectors and len(vectors) == len(arrays) else None
 
     def way(self, round: int, client: str, stage: str, names: Iterable[str]) -> Array | None:
-        """Return how far a local step moved the parameters, or all of local training, from what is sent (stage `out`)."""
-        bounds = (("in", "model"), ("out", "model")) if stage == "out" else ((stage, "before"), (stage, "after"))
+        """Return how far a local step moved the parameters, or all of local training, from what is
+        sent (stage `out`).
+        """
+        bounds = (
+            (("in", "model"), ("out", "model"))
+            if stage == "out"
+            else ((stage, "before"), (stage, "after"))
+        )
         start, end = (self.vector(round, client, *bound, names) for bound in bounds)
         return None if start is None or end is None else end - start

@@ -1,4 +1,6 @@
-"""Statistics of the clients' columns as a value: a table, a frame of pandas, a figure, a page, JSON."""
+"""Statistics of the clients' columns as a value: a table, a frame of pandas, a figure, a page,
+JSON.
+"""
 
 import html
 import json
@@ -39,9 +41,11 @@ class Survey:
     Args:
         smallest: Fewest rows of a client that a number may tell of; 1 leaves nothing out.
         bins: Number of bins of a histogram.
-        bounds: Lowest and highest value of columns, to which numbers are clipped; with `epsilon` every column of numbers needs
-            them. Without bounds, bins reach 4 deviations from the mean.
-        epsilon: Privacy that all numbers together cost a row, by Gaussian noise that clients add to their own; None adds none.
+        bounds: Lowest and highest value of columns, to which numbers are clipped; with `epsilon`
+            every column of numbers needs them. Without bounds, bins reach 4 deviations from the
+            mean.
+        epsilon: Privacy that all numbers together cost a row, by Gaussian noise that clients add to
+            their own; None adds none.
         delta: Probability of a larger loss.
     """
 
@@ -61,14 +65,18 @@ class Survey:
 
 
 def read_bounds(texts: Iterable[str], source: str) -> dict[str, tuple[float, float]]:
-    """Return bounds by column of texts such as `age=0,120`. Raises `InvalidValue`, naming the source, for others."""
+    """Return bounds by column of texts such as `age=0,120`. Raises `InvalidValue`, naming the
+    source, for others.
+    """
     bounds = {}
     for text in texts:
         name, _, numbers = text.strip().rpartition("=")
         try:
             low, high = map(float, numbers.split(","))
         except ValueError:
-            raise InvalidValue(f"{source} {text!r} is not COLUMN=LOW,HIGH, such as age=0,120") from None
+            raise InvalidValue(
+                f"{source} {text!r} is not COLUMN=LOW,HIGH, such as age=0,120"
+            ) from None
         bounds[name] = low, high
     return bounds
 
@@ -98,10 +106,16 @@ class ColumnStatistics:
     categories: Mapping[str, float] = field(default_factory=dict)
 
     def quantile(self, share: float) -> float:
-        """Return the number below which this share of the rows lies, to the width of a bin; NaN without bins."""
+        """Return the number below which this share of the rows lies, to the width of a bin; NaN
+        without bins.
+        """
         cumulative = np.cumsum([0.0, *np.maximum(self.bins, 0)])
         edges = np.linspace(*self.edges, len(cumulative))
-        return float(np.interp(share * cumulative[-1], cumulative, edges)) if cumulative[-1] else math.nan
+        return (
+            float(np.interp(share * cumulative[-1], cumulative, edges))
+            if cumulative[-1]
+            else math.nan
+        )
 
 
 @dataclass(frozen=True)
@@ -130,35 +144,64 @@ class Statistics:
         return statistics
 
     def frame(self) -> "pandas.DataFrame":
-        """Return a row for each column of the data: its kind, rows, empty cells, mean, deviation and quantiles."""
+        """Return a row for each column of the data: its kind, rows, empty cells, mean, deviation
+        and quantiles.
+        """
         lines = []
         for name, column in self.columns.items():
-            figures = {key: value for key, value in vars(column).items() if key not in ("edges", "bins", "categories")}
-            lines.append({"column": name} | figures | {f"{share:.0%}": column.quantile(share) for share in QUANTILES})
+            figures = {
+                key: value
+                for key, value in vars(column).items()
+                if key not in ("edges", "bins", "categories")
+            }
+            lines.append(
+                {"column": name}
+                | figures
+                | {f"{share:.0%}": column.quantile(share) for share in QUANTILES}
+            )
         return data_frame(lines).set_index("column")
 
     def save(self, path: str | Path) -> None:
-        """Write a page with the table and the figure where the name ends in `.html`, and else all numbers as JSON."""
+        """Write a page with the table and the figure where the name ends in `.html`, and else all
+        numbers as JSON.
+        """
         if Path(path).suffix == ".html":
-            figure = self.plot().to_html(full_html=False, config={"displaylogo": False, "responsive": True})
-            text = _PAGE.format(table=html_table(statistics_table(self), [caption(self)]), figure=figure)
+            figure = self.plot().to_html(
+                full_html=False, config={"displaylogo": False, "responsive": True}
+            )
+            text = _PAGE.format(
+                table=html_table(statistics_table(self), [caption(self)]), figure=figure
+            )
         else:
             text = json.dumps(asdict(self), indent=1) + "\n"
         write_text(Path(path), text)
 
     def plot(self) -> go.Figure:
-        """Draw the histogram of each column of numbers, and the rows of the most frequent categories of each other."""
+        """Draw the histogram of each column of numbers, and the rows of the most frequent
+        categories of each other.
+        """
         titles, count = [html.escape(name) for name in self.columns], len(self.columns)
-        figure = make_subplots(count, 1, subplot_titles=titles, vertical_spacing=0.3 / max(1, count))
+        figure = make_subplots(
+            count, 1, subplot_titles=titles, vertical_spacing=0.3 / max(1, count)
+        )
         for row, column in enumerate(self.columns.values(), 1):
             listed = _frequent(column)[:DRAWN]
             edges, rows = np.linspace(*column.edges, len(column.bins) + 1), np.array(column.bins)
-            x = [html.escape(text) for text, _ in listed] if column.categories else (edges[1:] + edges[:-1]) / 2
+            x = (
+                [html.escape(text) for text, _ in listed]
+                if column.categories
+                else (edges[1:] + edges[:-1]) / 2
+            )
             y = [count for _, count in listed] if column.categories else rows
             figure.add_bar(x=x, y=y, row=row, col=1, marker_color=COLOURS[0])
             figure.update_xaxes(row=row, col=1, type="category" if column.categories else "linear")
             figure.update_yaxes(row=row, col=1, title="Rows")
-        look = {"template": "plotly_white", "showlegend": False, "bargap": 0.02, "margin": {"l": 60, "r": 20, "t": 60}}
+        look = {
+            "template": "plotly_white",
+            "showlegend": False,
+            "bargap": 0.02,
+            "margin": {"l": 60, "r": 20, "t": 60},
+        }
         return figure.update_layout(height=120 + 200 * count, **look)
 
 
@@ -186,9 +229,13 @@ def statistics_table(statistics: Statistics) -> Table:
     filled = [(Column("Column"), [Cell(name, name) for name in statistics.columns])]
     for title, values in quantities.items():
         if any(value == value and value for value in values):
-            filled.append((Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)]))
+            filled.append(
+                (Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)])
+            )
     if any(c.categories for c in columns):
-        texts = [", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns]
+        texts = [
+            ", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns
+        ]
         filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
     return Table.of(filled)
 
@@ -197,16 +244,26 @@ def caption(statistics: Statistics) -> str:
     """Return the limits of the figures in a few sentences."""
     survey, text = statistics.survey, f"{statistics.clients} clients"
     if statistics.noise:
-        text += f"; every number has noise: ε = {survey.epsilon:g} for a row at δ = {survey.delta:g}"
+        text += (
+            f"; every number has noise: ε = {survey.epsilon:g} for a row at δ = {survey.delta:g}"
+        )
     elif survey.smallest > 1:
         text += f"; what fewer than {survey.smallest} rows of a client say is left out"
     return f"{text}. Quantiles are read from {survey.bins} bins."
 
 
 def _cell(value: float, column: ColumnStatistics) -> Cell:
-    """Return a whole number, or four digits of another, 0 for one that is rounding beside the deviation."""
+    """Return a whole number, or four digits of another, 0 for one that is rounding beside the
+    deviation.
+    """
     rounding = abs(value) < 1e-6 * column.deviation
-    text = "" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else f"{0 if rounding else value:.4g}"
+    text = (
+        ""
+        if math.isnan(value)
+        else f"{value:,.0f}"
+        if value == round(value)
+        else f"{0 if rounding else value:.4g}"
+    )
     return Cell(text, None if math.isnan(value) else value)
 
 

@@ -1,4 +1,6 @@
-"""Several methods in several settings with several seeds, on the same data, splits and initial models, a few runs at a time."""
+"""Several methods in several settings with several seeds, on the same data, splits and initial
+models, a few runs at a time.
+"""
 
 import tempfile
 import weakref
@@ -39,9 +41,13 @@ class Comparison:
 
     @classmethod
     def of(cls, configuration: Configuration, command: str = "") -> "Comparison":
-        """Return the runs that a configuration asks for. Raise `InvalidValue` when it names no method."""
+        """Return the runs that a configuration asks for. Raise `InvalidValue` when it names no
+        method.
+        """
         if not configuration.methods:
-            raise InvalidValue('nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]')
+            raise InvalidValue(
+                'nothing to compare: give algorithms, such as algorithms = ["fedavg", "fedmr"]'
+            )
         seeds = configuration.seeds or [configuration.seed]
         names = (
             RunName(text if configuration.labelled(text) else str(parse(text)), seed, setting)
@@ -68,7 +74,9 @@ class Comparison:
         fresh: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[RunName, str]:
-        """Run what is not finished, write the figures of all, and return why runs failed, which stops no other."""
+        """Run what is not finished, write the figures of all, and return why runs failed, which
+        stops no other.
+        """
         jobs = self.jobs(reuse=not fresh)
         waiting, tasks = unfinished(jobs, watch, fresh), Tasks()
         require_possible(waiting, tasks)
@@ -78,19 +86,27 @@ class Comparison:
         return failed
 
     def jobs(self, *, reuse: bool = True) -> list[RunJob]:
-        """Return every run with its directory; with `reuse`, a finished one with the same configuration stands for it."""
+        """Return every run with its directory; with `reuse`, a finished one with the same
+        configuration stands for it.
+        """
         finished = finished_runs(self.configuration.folder) if reuse else {}
-        return [job_of(self.configuration.settings[name.setting], name, finished) for name in self.names]
+        return [
+            job_of(self.configuration.settings[name.setting], name, finished) for name in self.names
+        ]
 
     def result(self, failed: Mapping[RunName, str]) -> ComparisonResult:
         """Read the runs that came to their end; `failed` says why others did not."""
         plan = self.configuration
         runs = [
-            StoredRun(job.name.setting, job.path, job.summary(), plan.settings[job.name.setting].changes)
+            StoredRun(
+                job.name.setting, job.path, job.summary(), plan.settings[job.name.setting].changes
+            )
             for job in self.jobs()
             if job.name not in failed
         ]
-        options = ReportOptions(plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure)
+        options = ReportOptions(
+            plan.name, tuple(plan.targets), self.command, plan.last, plan.against, plan.measure
+        )
         return ComparisonResult(plan.folder, runs, options, failed)
 
 
@@ -104,18 +120,22 @@ def compare(
     quiet: bool = False,
     **options: Any,
 ) -> ComparisonResult:
-    """Compare methods over several seeds, as `fedloom compare` does: a few runs at a time, resumed, tested in pairs.
+    """Compare methods over several seeds, as `fedloom compare` does: a few runs at a time, resumed,
+    tested in pairs.
 
     Args:
-        methods: Methods by label, such as `{"FedAvg": "fedavg", "mine": Mine(step=0.5)}`, or a list of them.
-        task: The task, whose data, split and initial model are those of every seed; or a function from a seed to a task, which
-            draws these anew.
+        methods: Methods by label, such as `{"FedAvg": "fedavg", "mine": Mine(step=0.5)}`, or a list
+            of them.
+        task: The task, whose data, split and initial model are those of every seed; or a function
+            from a seed to a task, which draws these anew.
         seeds: The seeds, such as `range(5)`. More of them later repeat nothing.
-        directory: Folder of the runs. The same call goes on where it was interrupted and reads finished runs; with more
-            `rounds` it lengthens them. By default a folder that is removed with the result.
+        directory: Folder of the runs. The same call goes on where it was interrupted and reads
+            finished runs; with more `rounds` it lengthens them. By default a folder that is removed
+            with the result.
         fresh: Start all runs again.
         quiet: Show no progress.
-        **options: Fields of the `Schedule`, such as `rounds=50`, and other keys of a configuration, such as `targets`.
+        **options: Fields of the `Schedule`, such as `rounds=50`, and other keys of a configuration,
+            such as `targets`.
 
     Returns:
         The runs as tables, frames, figures and tests. What failed is in `failed`.
@@ -143,20 +163,34 @@ _OPTIONS = (
 
 
 def python_table(
-    objects: PythonObjects, seeds: Iterable[int], directory: str | Path | None, options: Mapping[str, Any]
+    objects: PythonObjects,
+    seeds: Iterable[int],
+    directory: str | Path | None,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the table of the configuration of runs in Python. Raises `InvalidValue` for a wrong option."""
+    """Return the table of the configuration of runs in Python. Raises `InvalidValue` for a wrong
+    option.
+    """
     for key in options:
         require_key(key, _OPTIONS)
     seeds = list(seeds)
     if not seeds:
         raise InvalidValue("nothing to run: give at least one seed")
     task = objects.task(seeds[0])
-    personal = {"measure": "personal"} if options.get("personal_every") and task.local_test is not None else {}
+    personal = (
+        {"measure": "personal"}
+        if options.get("personal_every") and task.local_test is not None
+        else {}
+    )
     if options.get("measure") == "personal" and task.local_test is None:
-        raise InvalidValue("measure = 'personal' needs test data of the clients' own: give the task local_test=0.25")
+        raise InvalidValue(
+            "measure = 'personal' needs test data of the clients' own: give the task local_test=0.25"
+        )
     folder = tempfile.mkdtemp(prefix="fedloom-") if directory is None else str(directory)
-    table = {key: asdict(value) if isinstance(value, Clock | Stop) else value for key, value in options.items()}
+    table = {
+        key: asdict(value) if isinstance(value, Clock | Stop) else value
+        for key, value in options.items()
+    }
     table |= {"seeds": seeds, "directory": folder, "device": str(task.initial.device)}
     return {"name": Path(folder).name, **personal, **table}
 
@@ -165,5 +199,7 @@ def labelled(methods: Mapping[str, Method | str] | Sequence[Method | str]) -> di
     """Return methods by label, by default their expression. Raises as `build`."""
     if isinstance(methods, Mapping):
         return {name: build(method) for name, method in methods.items()}
-    built = [build(method) for method in ([methods] if isinstance(methods, str | Method) else methods)]
+    built = [
+        build(method) for method in ([methods] if isinstance(methods, str | Method) else methods)
+    ]
     return {str(method): method for method in built}

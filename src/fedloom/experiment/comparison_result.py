@@ -1,4 +1,6 @@
-"""The result of a comparison: its runs as tables, frames of pandas, figures, tests, files and pages."""
+"""The result of a comparison: its runs as tables, frames of pandas, figures, tests, files and
+pages.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +56,22 @@ class ComparisonResult:
 
     @cached_property
     def sheets(self) -> list[Sheet]:
-        """A sheet for each setting with at least one run: its methods, and which differences are significant."""
+        """A sheet for each setting with at least one run: its methods, and which differences are
+        significant.
+        """
         return compared(self.runs, self.options)
 
     def table(self) -> pandas.DataFrame:
-        """Return the comparison as the terminal shows it: a row for each method, mean ± deviation over seeds as text.
+        """Return the comparison as the terminal shows it: a row for each method, mean ± deviation
+        over seeds as text.
 
         `frame` has numbers. With several settings, the columns are the settings.
         """
         table = self.shown
         titles = [" ".join(column.title.splitlines()) for column in table.columns]
-        lines = [dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines]
+        lines = [
+            dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines
+        ]
         return data_frame(lines).set_index(titles[0])
 
     def frame(self) -> pandas.DataFrame:
@@ -72,15 +79,25 @@ class ComparisonResult:
         return data_frame({**_name(run), **self._figures(run)} for run in self.runs)
 
     def curves(self) -> pandas.DataFrame:
-        """Return a row for each round of each run, with every figure that was recorded; NaN where none was."""
-        return data_frame({**_name(run), **record} for run in self.runs for record in plain_records(run.summary))
+        """Return a row for each round of each run, with every figure that was recorded; NaN where
+        none was.
+        """
+        return data_frame(
+            {**_name(run), **record} for run in self.runs for record in plain_records(run.summary)
+        )
 
     def differences(self) -> pandas.DataFrame:
-        """Return the differences between methods in every measure, with the p of both tests and their verdict."""
-        return data_frame({**line.pop("setting"), **line} for line in to_data(self.sheets)["differences"])
+        """Return the differences between methods in every measure, with the p of both tests and
+        their verdict.
+        """
+        return data_frame(
+            {**line.pop("setting"), **line} for line in to_data(self.sheets)["differences"]
+        )
 
     def plot(self, figure: str = "", x: str = "round") -> go.Figure:
-        """Draw a figure of the records, such as `loss`, by default the metric, over `round`, `bytes` or `seconds`."""
+        """Draw a figure of the records, such as `loss`, by default the metric, over `round`,
+        `bytes` or `seconds`.
+        """
         return learning_curves([run.labelled for run in self.runs], figure, x)
 
     def latex(self) -> str:
@@ -88,23 +105,39 @@ class ComparisonResult:
         return to_latex(self.sheets, self.options.title)
 
     def report(self, folder: str | Path | None = None) -> Path:
-        """Write the report, and one for each setting, to a folder (by default that of the runs); return its page."""
-        return write_reports(self.folder if folder is None else Path(folder), self.runs, self.options)[0]
+        """Write the report, and one for each setting, to a folder (by default that of the runs);
+        return its page.
+        """
+        return write_reports(
+            self.folder if folder is None else Path(folder), self.runs, self.options
+        )[0]
 
     def write(self, configuration: Configuration) -> None:
-        """Write tables, tests and reports. One process at a time does, so that the files belong together."""
+        """Write tables, tests and reports. One process at a time does, so that the files belong
+        together.
+        """
         folder, title, sheets = self.folder, self.options.title, self.sheets
         with locked(folder / REPORT_LOCK, wait=True):
             remove_unfinished(folder)
             failures = [
-                {**name._asdict(), "setting": configuration.settings[name.setting].changes, "reason": text}
+                {
+                    **name._asdict(),
+                    "setting": configuration.settings[name.setting].changes,
+                    "reason": text,
+                }
                 for name, text in self.failed.items()
             ]
             runs = [
-                {**_name(run, setting=dict(run.changes)), **self._figures(run), "directory": str(run.path)}
+                {
+                    **_name(run, setting=dict(run.changes)),
+                    **self._figures(run),
+                    "directory": str(run.path),
+                }
                 for run in self.runs
             ]
-            write_json(folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures})
+            write_json(
+                folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures}
+            )
             write_text(folder / "comparison.csv", to_csv(sheets))
             write_text(folder / "comparison.md", to_markdown(sheets, title))
             write_text(folder / "comparison.tex", to_latex(sheets, title))
@@ -125,7 +158,9 @@ class ComparisonResult:
     def shown(self) -> Table:
         """The table as a terminal shows it."""
         if not self.sheets:
-            raise InvalidValue(f"no run came to its end: {next(iter(self.failed.values()), 'there is none')}")
+            raise InvalidValue(
+                f"no run came to its end: {next(iter(self.failed.values()), 'there is none')}"
+            )
         return overall(self.sheets) if len(self.sheets) > 1 else self.sheets[0].table
 
     @property
@@ -144,7 +179,10 @@ class ComparisonResult:
             "mean_of_last": figures.mean_of_last(summary, self.options.last),
             f"personal_{metric}": figures.personal(summary),
             **{
-                f"{cost}_to": {key: figures.measured(summary, cost, target=target) for target, key in keys.items()}
+                f"{cost}_to": {
+                    key: figures.measured(summary, cost, target=target)
+                    for target, key in keys.items()
+                }
                 for cost in figures.TO_TARGET
             },
             "bytes_down": figures.bytes_down(summary),
@@ -155,12 +193,19 @@ class ComparisonResult:
 
 
 def _name(run: StoredRun, **setting: Any) -> dict[str, Any]:
-    """Return the method, the seed and the setting of a run, by default with a column for each of its keys."""
-    return {"algorithm": run.summary.algorithm, "seed": run.summary.seed, **(setting or run.changes)}
+    """Return the method, the seed and the setting of a run, by default with a column for each of
+    its keys.
+    """
+    return {
+        "algorithm": run.summary.algorithm,
+        "seed": run.summary.seed,
+        **(setting or run.changes),
+    }
 
 
 def read_comparison(folder: str | Path) -> ComparisonResult:
-    """Read a folder of runs, that of `fl.compare` or of `fedloom compare`, finished or not; nothing is trained.
+    """Read a folder of runs, that of `fl.compare` or of `fedloom compare`, finished or not; nothing
+    is trained.
 
     Args:
         folder: Such as `runs/digits`.

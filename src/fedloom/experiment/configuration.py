@@ -1,4 +1,6 @@
-"""The configuration of runs: a TOML file, changed by `key=value` on the command line, checked before any work begins."""
+"""The configuration of runs: a TOML file, changed by `key=value` on the command line, checked
+before any work begins.
+"""
 
 import copy
 import dataclasses
@@ -15,7 +17,14 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import Field
 
 from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
-from fedloom.config.fields import Count, NonNegativeInt, Positive, require_fields, require_plain, type_hints
+from fedloom.config.fields import (
+    Count,
+    NonNegativeInt,
+    Positive,
+    require_fields,
+    require_plain,
+    type_hints,
+)
 from fedloom.config.plugins import import_plugins
 from fedloom.data.dataset import Dataset, datasets
 from fedloom.data.noise import label_noises
@@ -47,7 +56,9 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class Data:
-    """The table `[data]` (see `make_task`). A `validation` share replaces all test data (see `withhold`)."""
+    """The table `[data]` (see `make_task`). A `validation` share replaces all test data (see
+    `withhold`).
+    """
 
     name: str = "digits"
     clients: NonNegativeInt = 20
@@ -66,8 +77,9 @@ class Data:
 class Configuration(Schedule):
     """A whole experiment; `docs/configuration.md` explains every key.
 
-    `variants` are the settings of the table `[settings]` by their labels, each a whole configuration with its `changes`.
-    `objects` are the methods and the task of a comparison in Python, in place of those that the keys name.
+    `variants` are the settings of the table `[settings]` by their labels, each a whole
+    configuration with its `changes`. `objects` are the methods and the task of a comparison in
+    Python, in place of those that the keys name.
     """
 
     name: str = "experiment"
@@ -79,7 +91,9 @@ class Configuration(Schedule):
     targets: list[Positive | str] = field(default_factory=list)
     last: Count = 10
     against: Literal["best", "first"] = "best"
-    measure: Literal["default", "final", "best", "last", "personal", "rounds", "bytes", "seconds"] = "default"
+    measure: Literal[
+        "default", "final", "best", "last", "personal", "rounds", "bytes", "seconds"
+    ] = "default"
     record: list[str] = field(default_factory=list)
     directory: str | None = None
     engine: str = DEFAULT
@@ -107,9 +121,13 @@ class Configuration(Schedule):
                 "at most 200 characters"
             )
         if self.pool not in ("processes", "ray") and not self.pool.startswith("ray://"):
-            raise InvalidValue(f"pool must be processes, ray or ray://host:port, not {quoted(self.pool)}")
+            raise InvalidValue(
+                f"pool must be processes, ray or ray://host:port, not {quoted(self.pool)}"
+            )
         if self.pool == "processes" and self.workers != "auto" and self.workers > MOST_WORKERS:
-            raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {self.workers}")
+            raise InvalidValue(
+                f"workers must be at most {MOST_WORKERS} on this machine, not {self.workers}"
+            )
         if len(set(self.seeds)) < len(self.seeds):
             raise InvalidValue(f"seeds must differ from each other, not {quoted(self.seeds)}")
 
@@ -122,7 +140,9 @@ class Configuration(Schedule):
         return self.seeded(self.seed)
 
     def seeded(self, seed: int) -> Schedule:
-        return Schedule(**{entry.name: getattr(self, entry.name) for entry in fields(Schedule)} | {"seed": seed})
+        return Schedule(
+            **{entry.name: getattr(self, entry.name) for entry in fields(Schedule)} | {"seed": seed}
+        )
 
     def method(self, algorithm: str) -> Method:
         """Return a new method of an expression or of a label in `algorithms`. Raises as `build`."""
@@ -149,15 +169,21 @@ class Configuration(Schedule):
 
     @property
     def methods(self) -> list[str]:
-        """The methods to compare, by label or expression: those listed, or else the method of `fedloom run`."""
+        """The methods to compare, by label or expression: those listed, or else the method of
+        `fedloom run`.
+        """
         listed = self.algorithms if self.objects is None else self.objects.methods
         return list(listed) or ([] if self.algorithm is None else [self.algorithm])
 
     def labelled(self, algorithm: str) -> bool:
-        return self.objects is not None or (isinstance(self.algorithms, dict) and algorithm in self.algorithms)
+        return self.objects is not None or (
+            isinstance(self.algorithms, dict) and algorithm in self.algorithms
+        )
 
     def only_method(self, purpose: str) -> str:
-        """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or several are."""
+        """Return the method to run, tune or train. Raise `InvalidValue` where none is named, or
+        several are.
+        """
         if self.algorithm is None and len(self.methods) != 1:
             listed = f"the file compares {', '.join(map(repr, self.algorithms))}"
             choice = listed if self.algorithms else "such as algorithm=fedmr"
@@ -166,7 +192,9 @@ class Configuration(Schedule):
 
     @property
     def settings(self) -> "dict[str, Configuration]":
-        """The configuration of each setting by its label; this one alone, labelled "", where no key varies."""
+        """The configuration of each setting by its label; this one alone, labelled "", where no key
+        varies.
+        """
         return self.variants or {"": self}
 
     @property
@@ -174,7 +202,9 @@ class Configuration(Schedule):
         return Path(self.directory) if self.directory is not None else Path("runs") / self.name
 
     def task(self, seed: int, read: Callable[[str], Dataset] = make_dataset) -> Task:
-        """Make the task of a seed, which the targets must fit; `read` may know the data set already."""
+        """Make the task of a seed, which the targets must fit; `read` may know the data set
+        already.
+        """
         if self.objects is not None:
             task = self.objects.task(seed)
         else:
@@ -194,7 +224,9 @@ class Configuration(Schedule):
         return task if self.data.validation is None else withhold(task, self.data.validation, seed)
 
     def resolved(self, algorithm: str, seed: int) -> dict[str, Any]:
-        """Return everything that the figures of a run depend on, with defaults filled in; plain values, ready for JSON."""
+        """Return everything that the figures of a run depend on, with defaults filled in; plain
+        values, ready for JSON.
+        """
         if self.objects is None:
             described: dict[str, Any] = {
                 "algorithm": str(self.method(algorithm)),
@@ -212,7 +244,11 @@ class Configuration(Schedule):
         schedule = dataclasses.asdict(self.seeded(seed))
         return {
             **described,
-            **{name: value for name, value in schedule.items() if name not in NEUTRAL and not unused.get(name)},
+            **{
+                name: value
+                for name, value in schedule.items()
+                if name not in NEUTRAL and not unused.get(name)
+            },
             "record": [expression(recorder) for recorder in self._recorders],
             "engine": settled_by(self.engine),
             "device": self.device,
@@ -221,7 +257,9 @@ class Configuration(Schedule):
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration file with `key=value` overrides. Raise `InvalidValue` or `UnknownName`."""
+    """Read and check a configuration file with `key=value` overrides. Raise `InvalidValue` or
+    `UnknownName`.
+    """
     return configuration(read_table(path, overrides))
 
 
@@ -231,7 +269,9 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(LONGEST_FILE + 1)
     except OSError as error:
-        raise InvalidValue(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise InvalidValue(
+            f"cannot read {path}: {(error.strerror or str(error)).lower()}"
+        ) from None
     if len(content) > LONGEST_FILE:
         raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
     try:
@@ -239,7 +279,9 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except RecursionError:
         raise InvalidValue(f"{path} nests more than {DEEPEST} levels deep") from None
     except ValueError as error:
-        raise InvalidValue(f"{path} is not a TOML file: {one_line(str(error), LONGEST_QUOTED)}") from None
+        raise InvalidValue(
+            f"{path} is not a TOML file: {one_line(str(error), LONGEST_QUOTED)}"
+        ) from None
     _require_plain_values(table)
     table.setdefault("name", path.stem)
     for override in overrides:
@@ -274,17 +316,27 @@ def _require_plain_values(table: Mapping[str, Any]) -> None:
 
 _SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock, "stop": Stop}
 
-_IN_SECTIONS = [f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)]
+_IN_SECTIONS = [
+    f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)
+]
 
 _KEYS = [
-    *(entry.name for entry in fields(Configuration) if entry.name not in ("variants", "changes", "objects")),
+    *(
+        entry.name
+        for entry in fields(Configuration)
+        if entry.name not in ("variants", "changes", "objects")
+    ),
     "settings",
     *_IN_SECTIONS,
 ]
 """Every key that a file may hold, with its table."""
 
 VARYING = [
-    *(entry.name for entry in fields(Schedule) if entry.name not in ("seed", "clock", "stop", *NEUTRAL)),
+    *(
+        entry.name
+        for entry in fields(Schedule)
+        if entry.name not in ("seed", "clock", "stop", *NEUTRAL)
+    ),
     "model",
     "engine",
     *_IN_SECTIONS,
@@ -297,12 +349,19 @@ def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
     prefix = section and f"{section}."
     if not isinstance(table, Mapping):
         names = ", ".join(key.removeprefix(prefix) for key in _KEYS if key.startswith(prefix))
-        raise InvalidValue(f"{section} must be a table with the keys {names}, not {quoted(table, show)}")
+        raise InvalidValue(
+            f"{section} must be a table with the keys {names}, not {quoted(table, show)}"
+        )
     for key in table:
         require_key(prefix + key, _KEYS)
     hints = type_hints(kind)
     try:
-        return kind(**{k: None if v == "none" and type(None) in get_args(hints[k]) else v for k, v in table.items()})
+        return kind(
+            **{
+                k: None if v == "none" and type(None) in get_args(hints[k]) else v
+                for k, v in table.items()
+            }
+        )
     except InvalidValue as error:
         raise InvalidValue(f"{prefix}{error}") from None
 
@@ -311,8 +370,12 @@ LONGEST_FILE = 4 << 20
 """Bytes of a configuration file, at most."""
 
 
-def put(table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1") -> None:
-    """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the `example`, otherwise."""
+def put(
+    table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1"
+) -> None:
+    """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the
+    `example`, otherwise.
+    """
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"\s*[\w-]+(\.[\w-]+)*\s*", key):
         raise InvalidValue(f"{quoted(text)} is not key=value, such as {example}")
@@ -333,7 +396,10 @@ def _value(text: str) -> Any:
         if text.startswith("[") and text.endswith("]"):
             return _as_written(parse_value(text))
         if text.startswith("{") and text.endswith("}"):
-            return {name: _as_written(item) for name, item in parse(f"table({text[1:-1]})").named.items()}
+            return {
+                name: _as_written(item)
+                for name, item in parse(f"table({text[1:-1]})").named.items()
+            }
     return text
 
 
@@ -345,7 +411,9 @@ def _as_written(value: Any) -> Any:
 
 
 def _check(checked: Configuration) -> None:
-    """Look up every engine, method, recorder, data set, partition and model before the first round of any run."""
+    """Look up every engine, method, recorder, data set, partition and model before the first round
+    of any run.
+    """
     import_plugins(checked.plugins)
     require_engine_on(checked.engine, checked.device)
     if checked.algorithm is not None:
@@ -358,7 +426,9 @@ def _check(checked: Configuration) -> None:
         reasons = [recorder.inapplicable(checked.method(text)) for text in checked.methods]
         if reasons and all(reasons):
             listed = ", ".join(checked.methods)
-            raise InvalidValue(f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}")
+            raise InvalidValue(
+                f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}"
+            )
     for text in checked.trackers:
         _named("trackers", text, build_tracker)
     if checked.measure in TO_TARGET and not checked.targets:
@@ -386,11 +456,18 @@ def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
 
 def _require_targets(targets: Sequence[TargetValue], task: Task) -> None:
     """Raise `InvalidValue` for a target that no figure of the task can be."""
-    prefixes, metrics = ("", "client_", "personal_", "new_client_"), [metric.name for metric in task.dataset.metrics]
+    prefixes, metrics = (
+        ("", "client_", "personal_", "new_client_"),
+        [metric.name for metric in task.dataset.metrics],
+    )
     recorded = {prefix + name for prefix in prefixes for name in task.objective.figure_names}
     for value in targets:
         figure = Target.of(value, task.objective.metric).figure
         # Methods record figures of their own: only what looks like a slip of the pen is refused.
-        near = difflib.get_close_matches(figure, recorded | {"training_loss", "epsilon", *metrics}, n=1, cutoff=0.8)
+        near = difflib.get_close_matches(
+            figure, recorded | {"training_loss", "epsilon", *metrics}, n=1, cutoff=0.8
+        )
         if near and figure != near[0] and not figure.endswith(("_std", "_worst")):
-            raise InvalidValue(f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?")
+            raise InvalidValue(
+                f"targets: {quoted(value)}: no {quoted(figure)} is recorded: did you mean {near[0]!r}?"
+            )

@@ -18,7 +18,9 @@ def usable_cores() -> int:
 
 
 def runs_side_by_side(configuration: Configuration, runs: int) -> int:
-    """Return how many runs go on at a time: `workers`, or one on each core that is free, as memory allows."""
+    """Return how many runs go on at a time: `workers`, or one on each core that is free, as memory
+    allows.
+    """
     if configuration.workers != "auto":
         return configuration.workers
     if _spreads_itself(configuration) or configuration.pool not in ("processes", "ray"):
@@ -40,7 +42,9 @@ def _spreads_itself(configuration: Configuration) -> bool:
 
 
 def _memory() -> int:
-    """Return the bytes of this machine's memory on POSIX systems; elsewhere enough for any number of runs."""
+    """Return the bytes of this machine's memory on POSIX systems; elsewhere enough for any number
+    of runs.
+    """
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return RUN_BYTES * usable_cores()

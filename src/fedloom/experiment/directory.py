@@ -1,8 +1,10 @@
-"""The directory of one run: whose it is, who is working in it, and what it holds when the run is finished.
+"""The directory of one run: whose it is, who is working in it, and what it holds when the run is
+finished.
 
-`docs/configuration.md` lists its files. result.json is written last, so that its presence says that the run is finished.
-So that nobody takes damaged files for those of the run, JSON objects hold a digest of themselves, and result.json one of every
-file with figures, splits, labels or the model. They are compared before a finished run is shown, used or lengthened.
+`docs/configuration.md` lists its files. result.json is written last, so that its presence says that
+the run is finished. So that nobody takes damaged files for those of the run, JSON objects hold a
+digest of themselves, and result.json one of every file with figures, splits, labels or the model.
+They are compared before a finished run is shown, used or lengthened.
 """
 
 import itertools
@@ -36,7 +38,9 @@ from fedloom.training import Training
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
 SITES = "sites.json"
-"""File of a run over real sites: the name of the federation at its sites, and how many samples each had at the start."""
+"""File of a run over real sites: the name of the federation at its sites, and how many samples each
+had at the start.
+"""
 
 _LONGEST = 80  # characters of a folder's name that is made from an expression
 
@@ -80,18 +84,30 @@ class RunDirectory:
         return (self.path / "result.json").exists()
 
     def ended(self, configuration: Mapping[str, Any]) -> bool:
-        """Return True if the directory holds a finished run with the same end. Raise `CheckpointError` for a damaged file."""
+        """Return True if the directory holds a finished run with the same end. Raise
+        `CheckpointError` for a damaged file.
+        """
         stored = self.configuration if self.finished else {}
-        return self.finished and all(stored.get(key) == configuration.get(key) for key in ("rounds", "stop"))
+        return self.finished and all(
+            stored.get(key) == configuration.get(key) for key in ("rounds", "stop")
+        )
 
     @property
     def rounds(self) -> int | None:
-        """The run's number of rounds, done or to come; None in an empty directory. Raises as `configuration`."""
-        return int(self.configuration["rounds"]) if (self.path / "configuration.json").exists() else None
+        """The run's number of rounds, done or to come; None in an empty directory. Raises as
+        `configuration`.
+        """
+        return (
+            int(self.configuration["rounds"])
+            if (self.path / "configuration.json").exists()
+            else None
+        )
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
-        """The resolved configuration, read once. Raises `CheckpointError` when the file is missing or damaged."""
+        """The resolved configuration, read once. Raises `CheckpointError` when the file is missing
+        or damaged.
+        """
         return read_json(self.path / "configuration.json", dict)
 
     def require_intact(self) -> None:
@@ -129,13 +145,19 @@ class RunDirectory:
             return Choice(**read_json(path, dict))
 
     def with_engine(self, configuration: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the engine of the run that is here, if it names none itself."""
+        """Return the configuration with the engine of the run that is here, if it names none
+        itself.
+        """
         if configuration["engine"] != DEFAULT or self.rounds is None:
             return configuration
         return {**configuration, "engine": self.configuration["engine"]}
 
-    def begin(self, configuration: dict[str, Any], method: Method, fresh: bool = False) -> list[str]:
-        """Prepare the directory for a run, which `settle` begins. Return notices. Raises as `require`."""
+    def begin(
+        self, configuration: dict[str, Any], method: Method, fresh: bool = False
+    ) -> list[str]:
+        """Prepare the directory for a run, which `settle` begins. Return notices. Raises as
+        `require`.
+        """
         if fresh:
             self.clear()
         remove_unfinished(self.path)
@@ -147,7 +169,9 @@ class RunDirectory:
         earlier = read_json(path, dict) if path.exists() else present
         write_json(path, present)
         changes = version_changes(earlier, present)
-        return [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
+        return (
+            [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
+        )
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
         """Write the configuration. A run that finished with fewer rounds is unfinished from now on."""
@@ -158,18 +182,29 @@ class RunDirectory:
         self.__dict__.pop("configuration", None)
 
     def require(self, configuration: dict[str, Any], method: Method) -> None:
-        """Raise `CheckpointError` where the run here differs in more than the number of rounds, or a `stop` that waits longer."""
+        """Raise `CheckpointError` where the run here differs in more than the number of rounds, or
+        a `stop` that waits longer.
+        """
         if not (self.path / "configuration.json").exists():
             return
         stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
-        former, stop = (Stop(**table.get("stop", {})) for table in (self.configuration, configuration))
-        end = {"rounds", *(key for key in (stored.keys() | asked_for.keys()) if key.startswith("stop."))}
-        for key in sorted((stored.keys() | asked_for.keys()) - (end if stop.waits_longer(former) else {"rounds"})):
+        former, stop = (
+            Stop(**table.get("stop", {})) for table in (self.configuration, configuration)
+        )
+        end = {
+            "rounds",
+            *(key for key in (stored.keys() | asked_for.keys()) if key.startswith("stop.")),
+        }
+        for key in sorted(
+            (stored.keys() | asked_for.keys()) - (end if stop.waits_longer(former) else {"rounds"})
+        ):
             if stored.get(key) != asked_for.get(key):
                 values = f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}"
                 raise self._refusal(_OBJECTS.get(key, values))
         if stored["rounds"] != asked_for["rounds"]:
-            self._require_rounds(stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"]))
+            self._require_rounds(
+                stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"])
+            )
 
     def _require_rounds(self, stored: int, rounds: int, method: Method, training: Training) -> None:
         begun = f"a run with rounds = {stored}, not {rounds}, and"
@@ -177,8 +212,12 @@ class RunDirectory:
             rates = f"the learning rates of training.schedule = {training.schedule!r}"
             raise self._refusal(f"{begun} {rates} depend on how many there are")
         if needs_total_rounds(method):
-            raise self._refusal(f"{begun} what {method} does in a round depends on how many there are")
-        done = max((record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0)
+            raise self._refusal(
+                f"{begun} what {method} does in a round depends on how many there are"
+            )
+        done = max(
+            (record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0
+        )
         if rounds <= done:  # also after as many: nobody may have evaluated the last one
             reason = f"so that rounds must be more than {done}, not {rounds}"
             raise self._refusal(f"a run that has done {done} of {stored} rounds, {reason}")
@@ -192,7 +231,9 @@ class RunDirectory:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def summary(self, algorithm: str | None = None) -> RunSummary:
-        """Return the figures so far, of `algorithm` by name. Raise `CheckpointError` for a damaged file."""
+        """Return the figures so far, of `algorithm` by name. Raise `CheckpointError` for a damaged
+        file.
+        """
         self.require_intact()
         configuration, task = self.configuration, read_json(self.path / "task.json", dict)
         recorded = self.path / RECORDED
@@ -231,11 +272,15 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
         with FileLock(path, timeout=-1 if wait else 0):
             yield
     except Timeout:
-        raise CheckpointError(f"{path.parent} is in use by another process: wait or choose another folder") from None
+        raise CheckpointError(
+            f"{path.parent} is in use by another process: wait or choose another folder"
+        ) from None
 
 
 def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --fresh") -> _Json:
-    """Return the JSON in a file. Raise `CheckpointError`, with the remedy, when the file is missing or damaged."""
+    """Return the JSON in a file. Raise `CheckpointError`, with the remedy, when the file is missing
+    or damaged.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(value, kind) and (isinstance(value, list) or _intact(value)):
@@ -250,15 +295,27 @@ def readable(path: Path) -> Iterator[None]:
     """Raise `CheckpointError` in place of the errors that values cause which no run wrote."""
     try:
         yield
-    except (OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         if isinstance(error, FedloomError):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        raise CheckpointError(f"{path} holds what no run wrote ({reason}): start again with --fresh") from None
+        raise CheckpointError(
+            f"{path} holds what no run wrote ({reason}): start again with --fresh"
+        ) from None
 
 
 def finished_runs(folder: Path) -> dict[str, list[Path]]:
-    """Return the finished runs in the folder of an experiment, in whatever setting, by `fingerprint`."""
+    """Return the finished runs in the folder of an experiment, in whatever setting, by
+    `fingerprint`.
+    """
     runs: dict[str, list[Path]] = {}
     for pattern in ("*/seed-*", "*/*/seed-*"):
         for path in sorted(folder.glob(f"{pattern}/configuration.json")):
@@ -270,14 +327,17 @@ def finished_runs(folder: Path) -> dict[str, list[Path]]:
 
 
 def fingerprint(configuration: Mapping[str, Any]) -> str:
-    """Return a digest of a resolved configuration: equal for equal ones; a key that is not set equals one set to none."""
+    """Return a digest of a resolved configuration: equal for equal ones; a key that is not set
+    equals one set to none.
+    """
     settled = {key: value for key, value in dotted(configuration).items() if value is not None}
     return digest_of_json(settled)
 
 
 def folder_name(expression: str) -> str:
     """Return a method's expression as a folder's name, with a digest where it is long or nests."""
-    plain = re.sub(r"(?<=\d)e\+(?=\d)", "e", expression.replace("'", "").replace('"', ""))  # 1e+38 is not 1e-38
+    # 1e+38 is not 1e-38
+    plain = re.sub(r"(?<=\d)e\+(?=\d)", "e", expression.replace("'", "").replace('"', ""))
     name = slug(plain.replace(":", "_"))
     if plain.count("(") < 2 and len(name) <= _LONGEST:
         return name
@@ -285,7 +345,9 @@ def folder_name(expression: str) -> str:
 
 
 def setting_folder(folder: Path, setting: str) -> Path:
-    """Return the folder of a setting: in that of an experiment, or that folder itself where there are no settings."""
+    """Return the folder of a setting: in that of an experiment, or that folder itself where there
+    are no settings.
+    """
     return folder / folder_name(setting) if setting else folder
 
 

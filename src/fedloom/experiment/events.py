@@ -8,7 +8,9 @@ from fedloom.objectives import ACCURACY, Metric
 
 
 class RunName(NamedTuple):
-    """One run of a comparison: a method, as the user wrote it, a seed, and the label of a setting where there are several."""
+    """One run of a comparison: a method, as the user wrote it, a seed, and the label of a setting
+    where there are several.
+    """
 
     algorithm: str
     seed: int
@@ -20,9 +22,11 @@ class RunName(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a run: `started`, also when it goes on, with `finished` rounds and in `text` an engine that a rule chose.
+    """An event of a run: `started`, also when it goes on, with `finished` rounds and in `text` an
+    engine that a rule chose.
 
-    A `round` has its figures in `record`, `skipped` was finished already, `failed` and `notice` have a line of `text`.
+    A `round` has its figures in `record`, `skipped` was finished already, `failed` and `notice`
+    have a line of `text`.
     """
 
     kind: Literal["started", "round", "ended", "skipped", "failed", "notice"]
@@ -38,8 +42,12 @@ class Event:
     def score(self) -> str:
         """The metric of the global model and of the clients' own, as far as they were measured."""
         models = ((self.metric.name, ""), (f"personal_{self.metric.name}", " (clients' own)"))
-        scores = [(value, owner) for name, owner in models if (value := self.record.get(name)) is not None]
-        return ", ".join(f"{self.metric.text(value, 1)}{self.metric.unit}{owner}" for value, owner in scores)
+        scores = [
+            (value, owner) for name, owner in models if (value := self.record.get(name)) is not None
+        ]
+        return ", ".join(
+            f"{self.metric.text(value, 1)}{self.metric.unit}{owner}" for value, owner in scores
+        )
 
 
 Watch = Callable[[Event], None]

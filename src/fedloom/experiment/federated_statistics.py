@@ -1,4 +1,5 @@
-"""Statistics of the clients' columns before training: computed where the data are, and only summed at the server.
+"""Statistics of the clients' columns before training: computed where the data are, and only summed
+at the server.
 
 The server asks every client four times, and adds up the numbers that come back:
 
@@ -7,7 +8,8 @@ The server asks every client four times, and adds up the numbers that come back:
     squares    squared deviations from the mean over all clients
     bins       rows in each of equal bins; the outer two are open
 
-A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share rows with their neighbours.
+A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share
+rows with their neighbours.
 """
 
 import math
@@ -36,14 +38,17 @@ from fedloom.task import Task
 
 Words = dict[str, Any]
 Values = np.ndarray[Any, Any]
-"""A column: float64 `[n]` or `[n, m]`, NaN where a cell is empty; or text `[n]`, None where it is empty."""
+"""A column: float64 `[n]` or `[n, m]`, NaN where a cell is empty; or text `[n]`, None where it is
+empty.
+"""
 
 Listed = tuple[list[Finite], Annotated[dict[str, Finite], Field(max_length=10_000)]]
 """Answer about one column: numbers, and the rows of each category."""
 
 
 def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statistics:
-    """Return statistics of the clients' training samples, by column, as a federation over sites computes them.
+    """Return statistics of the clients' training samples, by column, as a federation over sites
+    computes them.
 
     Args:
         task: Data and clients.
@@ -51,13 +56,19 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
         settings: Fields of `Survey`: `smallest`, `bins`, `bounds`, `epsilon`, `delta`.
 
     Returns:
-        The statistics; `frame()` is a table of pandas, `plot()` a figure, `save("statistics.html")` writes a page.
+        The statistics; `frame()` is a table of pandas, `plot()` a figure, `save("statistics.html")`
+        writes a page.
 
     Raises:
         InvalidValue: A setting is out of range.
     """
-    survey, clients = Survey(**settings), [client_columns(task, client) for client in range(task.clients)]
-    return collect(lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, survey)
+    survey, clients = (
+        Survey(**settings),
+        [client_columns(task, client) for client in range(task.clients)],
+    )
+    return collect(
+        lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, survey
+    )
 
 
 # --- a client ---
@@ -72,17 +83,28 @@ def client_columns(task: Task, client: int) -> dict[str, Values]:
 
 
 def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
-    """Return samples as columns: a table's in their units, features, pixels by channel or numbers of tokens; then the target."""
-    inputs, labels, encoding = in_memory(samples.inputs).cpu(), samples.labels.cpu(), dataset.encoding
+    """Return samples as columns: a table's in their units, features, pixels by channel or numbers
+    of tokens; then the target.
+    """
+    inputs, labels, encoding = (
+        in_memory(samples.inputs).cpu(),
+        samples.labels.cpu(),
+        dataset.encoding,
+    )
     columns: dict[str, Tensor | Values] = {}
     if isinstance(encoding, TableInputs):
         blocks = inputs.split([column.features for column in encoding.columns], 1)
         for column, block in zip(encoding.columns, blocks, strict=True):
             texts = np.array([*(column.categories or ()), None], object)
             index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
-            columns[column.name] = block.squeeze(1) if column.categories is None else texts[index.numpy()]
+            columns[column.name] = (
+                block.squeeze(1) if column.categories is None else texts[index.numpy()]
+            )
     elif inputs.dtype == torch.uint8:
-        columns = {f"channel {k}": channel.flatten(1) / 255 for k, channel in enumerate(inputs.double().unbind(1))}
+        columns = {
+            f"channel {k}": channel.flatten(1) / 255
+            for k, channel in enumerate(inputs.double().unbind(1))
+        }
     elif not inputs.is_floating_point():
         columns = {"tokens": (inputs != 0).sum(1)}
     elif inputs.dim() == 2:
@@ -92,15 +114,23 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
     names = np.array(dataset.class_names or [*map(str, range(dataset.classes))], object)
     one_class = dataset.objective.classes and labels.dim() == 1
     columns[dataset.target or "target"] = names[labels.numpy()] if one_class else labels
-    return {name: values.double().numpy() if isinstance(values, Tensor) else values for name, values in columns.items()}
+    return {
+        name: values.double().numpy() if isinstance(values, Tensor) else values
+        for name, values in columns.items()
+    }
 
 
 def answer(
-    columns: Mapping[str, Values], request: Words, smallest: int = 1, seed: int | None = None, client: int = 0
+    columns: Mapping[str, Values],
+    request: Words,
+    smallest: int = 1,
+    seed: int | None = None,
+    client: int = 0,
 ) -> Words:
     """Return a client's answer to a request of the server, of plain values alone.
 
-    The client itself lets no number tell of fewer rows than `smallest`. Without a `seed`, noise is as in `statistics`.
+    The client itself lets no number tell of fewer rows than `smallest`. Without a `seed`, noise is
+    as in `statistics`.
     """
     step, noise = request["step"], float(request["noise"])
     # Beside noise a threshold would tell of a single row: then there is only the client's own.
@@ -109,14 +139,18 @@ def answer(
         return {"kinds": {name: _kind(values) for name, values in columns.items()}}
 
     def random(purpose: str, count: int = 1) -> Values:
-        generator = None if seed is None else stream(seed, f"statistics {step} {purpose}", client=client)
+        generator = (
+            None if seed is None else stream(seed, f"statistics {step} {purpose}", client=client)
+        )
         return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
 
     answers: dict[str, Listed] = {}
     for name, about in request["columns"].items():
         values = _complete(columns[name], about)
         if noise and values.ndim > 1:
-            raise InvalidValue(f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one")
+            raise InvalidValue(
+                f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one"
+            )
         if len(values) < least:
             continue
         if step == "sums":
@@ -125,7 +159,10 @@ def answer(
             answers[name] = _sums(values, about, empty, least, partial(random, name))
         elif step == "squares":
             most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
-            answers[name] = [float(((values - about["mean"]) ** 2).sum() + most * random(name)[0])], {}
+            answers[name] = (
+                [float(((values - about["mean"]) ** 2).sum() + most * random(name)[0])],
+                {},
+            )
         else:
             low, high, count = about["bins"]
             rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
@@ -133,19 +170,30 @@ def answer(
     return {"columns": answers}
 
 
-def _sums(values: Values, about: Words, empty: int, least: int, random: Callable[[int], Values]) -> Listed:
+def _sums(
+    values: Values, about: Words, empty: int, least: int, random: Callable[[int], Values]
+) -> Listed:
     if _kind(values) == "categories":
         texts, counts = np.unique(values.astype(str), return_counts=True)
         counts = counts + random(len(texts))
-        rows = {str(text): float(n) for text, n in zip(texts, counts, strict=True) if n >= about.get("least", least)}
+        rows = {
+            str(text): float(n)
+            for text, n in zip(texts, counts, strict=True)
+            if n >= about.get("least", least)
+        }
         return [sum(rows.values()) if "least" in about else len(values), empty], rows
     low, high = about.get("bounds", (0.0, 0.0))
-    count, total = random(2) * (1.0, (high - low) / 2) + (values.size, (values - (low + high) / 2).sum())
+    count, total = random(2) * (1.0, (high - low) / 2) + (
+        values.size,
+        (values - (low + high) / 2).sum(),
+    )
     return [float(count), empty, float(total + count * (low + high) / 2)], {}
 
 
 def shared_rows(rows: Values, smallest: int) -> Values:
-    """Return rows `[bins]` of which every stretch that holds any holds `smallest` or more, shared evenly by its bins."""
+    """Return rows `[bins]` of which every stretch that holds any holds `smallest` or more, shared
+    evenly by its bins.
+    """
     stretches: list[list[int]] = []
     total, filled = smallest, np.flatnonzero(rows).tolist()
     for k in filled:
@@ -178,35 +226,52 @@ def _complete(values: Values, about: Words) -> Values:
 
 
 def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Statistics:
-    """Return the statistics of all clients; `ask` brings a request to each and returns their answers by number.
+    """Return the statistics of all clients; `ask` brings a request to each and returns their
+    answers by number.
 
-    Raises `InvalidValue` for clients whose columns differ, and bounds that are missing or of no column; `RefusedReply` for an
-    answer that is not of the numbers that were asked for.
+    Raises `InvalidValue` for clients whose columns differ, and bounds that are missing or of no
+    column; `RefusedReply` for an answer that is not of the numbers that were asked for.
     """
     request: Words = {"step": "kinds", "smallest": survey.smallest, "noise": 0.0}
-    tables = {client: _sound(dict[str, Kind], words.get("kinds"), client) for client, words in ask(request).items()}
+    tables = {
+        client: _sound(dict[str, Kind], words.get("kinds"), client)
+        for client, words in ask(request).items()
+    }
     kinds = _agreed(tables)
     numbers = [name for name, kind in kinds.items() if kind == "numbers"]
     for name in survey.bounds:
         if name not in numbers:
-            raise InvalidValue(f"bounds: {quoted(name)} is no column of numbers{suggestion(name, numbers)}")
-    if survey.epsilon is not None and (unbounded := [name for name in numbers if name not in survey.bounds]):
+            raise InvalidValue(
+                f"bounds: {quoted(name)} is no column of numbers{suggestion(name, numbers)}"
+            )
+    if survey.epsilon is not None and (
+        unbounded := [name for name in numbers if name not in survey.bounds]
+    ):
         raise InvalidValue(
             f"epsilon needs bounds for column {quoted(unbounded[0])}: the lowest and highest value it can have"
         )
-    about: dict[str, Words] = {name: {"bounds": survey.bounds[name]} if name in survey.bounds else {} for name in kinds}
+    about: dict[str, Words] = {
+        name: {"bounds": survey.bounds[name]} if name in survey.bounds else {} for name in kinds
+    }
     releases = 0 if survey.epsilon is None else 4 * len(numbers) + len(kinds) - len(numbers)
     if survey.epsilon is not None:
-        request |= {"noise": noise_for(survey.epsilon, 1.0, releases, survey.delta / 2), "releases": releases}
+        request |= {
+            "noise": noise_for(survey.epsilon, 1.0, releases, survey.delta / 2),
+            "releases": releases,
+        }
         # A category of a single row is told with probability delta / 2, over all columns.
-        least = 1 + request["noise"] * float(norm.isf(survey.delta / 2 / max(1, len(kinds) - len(numbers))))
+        least = 1 + request["noise"] * float(
+            norm.isf(survey.delta / 2 / max(1, len(kinds) - len(numbers)))
+        )
         about |= {name: {"least": least} for name, kind in kinds.items() if kind == "categories"}
 
     def summed(step: str) -> dict[str, Listed]:
         answers = ask({**request, "step": step, "columns": about}) if about else {}
         sums: dict[str, Listed] = {}
         for client, words in sorted(answers.items()):
-            for name, (listed, rows) in _sound(dict[str, Listed], words.get("columns"), client).items():
+            for name, (listed, rows) in _sound(
+                dict[str, Listed], words.get("columns"), client
+            ).items():
                 length = {"sums": 2 + (name in numbers), "squares": 1, "bins": survey.bins}[step]
                 if name not in about or len(listed) != length:
                     raise _refusal(client)
@@ -218,7 +283,9 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
 
     columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
     for name, ((count, empty, *total), rows) in summed("sums").items():
-        columns[name] = replace(columns[name], count=count, empty=empty, categories=dict(sorted(rows.items())))
+        columns[name] = replace(
+            columns[name], count=count, empty=empty, categories=dict(sorted(rows.items()))
+        )
         if total and count > 0:
             low, high = survey.bounds.get(name, (-math.inf, math.inf))
             about[name]["mean"] = min(max(total[0] / count, low), high)
@@ -244,7 +311,9 @@ def _agreed(kinds: Mapping[int, Mapping[str, Kind]]) -> dict[str, Kind]:
             texts = [f"{kind} at {', '.join(listed)}" for kind, listed in clients.items()]
             differences.append(f"{quoted(name)} is {' and '.join(texts)}")
     if differences:
-        raise InvalidValue(f"columns differ from client to client: {shortened('; '.join(differences))}")
+        raise InvalidValue(
+            f"columns differ from client to client: {shortened('; '.join(differences))}"
+        )
     return dict(kinds[min(kinds)])
 
 

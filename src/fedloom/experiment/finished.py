@@ -11,7 +11,14 @@ from typing import Any
 
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, locked, read_json, readable, setting_folder, write_json
+from fedloom.experiment.directory import (
+    RunDirectory,
+    locked,
+    read_json,
+    readable,
+    setting_folder,
+    write_json,
+)
 from fedloom.experiment.identity import task_digests
 from fedloom.experiment.settings import label
 from fedloom.experiment.trajectories import with_joint_trajectories
@@ -34,7 +41,9 @@ _OF_TASK = ("data", "model", "objective", "metrics", "training", "plugins")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run: the label of its setting, its directory, its figures so far, and the keys that its setting changes."""
+    """A run: the label of its setting, its directory, its figures so far, and the keys that its
+    setting changes.
+    """
 
     setting: str
     path: Path
@@ -43,11 +52,18 @@ class StoredRun:
 
     @property
     def labelled(self) -> RunSummary:
-        """The summary with the setting in its method's name, so that runs of several settings differ."""
+        """The summary with the setting in its method's name, so that runs of several settings
+        differ.
+        """
         if not self.setting:
             return self.summary
         recorded = [
-            entry | {"methods": {f"{name}, {self.setting}": way for name, way in entry["methods"].items()}}
+            entry
+            | {
+                "methods": {
+                    f"{name}, {self.setting}": way for name, way in entry["methods"].items()
+                }
+            }
             if entry["kind"] == "trajectories"
             else entry
             for entry in self.summary.recorded
@@ -57,18 +73,30 @@ class StoredRun:
 
 
 def read_runs(folder: Path) -> list[StoredRun]:
-    """Read the runs of a folder. Raise `InvalidValue` without any, `CheckpointError` for a damaged file."""
+    """Read the runs of a folder. Raise `InvalidValue` without any, `CheckpointError` for a damaged
+    file.
+    """
     if not folder.is_dir():
-        raise InvalidValue(f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs")
-    runs = [StoredRun(setting, path, _summary(path, name), changes) for setting, path, name, changes in _paths(folder)]
+        raise InvalidValue(
+            f"{folder} is {'no folder' if folder.exists() else 'not there'}: give a folder of runs"
+        )
+    runs = [
+        StoredRun(setting, path, _summary(path, name), changes)
+        for setting, path, name, changes in _paths(folder)
+    ]
     if not runs:
-        raise InvalidValue(f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits")
+        raise InvalidValue(
+            f"{folder} holds no run: give the folder of a run or of a comparison, such as runs/digits"
+        )
     return runs
 
 
 def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """Return the runs of each setting, by its label."""
-    return {name: [run for run in runs if run.setting == name] for name in dict.fromkeys(run.setting for run in runs)}
+    return {
+        name: [run for run in runs if run.setting == name]
+        for name in dict.fromkeys(run.setting for run in runs)
+    }
 
 
 def compared(runs: Sequence[StoredRun], options: ReportOptions) -> list[Sheet]:
@@ -88,18 +116,28 @@ def compared(runs: Sequence[StoredRun], options: ReportOptions) -> list[Sheet]:
 
 
 def with_trajectories(folder: Path, runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """Return the runs with the clients' trajectories that the folder keeps in one plane for several methods."""
+    """Return the runs with the clients' trajectories that the folder keeps in one plane for several
+    methods.
+    """
     shown = []
     for setting, group in by_setting(runs).items():
-        summaries = with_joint_trajectories(setting_folder(folder, setting), [(run.path, run.summary) for run in group])
-        shown += [dataclasses.replace(run, summary=summary) for run, summary in zip(group, summaries, strict=True)]
+        summaries = with_joint_trajectories(
+            setting_folder(folder, setting), [(run.path, run.summary) for run in group]
+        )
+        shown += [
+            dataclasses.replace(run, summary=summary)
+            for run, summary in zip(group, summaries, strict=True)
+        ]
     return shown
 
 
 def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOptions) -> list[Path]:
-    """Write `report.html`, and one in the folder of each setting where there are several; return them, the former first."""
+    """Write `report.html`, and one in the folder of each setting where there are several; return
+    them, the former first.
+    """
     groups = {
-        name: [run.summary for run in group] for name, group in by_setting(with_trajectories(folder, runs)).items()
+        name: [run.summary for run in group]
+        for name, group in by_setting(with_trajectories(folder, runs)).items()
     }
     sheets = compared(runs, options)
     sheets = [entry for entry in sheets if entry.setting] or sheets
@@ -108,12 +146,16 @@ def write_reports(folder: Path, runs: Sequence[StoredRun], options: ReportOption
     with readable(folder):
         for entry in sheets:
             heading = f"{title}, {entry.setting}" if entry.setting else title
-            write_page(pages[entry.setting], render(heading, groups[entry.setting], command=command, sheet=entry))
+            write_page(
+                pages[entry.setting],
+                render(heading, groups[entry.setting], command=command, sheet=entry),
+            )
         if "" in pages or not pages:
             return list(pages.values())
         links = {setting: path.relative_to(folder).as_posix() for setting, path in pages.items()}
         write_page(
-            folder / PAGE, render_overview(title, sheets, {name: groups[name] for name in pages}, links, command)
+            folder / PAGE,
+            render_overview(title, sheets, {name: groups[name] for name in pages}, links, command),
         )
     return [folder / PAGE, *pages.values()]
 
@@ -125,7 +167,9 @@ def rewrite_reports(folder: Path, runs: Sequence[StoredRun]) -> list[Path]:
 
 
 def report_options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:
-    """Return the options of the reports in the folder of these runs; usual ones where there is none."""
+    """Return the options of the reports in the folder of these runs; usual ones where there is
+    none.
+    """
     stored = (
         dataclasses.replace(options, title=options.title.removesuffix(f", {setting}"))
         for setting in ("", *by_setting(runs))
@@ -135,11 +179,16 @@ def report_options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:
     single = (folder / "configuration.json").exists()
     title = f"{first.algorithm}, seed {first.seed}" if single else folder.resolve().name
     options = next(stored, None) or ReportOptions(title)
-    return dataclasses.replace(options, targets=options.targets or tuple(first.configuration.get("targets", ())))
+    return dataclasses.replace(
+        options, targets=options.targets or tuple(first.configuration.get("targets", ()))
+    )
 
 
-def add_landscapes(runs: Sequence[StoredRun], recorder: Landscape, say: Callable[[str], None]) -> None:
-    """Compute the loss around the final model of each method's first run in each setting, for `read_runs` to find.
+def add_landscapes(
+    runs: Sequence[StoredRun], recorder: Landscape, say: Callable[[str], None]
+) -> None:
+    """Compute the loss around the final model of each method's first run in each setting, for
+    `read_runs` to find.
 
     Raises `InvalidValue` for a run that is not finished, or whose task cannot be made again.
     """
@@ -150,7 +199,9 @@ def add_landscapes(runs: Sequence[StoredRun], recorder: Landscape, say: Callable
 
 
 def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
-    """Return the loss around the final model of the run in this directory. Raises as `add_landscapes`."""
+    """Return the loss around the final model of the run in this directory. Raises as
+    `add_landscapes`.
+    """
     if not RunDirectory(path).finished:
         raise InvalidValue(f"{path} is not finished: it has no final model yet")
     RunDirectory(path).require_intact()
@@ -161,15 +212,25 @@ def landscape_of(path: Path, recorder: Landscape) -> dict[str, Any]:
 
 
 def _paths(folder: Path) -> Iterator[tuple[str, Path, str | None, Mapping[str, Any]]]:
-    """Yield setting, directory and method (None: as configured) of every run, and the keys that the setting changes."""
+    """Yield setting, directory and method (None: as configured) of every run, and the keys that the
+    setting changes.
+    """
     if (folder / "configuration.json").exists():
         yield "", folder, None, {}
         return
     comparison = folder / "comparison.json"
-    listed = read_json(comparison, dict, "remove it, or compare again").get("runs", []) if comparison.exists() else []
+    listed = (
+        read_json(comparison, dict, "remove it, or compare again").get("runs", [])
+        if comparison.exists()
+        else []
+    )
     with readable(comparison):
         runs = [
-            (dict(run.get("setting") or {}), _moved(folder, Path(run["directory"])), str(run["algorithm"]))
+            (
+                dict(run.get("setting") or {}),
+                _moved(folder, Path(run["directory"])),
+                str(run["algorithm"]),
+            )
             for run in listed
         ]
     for changes, path, algorithm in runs:
@@ -183,7 +244,9 @@ def _paths(folder: Path) -> Iterator[tuple[str, Path, str | None, Mapping[str, A
 
 
 def _moved(folder: Path, noted: Path) -> Path:
-    """Return the directory that was noted under this name, also when the folder was moved or is mounted elsewhere."""
+    """Return the directory that was noted under this name, also when the folder was moved or is
+    mounted elsewhere.
+    """
     candidates = (*(folder.joinpath(*noted.parts[-depth:]) for depth in (2, 3)), noted)
     path = next((path for path in candidates if (path / "configuration.json").exists()), None)
     if path is None:
@@ -206,8 +269,11 @@ def _summary(path: Path, name: str | None) -> RunSummary:
 def _task(path: Path) -> Task:
     stored = RunDirectory(path).configuration
     try:
-        # The rest of the configuration is no part of the task, and might ask for what is not needed here.
-        task = configuration({key: stored[key] for key in _OF_TASK if key in stored}).task(int(stored["seed"]))
+        # The rest of the configuration is no part of the task, and might ask for what is not needed
+        # here.
+        task = configuration({key: stored[key] for key in _OF_TASK if key in stored}).task(
+            int(stored["seed"])
+        )
     except FedloomError as error:
         raise InvalidValue(f"{path}: its task cannot be made again ({error})") from None
     digests, stored = task_digests(task), read_json(path / "task.json", dict)["digests"]

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def data_frame(lines: Iterable[Mapping[str, Any]]) -> "pandas.DataFrame":
-    """Return lines as a frame, tables in them as several columns. Raises `MissingExtra` without pandas."""
+    """Return lines as a frame, tables in them as several columns. Raises `MissingExtra` without
+    pandas.
+    """
     library = import_extra("pandas", "notebook", "a frame")
     frame: pandas.DataFrame = library.json_normalize(list(lines), sep="_")
     return frame
@@ -26,7 +28,10 @@ def plain_records(run: RunSummary) -> list[dict[str, Any]]:
     times = {timing["round"]: timing["seconds"] for timing in run.timings}
     return [
         {
-            **{name: len(value) if isinstance(value, list) else value for name, value in record.items()},
+            **{
+                name: len(value) if isinstance(value, list) else value
+                for name, value in record.items()
+            },
             "seconds": times.get(record["round"]),
         }
         for record in run.records
@@ -37,7 +42,11 @@ def result_lines(run: RunSummary) -> list[str]:
     """Return the figures at the end of a run, and what it cost, as two lines."""
     metric = run.metric
     scores = {f"test {metric.noun}": final(run), "best": best(run), "clients' own": personal(run)}
-    texts = [f"{title} {metric.text(value)}{metric.unit}" for title, value in scores.items() if value is not None]
+    texts = [
+        f"{title} {metric.text(value)}{metric.unit}"
+        for title, value in scores.items()
+        if value is not None
+    ]
     sent = f"{byte_text(bytes_down(run))} down, {byte_text(bytes_up(run))} up"
     return [
         ", ".join(texts) or "no test samples",
@@ -61,4 +70,6 @@ def html_table(table: Table, notes: Sequence[str] = ()) -> str:
     cells = [[f"<b>{escape(c.text)}</b>" if row in best[k] else escape(c.text) for k, c in enumerate(line)]
              for row, line in enumerate(table.lines)]  # fmt: skip
     body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in cells)
-    return f"<table><tr>{heads}</tr>{body}</table>" + "".join(f"<p><small>{escape(note)}</small></p>" for note in notes)
+    return f"<table><tr>{heads}</tr>{body}</table>" + "".join(
+        f"<p><small>{escape(note)}</small></p>" for note in notes
+    )

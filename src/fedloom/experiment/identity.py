@@ -1,4 +1,6 @@
-"""The identity of a run, as a digest that its checkpoints carry, and the versions and machine that compute it."""
+"""The identity of a run, as a digest that its checkpoints carry, and the versions and machine that
+compute it.
+"""
 
 import json
 import os
@@ -24,14 +26,18 @@ _DECIDING = ("python", "torch", "numpy", "fedloom", "threads", "machine")
 
 
 def identity(task: Task, described: Mapping[str, Any], method: Method, clock: Clock) -> str:
-    """Return a digest of the run, without its end: the number of rounds, unless the method needs to know it, and `stop`."""
+    """Return a digest of the run, without its end: the number of rounds, unless the method needs to
+    know it, and `stop`.
+    """
     end = ("stop",) if needs_total_rounds(method) else ("rounds", "stop")
     described = {key: value for key, value in described.items() if key not in end}
     return digest(json.dumps([described, task_digests(task), clock.lines or None], sort_keys=True))
 
 
 def task_digests(task: Task) -> dict[str, str]:
-    """Return digests of a task's `data`, of its `split` over clients and of the initial model (`start`)."""
+    """Return digests of a task's `data`, of its `split` over clients and of the initial model
+    (`start`).
+    """
     data, split, start = Digest(), Digest(), Digest()
     for samples in (task.train, task.test):
         chosen = torch.linspace(0, max(len(samples) - 1, 0), min(len(samples), _SAMPLED)).long()
@@ -63,6 +69,8 @@ def environment() -> dict[str, Any]:
 
 
 def version_changes(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`; empty where there are none."""
+    """Return differences that may change a figure, such as `torch 2.12.0 (now 2.13.0)`; empty where
+    there are none.
+    """
     changed = [key for key in _DECIDING if earlier.get(key) != present.get(key)]
     return ", ".join(f"{key} {earlier.get(key)} (now {present.get(key)})" for key in changed)

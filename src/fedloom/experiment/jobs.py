@@ -1,4 +1,6 @@
-"""The runs of an experiment as jobs: placed in their directories, checked before the first round of any, and made."""
+"""The runs of an experiment as jobs: placed in their directories, checked before the first round of
+any, and made.
+"""
 
 import os
 import traceback
@@ -37,7 +39,9 @@ class RunJob:
 
     def require(self) -> None:
         """Raise `CheckpointError` where the directory holds a run that cannot become this one."""
-        RunDirectory(self.path).require(self._resolved, self.configuration.method(self.name.algorithm))
+        RunDirectory(self.path).require(
+            self._resolved, self.configuration.method(self.name.algorithm)
+        )
 
     @cached_property
     def _resolved(self) -> dict[str, Any]:
@@ -47,8 +51,12 @@ class RunJob:
         return RunDirectory(self.path).summary(self.name.algorithm)
 
 
-def job_of(configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]) -> RunJob:
-    """Return the job of a run whose setting has this configuration; `finished` are the `finished_runs` to reuse."""
+def job_of(
+    configuration: Configuration, name: RunName, finished: Mapping[str, Sequence[Path]]
+) -> RunJob:
+    """Return the job of a run whose setting has this configuration; `finished` are the
+    `finished_runs` to reuse.
+    """
     usual = run_directory(configuration, *name).path
     alike = finished.get(fingerprint(configuration.resolved(name.algorithm, name.seed)), [])
     return RunJob(configuration, name, alike[0] if alike and usual not in alike else usual)
@@ -68,14 +76,19 @@ def unfinished(jobs: Iterable[RunJob], watch: Watch, fresh: bool = False) -> lis
 
 
 def require_possible(jobs: Sequence[RunJob], tasks: "Tasks") -> None:
-    """Make the task of every setting and seed, and set up every method. Raise what is wrong with any."""
+    """Make the task of every setting and seed, and set up every method. Raise what is wrong with
+    any.
+    """
     seeds: dict[str, int] = {}
     for job in jobs:
         configuration, name = job.configuration, job.name
         try:
             task = tasks.of(configuration, name.seed)
             if seeds.setdefault(name.setting, name.seed) == name.seed:
-                method, schedule = configuration.method(name.algorithm), configuration.seeded(name.seed)
+                method, schedule = (
+                    configuration.method(name.algorithm),
+                    configuration.seeded(name.seed),
+                )
                 recording = Recording(configuration.recorders())
                 Federation(method, task, RowsEngine(task), schedule, observers=[recording])
         except FedloomError as error:
@@ -102,16 +115,28 @@ class Tasks:
 
 
 def attempt(job: RunJob, watch: Watch, fresh: bool, tasks: Tasks) -> str | None:
-    """Make one run and return why it failed, on one line, or None. FEDLOOM_TRACEBACK=1 prints the traceback."""
+    """Make one run and return why it failed, on one line, or None. FEDLOOM_TRACEBACK=1 prints the
+    traceback.
+    """
 
     def make_task(seed: int) -> Task:
         return tasks.of(job.configuration, seed)
 
     try:
-        run_configured(job.configuration, job.name, watch, fresh=fresh, make_task=make_task, path=job.path, alone=False)
+        run_configured(
+            job.configuration,
+            job.name,
+            watch,
+            fresh=fresh,
+            make_task=make_task,
+            path=job.path,
+            alone=False,
+        )
     except Exception as error:
         if "FEDLOOM_TRACEBACK" in os.environ:
             traceback.print_exc()
-        text = " ".join(str(error).split()) if isinstance(error, FedloomError) else error_text(error)
+        text = (
+            " ".join(str(error).split()) if isinstance(error, FedloomError) else error_text(error)
+        )
         return located(error, text)
     return None

@@ -19,7 +19,12 @@ from fedloom.objectives import objectives
 
 _NAMES: dict[str, dict[str, Registry[Any]]] = {
     "Configuration": {"algorithm": algorithms, "model": models, "objective": objectives},
-    "Data": {"name": datasets, "partition": partitions, "label_noise": label_noises, "shift": shifts},
+    "Data": {
+        "name": datasets,
+        "partition": partitions,
+        "label_noise": label_noises,
+        "shift": shifts,
+    },
 }
 """Registries whose names an editor suggests, by table and key."""
 
@@ -28,11 +33,16 @@ def json_schema() -> dict[str, Any]:
     """Return the schema: every key with its type, range, choices and default."""
     hints = type_hints(Configuration)
     keys: dict[str, Any] = {
-        entry.name: (hints[entry.name], Field(**{name: getattr(entry, name) for name in _defaults(entry)}))
+        entry.name: (
+            hints[entry.name],
+            Field(**{name: getattr(entry, name) for name in _defaults(entry)}),
+        )
         for entry in fields(Configuration)
         if entry.name in KEYS
     }
-    schema: dict[str, Any] = _without_null(create_model("Configuration", **keys).model_json_schema())
+    schema: dict[str, Any] = _without_null(
+        create_model("Configuration", **keys).model_json_schema()
+    )
     tables = {"Configuration": schema, **schema["$defs"]}
     for table, registries in _NAMES.items():
         for key, registry in registries.items():
@@ -53,5 +63,8 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         if value == {"type": "null"}:
             return {"const": "none"}
-        return {key: "none" if (key, item) == ("default", None) else _without_null(item) for key, item in value.items()}
+        return {
+            key: "none" if (key, item) == ("default", None) else _without_null(item)
+            for key, item in value.items()
+        }
     return list(map(_without_null, value)) if isinstance(value, list) else value

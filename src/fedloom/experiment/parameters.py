@@ -1,4 +1,6 @@
-"""Parameters of the methods inside an expression, by key: `algorithm.mu`, or `algorithm.fedprox.mu` where several have it."""
+"""Parameters of the methods inside an expression, by key: `algorithm.mu`, or `algorithm.fedprox.mu`
+where several have it.
+"""
 
 import copy
 from collections import Counter
@@ -15,14 +17,20 @@ PREFIX = "algorithm."
 
 
 def parameter_keys(outer: Method) -> list[str]:
-    """Return every key that names one parameter of one of the nested methods, the short form first where it is enough."""
-    keys = Counter(key for method in components(outer) for keys in _parameters(method).values() for key in keys)
+    """Return every key that names one parameter of one of the nested methods, the short form first
+    where it is enough.
+    """
+    keys = Counter(
+        key for method in components(outer) for keys in _parameters(method).values() for key in keys
+    )
     unique = [key for key, count in keys.items() if count == 1]
     return sorted(unique, key=lambda key: key.count("."))
 
 
 def with_parameters(outer: Method, changes: Mapping[str, Any]) -> Method:
-    """Return a copy of a method with parameters set. Raise `InvalidValue` or `UnknownName` for a wrong one."""
+    """Return a copy of a method with parameters set. Raise `InvalidValue` or `UnknownName` for a
+    wrong one.
+    """
     outer = copy.deepcopy(outer)
     for method in components(outer):
         for name, keys in _parameters(method).items():

@@ -34,10 +34,13 @@ class SerialPool:
     def __init__(self, tasks: Tasks | None = None, threads: int | None = None) -> None:
         self.tasks, self.threads = tasks or Tasks(), threads
 
-    def run(self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+    def run(
+        self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]
+    ) -> dict[RunName, str]:
         """Make the runs and return the reason of each that failed, which stops no other.
 
-        When `stopped` returns True, every run in progress finishes its round and `KeyboardInterrupt` is raised.
+        When `stopped` returns True, every run in progress finishes its round and
+        `KeyboardInterrupt` is raised.
         """
 
         def watch_or_stop(event: Event) -> None:
@@ -57,7 +60,9 @@ class SerialPool:
 
 
 class ProcessPool:
-    """Makes `size` runs at a time in worker processes of `threads` threads each. If a worker dies, only its run fails."""
+    """Makes `size` runs at a time in worker processes of `threads` threads each. If a worker dies,
+    only its run fails.
+    """
 
     def __init__(self, size: int, threads: int) -> None:
         self.size, self.threads = size, threads
@@ -66,7 +71,9 @@ class ProcessPool:
         self.processes: dict[Connection, SpawnProcess] = {}
         self.busy: dict[Any, RunName] = {}
 
-    def run(self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]) -> dict[RunName, str]:
+    def run(
+        self, jobs: Sequence[RunJob], watch: Watch, fresh: bool, stopped: Callable[[], bool]
+    ) -> dict[RunName, str]:
         """Make the runs; see `SerialPool.run`."""
         waiting, reasons = list(jobs), {}
         while waiting or self.busy:
@@ -86,9 +93,12 @@ class ProcessPool:
         return {job.name: reasons[job.name] for job in jobs if job.name in reasons}
 
     def _begin(self, job: RunJob, fresh: bool) -> None:
-        while len(self.processes) < self.size:  # all at once, since each takes seconds to import PyTorch
+        # all at once, since each takes seconds to import PyTorch
+        while len(self.processes) < self.size:
             self.start()
-        connection = next(connection for connection in self.processes if connection not in self.busy)
+        connection = next(
+            connection for connection in self.processes if connection not in self.busy
+        )
         self.busy[connection] = job.name
         with suppress(OSError):  # of a dead process, which `_messages` notices
             connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
@@ -96,9 +106,12 @@ class ProcessPool:
     def start(self) -> None:
         """Start a worker process."""
         connection, remote = self.context.Pipe()
-        process = self.context.Process(target=serve, args=(remote, self.stopping, self.threads), daemon=True)
+        process = self.context.Process(
+            target=serve, args=(remote, self.stopping, self.threads), daemon=True
+        )
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # a script would run again: its classes come with the jobs
+        # a script would run again: its classes come with the jobs
+        sys.modules["__main__"] = ModuleType("__main__")
         try:
             process.start()
         finally:
@@ -107,7 +120,9 @@ class ProcessPool:
         self.processes[connection] = process
 
     def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
-        """Wait a little; yield events, and of each run that has ended its key in `busy` and why it failed, or None."""
+        """Wait a little; yield events, and of each run that has ended its key in `busy` and why it
+        failed, or None.
+        """
         for connection in cast(list[Connection], wait(list(self.busy), POLL_SECONDS)):
             try:
                 yield connection, connection.recv()
@@ -132,21 +147,36 @@ class RayPool(ProcessPool):
     def __init__(self, address: str, size: int, threads: int) -> None:
         super().__init__(size, threads)
         self.ray = load_ray()
-        self.session = join(address, size * threads, 0, 128 << 20)  # bytes: jobs and events are small
+        # bytes: jobs and events are small
+        self.session = join(address, size * threads, 0, 128 << 20)
         self.board = self.ray.remote(EventBoard).options(num_cpus=0).remote()
         self.make = self.ray.remote(num_cpus=threads, max_retries=0, max_calls=1)(make_in_ray)
 
     def _begin(self, job: RunJob, fresh: bool) -> None:
-        directory = str(job.configuration.folder.resolve())  # a task has a working folder of its own
-        job = replace(job, configuration=replace(job.configuration, directory=directory), path=job.path.resolve())
+        # a task has a working folder of its own
+        directory = str(job.configuration.folder.resolve())
+        job = replace(
+            job,
+            configuration=replace(job.configuration, directory=directory),
+            path=job.path.resolve(),
+        )
         self.busy[self.make.remote(job, fresh, self.threads, self.board)] = job.name
 
     def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
         ended, others = self.ray.wait(list(self.busy), timeout=POLL_SECONDS)
         room = (died := self.session.died) or has_room(self.ray, self.threads, 0)
-        lost = DIED if died else "" if room else f"no node of the Ray cluster has {self.threads} CPU for it"
-        with suppress(self.ray.exceptions.RayError):  # then the runs on the board's node are lost too, and say so
-            yield from () if lost else self.ray.get(self.board.get.remote(bool(self.stopping.value)))
+        lost = (
+            DIED
+            if died
+            else ""
+            if room
+            else f"no node of the Ray cluster has {self.threads} CPU for it"
+        )
+        # then the runs on the board's node are lost too, and say so
+        with suppress(self.ray.exceptions.RayError):
+            yield from (
+                () if lost else self.ray.get(self.board.get.remote(bool(self.stopping.value)))
+            )
         for call in [*ended, *(others if lost else [])]:
             try:
                 yield call, lost or self.ray.get(call)
@@ -154,7 +184,11 @@ class RayPool(ProcessPool):
                 yield call, DIED if self.session.died else f"its worker died: {ending(error)}"
 
     def close(self) -> None:
-        self.ray.wait([self.board.get.remote(True), *self.busy], num_returns=1 + len(self.busy), timeout=SAVING_SECONDS)
+        self.ray.wait(
+            [self.board.get.remote(True), *self.busy],
+            num_returns=1 + len(self.busy),
+            timeout=SAVING_SECONDS,
+        )
         for call in self.busy:
             self.ray.cancel(call, force=True)
         self.ray.kill(self.board)

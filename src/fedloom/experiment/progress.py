@@ -1,4 +1,6 @@
-"""Progress of runs for people: bars on a terminal and in a notebook, a line now and then anywhere else."""
+"""Progress of runs for people: bars on a terminal and in a notebook, a line now and then anywhere
+else.
+"""
 
 import importlib
 import io
@@ -7,7 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -15,25 +24,38 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.report.units import time_text
 
 _PAUSE, _SHARE = 10.0, 0.1
-"""Between two lines where there is no terminal: seconds, and a share of the time so far, so that no log is filled."""
+"""Between two lines where there is no terminal: seconds, and a share of the time so far, so that no
+log is filled.
+"""
 
-_COLUMNS, _REDRAW = 100, 0.2  # of the bars in a notebook: their width, and the seconds between two drawings
+# of the bars in a notebook: their width, and the seconds between two drawings
+_COLUMNS, _REDRAW = 100, 0.2
 
 Rounds = int | Mapping[RunName, int]
 """The number of rounds of every run, or of each."""
 
 
 class Display:
-    """A bar for each run under way and one for all, and a line when a run ends; `brief` shows bars alone."""
+    """A bar for each run under way and one for all, and a line when a run ends; `brief` shows bars
+    alone.
+    """
 
     def __init__(
-        self, console: Console, runs: int, rounds: Rounds, brief: bool = False, clock: Callable[[], float] = monotonic
+        self,
+        console: Console,
+        runs: int,
+        rounds: Rounds,
+        brief: bool = False,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.console, self.runs, self.brief, self.clock = console, runs, brief, clock
         self.finished: dict[RunName, int] = {}  # rounds done
         self.bars: dict[RunName, TaskID] = {}
         self.progress = Progress(
-            TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.description}",
+                table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis"),
+            ),
             BarColumn(bar_width=None, table_column=Column(ratio=2)),
             MofNCompleteColumn(),
             TextColumn("{task.fields[score]}", justify="right"),
@@ -70,7 +92,9 @@ class Display:
                 self.line(f"engine: {event.text}")
             setting = f", {run.setting}" if run.setting else ""  # at the end, where it may be cut
             text = Text(f"seed {run.seed}: {run.algorithm}{setting}").markup
-            self.bars[run] = self.progress.add_task(text, total=rounds, completed=event.finished, score="", run=run)
+            self.bars[run] = self.progress.add_task(
+                text, total=rounds, completed=event.finished, score="", run=run
+            )
         elif event.kind == "round":
             self.progress.update(self.bars[run], completed=event.finished)
             if event.score:
@@ -88,7 +112,9 @@ class Display:
 
 
 class Lines(Display):
-    """Display for logs and pipes: a line for each run that ends, and now and then the progress of all and each under way."""
+    """Display for logs and pipes: a line for each run that ends, and now and then the progress of
+    all and each under way.
+    """
 
     def __call__(self, event: Event) -> None:
         if not self.finished:
@@ -99,10 +125,14 @@ class Lines(Display):
             return
         self._spoke = time
         # All take at least as long as the slowest at its own pace.
-        seconds = [task.time_remaining for task in self.progress.tasks if task.time_remaining is not None]
+        seconds = [
+            task.time_remaining for task in self.progress.tasks if task.time_remaining is not None
+        ]
         remaining = f"about {time_text(max(seconds))} left" if seconds else "no pace yet"
         if self.runs > 1:
-            self.line(f"{len(self.finished) - len(self.bars)} of {self.runs} runs finished; {remaining} for all")
+            self.line(
+                f"{len(self.finished) - len(self.bars)} of {self.runs} runs finished; {remaining} for all"
+            )
         for task in self.progress.tasks[1:]:
             score = task.fields["score"] or "not measured yet"
             text = f"{task.fields['run']}: round {task.completed:.0f} of {task.total:.0f}, {score}"
@@ -112,10 +142,14 @@ class Lines(Display):
 class NotebookBars(Display):
     """Display for notebooks: the bars as text in one output, which is updated."""
 
-    def __init__(self, runs: int, rounds: Rounds, brief: bool = False, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, runs: int, rounds: Rounds, brief: bool = False, clock: Callable[[], float] = monotonic
+    ) -> None:
         console = Console(file=io.StringIO(), width=_COLUMNS, force_jupyter=False)
         super().__init__(console, runs, rounds, brief, clock)
-        self._handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+        self._handle = importlib.import_module("IPython.display").display(
+            {"text/plain": ""}, raw=True, display_id=True
+        )
         self._drawn = 0.0
 
     def __call__(self, event: Event) -> None:
@@ -136,7 +170,9 @@ class NotebookBars(Display):
 
 @contextmanager
 def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) -> Iterator[Display]:
-    """Show progress as the console allows; `brief` shows bars alone, and nothing where there can be none."""
+    """Show progress as the console allows; `brief` shows bars alone, and nothing where there can be
+    none.
+    """
     if console.is_jupyter and not console.quiet:
         notebook = NotebookBars(runs, rounds, brief)
         try:
@@ -151,6 +187,8 @@ def display(console: Console, runs: int, rounds: Rounds, brief: bool = False) ->
         yield Lines(console, runs, rounds, brief)
 
 
-def progress(runs: int, rounds: Rounds, quiet: bool = False, brief: bool = False) -> AbstractContextManager[Display]:
+def progress(
+    runs: int, rounds: Rounds, quiet: bool = False, brief: bool = False
+) -> AbstractContextManager[Display]:
     """Show progress beside the output of a script or below the cell of a notebook."""
     return display(Console(stderr=True, quiet=quiet, highlight=False), runs, rounds, brief)

@@ -1,4 +1,6 @@
-"""The methods and the task of a comparison in Python: objects, some of them of a notebook, that no text stands for."""
+"""The methods and the task of a comparison in Python: objects, some of them of a notebook, that no
+text stands for.
+"""
 
 import dataclasses
 import dis
@@ -21,13 +23,15 @@ TaskOf = Task | Callable[[int], Task]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Methods by label, and their task. They travel to worker processes whole, with what says which they are.
+    """Methods by label, and their task. They travel to worker processes whole, with what says which
+    they are.
 
     Attributes:
         methods: The methods by label.
         source: The task, or a function of the seed.
         training: Settings of local training in place of the task's, as a search tries them.
-        texts: By label, the expression of each method and a digest of its code, which only their own process knows.
+        texts: By label, the expression of each method and a digest of its code, which only their
+            own process knows.
         tasks: By seed, what is stated of the task, as far as that is known.
     """
 
@@ -45,12 +49,16 @@ class PythonObjects:
         """Return the task of a seed. Raises `InvalidValue` where the function gives something else."""
         task = self.source(seed) if callable(self.source) else self.source
         if not isinstance(task, Task):
-            raise InvalidValue(f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task")
+            raise InvalidValue(
+                f"task must be a Task or a function seed -> Task, not {quoted(task)}: see fl.make_task"
+            )
         training = dataclasses.replace(task.training, **self.training)
         return dataclasses.replace(task, training=training) if self.training else task
 
     def described(self, name: str, seed: int) -> dict[str, Any]:
-        """Return what a run's figures depend on beside its schedule, as plain values; of each seed the task is made once."""
+        """Return what a run's figures depend on beside its schedule, as plain values; of each seed
+        the task is made once.
+        """
         if seed not in self.tasks:
             task = self.task(seed)
             loss = {} if expression_of(task.objective) else {"loss": code_digest([task.objective])}
@@ -65,14 +73,25 @@ class PythonObjects:
 
 
 def code_digest(objects: Iterable[object]) -> str:
-    """Return a digest of the user's classes and functions in methods or a loss, so that no run of other code is taken for one.
+    """Return a digest of the user's classes and functions in methods or a loss, so that no run of
+    other code is taken for one.
 
-    It is one of the compiled code and of plain attributes, which change with what the code does and not with comments or lines.
+    It is one of the compiled code and of plain attributes, which change with what the code does and
+    not with comments or lines.
     """
     code, inner = io.StringIO(), list(objects)
-    values = [[k, v] for each in inner for k, v in vars(each).items() if isinstance(v, bool | int | float | str)]
+    values = [
+        [k, v]
+        for each in inner
+        for k, v in vars(each).items()
+        if isinstance(v, bool | int | float | str)
+    ]
     parts = (source for each in inner for source in (*type(each).__mro__, *vars(each).values()))
-    for source in dict.fromkeys(source for source in parts if isinstance(source, type) or hasattr(source, "__code__")):
+    for source in dict.fromkeys(
+        source for source in parts if isinstance(source, type) or hasattr(source, "__code__")
+    ):
         if not str(source.__module__).startswith(("fedloom.", "builtins", "torch.")):
             dis.dis(source, file=code)
-    return digest(re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values))
+    return digest(
+        re.sub(r"0x\w+|file .*? line \d+|(?m:^ *\d+ )", "", code.getvalue()) + repr(values)
+    )

@@ -1,4 +1,6 @@
-"""One run: a method on a task with a seed, in Python (`run`) or from a configuration (`run_configured`)."""
+"""One run: a method on a task with a seed, in Python (`run`) or from a configuration
+(`run_configured`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue, quoted
 from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import RunDirectory, folder_name, locked, setting_folder, write_json
+from fedloom.experiment.directory import (
+    RunDirectory,
+    folder_name,
+    locked,
+    setting_folder,
+    write_json,
+)
 from fedloom.experiment.events import Event, RunName, Watch
 from fedloom.experiment.frames import data_frame, html_table, plain_records, result_lines
 from fedloom.experiment.identity import environment, identity, task_digests
@@ -84,11 +92,15 @@ class Result:
         return html_table(sheet([self.summary]).table, [f"engine: {self.engine}"])
 
     def curves(self) -> pandas.DataFrame:
-        """Return a row for each round, with every figure that was recorded; NaN where none was. Needs pandas."""
+        """Return a row for each round, with every figure that was recorded; NaN where none was.
+        Needs pandas.
+        """
         return data_frame(plain_records(self.summary))
 
     def plot(self, figure: str = "", x: str = "round") -> go.Figure:
-        """Draw a figure of the records, such as `loss`, by default the metric, over `round`, `bytes` or `seconds`."""
+        """Draw a figure of the records, such as `loss`, by default the metric, over `round`,
+        `bytes` or `seconds`.
+        """
         return learning_curves([self.summary], figure, x)
 
     @cached_property
@@ -119,17 +131,23 @@ class Result:
 
     @property
     def best_accuracy(self) -> float:
-        """Best test accuracy of any round; chosen on the test set, so it flatters. Raises as `accuracy`."""
+        """Best test accuracy of any round; chosen on the test set, so it flatters. Raises as
+        `accuracy`.
+        """
         return max(self._scores("accuracy"))
 
     @property
     def score(self) -> float:
-        """The task's metric on the test set after the last round; of a classification the accuracy. Raises as `accuracy`."""
+        """The task's metric on the test set after the last round; of a classification the accuracy.
+        Raises as `accuracy`.
+        """
         return self._scores(self.task.objective.metric.name)[-1]
 
     @property
     def best_score(self) -> float:
-        """The best value of the metric in any round; chosen on the test set, so it flatters. Raises as `accuracy`."""
+        """The best value of the metric in any round; chosen on the test set, so it flatters. Raises
+        as `accuracy`.
+        """
         metric = self.task.objective.metric
         return (max if metric.higher_is_better else min)(self._scores(metric.name))
 
@@ -140,14 +158,17 @@ class Result:
                 f"this task's models are judged by {self.task.objective.metric.name}: there is no {name}"
             )
         if not scores:
-            raise InvalidValue(f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}")
+            raise InvalidValue(
+                f"the test set of {self.task.dataset.name!r} is empty, so there is no test {name}"
+            )
         return scores
 
     def rounds_to(self, target: figures.TargetValue) -> int | None:
         """Return the first round that reaches a target.
 
         Args:
-            target: A value of the metric, such as an accuracy in (0, 1], or a limit of any figure, such as `loss <= 0.2`.
+            target: A value of the metric, such as an accuracy in (0, 1], or a limit of any figure,
+                such as `loss <= 0.2`.
 
         Returns:
             The round's number, from 1, or None if no round reaches it.
@@ -196,7 +217,10 @@ class Result:
         Args:
             path: The HTML file to write.
         """
-        write_page(Path(path), render(f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary]))
+        write_page(
+            Path(path),
+            render(f"{self.summary.algorithm}, seed {self.summary.seed}", [self.summary]),
+        )
 
 
 def run(
@@ -215,18 +239,23 @@ def run(
     """Train a method on a task.
 
     Args:
-        algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`. It stays as it is.
+        algorithm: The method, such as `FedMR()` or `"fedmr(unit=segment, fraction=0.5)"`. It stays
+            as it is.
         task: The data, how clients share them, the model and the settings of local training.
         schedule: How many rounds, with how many clients, and how often models are evaluated.
-        directory: Folder for figures, checkpoints and the final model. The same call goes on where it was interrupted, and only
-            reads the files of a finished run; with more `rounds` it lengthens the run, unless the method `needs_total_rounds`.
-        record: Recorders, such as `["objective(every=10)"]` (see `Result.recorded`). They change nothing of the run.
-        engine: Where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto`. By default a rule chooses, and
-            a run that goes on keeps its engine.
-        trackers: Trackers that hear of every round, such as `["tensorboard"]` (see `build_tracker`).
+        directory: Folder for figures, checkpoints and the final model. The same call goes on where
+            it was interrupted, and only reads the files of a finished run; with more `rounds` it
+            lengthens the run, unless the method `needs_total_rounds`.
+        record: Recorders, such as `["objective(every=10)"]` (see `Result.recorded`). They change
+            nothing of the run.
+        engine: Where clients train: `rows`, `stacked`, `processes`, `ray`, `default` or `auto`. By
+            default a rule chooses, and a run that goes on keeps its engine.
+        trackers: Trackers that hear of every round, such as `["tensorboard"]` (see
+            `build_tracker`).
         on_round: Called after each round with its figures and its times.
         quiet: Show no progress on a terminal or in a notebook.
-        **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they replace those of `schedule`.
+        **options: Fields of the `Schedule`, such as `rounds=50, participation=0.5, seed=0`; they
+            replace those of `schedule`.
 
     Returns:
         The model, the figures of each round and what was recorded.
@@ -267,7 +296,12 @@ def run(
                 _logger.warning(event.text)
             elif event.kind == "started":
                 if begun not in (None, schedule.rounds):
-                    _logger.warning("%s: going on from round %d of %d", directory, event.finished, schedule.rounds)
+                    _logger.warning(
+                        "%s: going on from round %d of %d",
+                        directory,
+                        event.finished,
+                        schedule.rounds,
+                    )
                 if event.text:
                     _logger.info("engine: %s", event.text)
             elif event.kind == "round" and on_round is not None:
@@ -276,8 +310,12 @@ def run(
         return _RunPlan(configuration, name, watch, run_directory, trackers=trackers).carry_out()
 
 
-def run_directory(configuration: Configuration, algorithm: str, seed: int, setting: str = "") -> RunDirectory:
-    """Return the directory of a configured run: in the folder of its setting, where there are several, in its method's."""
+def run_directory(
+    configuration: Configuration, algorithm: str, seed: int, setting: str = ""
+) -> RunDirectory:
+    """Return the directory of a configured run: in the folder of its setting, where there are
+    several, in its method's.
+    """
     folder = setting_folder(configuration.folder, setting)
     name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
     return RunDirectory(folder / folder_name(name) / f"seed-{seed}")
@@ -294,16 +332,27 @@ def run_configured(
     engine: Callable[[Task], Engine] | None = None,
     alone: bool = True,
 ) -> RunSummary:
-    """Make one run, or go on with it, or read it when it is finished; return its figures. Raises as `run`.
+    """Make one run, or go on with it, or read it when it is finished; return its figures. Raises as
+    `run`.
 
-    Whatever `watch` raises stops the run after the round. `alone` is False when other runs share the cores. Task, path and
-    engine are those of the configuration unless they are given.
+    Whatever `watch` raises stops the run after the round. `alone` is False when other runs share
+    the cores. Task, path and engine are those of the configuration unless they are given.
     """
     import_plugins(configuration.plugins)  # in worker processes too
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(directory.lock):
         remove_unfinished(directory.path)
-        plan = _RunPlan(configuration, name, watch, directory, fresh, configuration.trackers, make_task, engine, alone)
+        plan = _RunPlan(
+            configuration,
+            name,
+            watch,
+            directory,
+            fresh,
+            configuration.trackers,
+            make_task,
+            engine,
+            alone,
+        )
         if not fresh:
             if directory.finished:
                 directory.require(plan.resolved, plan.method)
@@ -314,7 +363,9 @@ def run_configured(
         result = plan.carry_out()
         provenance = directory.provenance(None if result.engine.named else result.engine)
         versions = result.summary.environment | provenance
-        summary = dataclasses.replace(result.summary, algorithm=name.algorithm, environment=versions)
+        summary = dataclasses.replace(
+            result.summary, algorithm=name.algorithm, environment=versions
+        )
     seconds = figures.seconds(summary) or 0.0
     last = summary.records[-1]
     watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))
@@ -323,7 +374,9 @@ def run_configured(
 
 @dataclass
 class _RunPlan:
-    """A run that is about to begin. Task and engine are those of the configuration unless they are given."""
+    """A run that is about to begin. Task and engine are those of the configuration unless they are
+    given.
+    """
 
     configuration: Configuration
     name: RunName
@@ -338,7 +391,10 @@ class _RunPlan:
     def __post_init__(self) -> None:
         configuration, (algorithm, seed, _) = self.configuration, self.name
         self.method, self.recorders = configuration.method(algorithm), configuration.recorders()
-        self.schedule, self.resolved = configuration.seeded(seed), configuration.resolved(algorithm, seed)
+        self.schedule, self.resolved = (
+            configuration.seeded(seed),
+            configuration.resolved(algorithm, seed),
+        )
         if self.directory is not None and not self.fresh:
             self.resolved = self.directory.with_engine(self.resolved)
 
@@ -348,8 +404,11 @@ class _RunPlan:
         task = (self.make_task or configuration.task)(self.name.seed)
         path = None if directory is None else directory.path
         threads = configuration.threads or step_threads(task)
-        with using_threads(threads):  # which the directory notes; engines that start processes see all there are
-            notices = [] if directory is None else directory.begin(resolved, self.method, self.fresh)
+        # which the directory notes; engines that start processes see all there are
+        with using_threads(threads):
+            notices = (
+                [] if directory is None else directory.begin(resolved, self.method, self.fresh)
+            )
         over = directory is not None and directory.ended(resolved)
         recording = Recording(self.recorders, path) if self.recorders else None
         with (
@@ -357,15 +416,25 @@ class _RunPlan:
             closing(RowsEngine(task) if over else self._engine(task)) as engine,
             using_threads(threads),
         ):
-            digest = "" if path is None else identity(task, resolved, self.method, configuration.clock)
+            digest = (
+                "" if path is None else identity(task, resolved, self.method, configuration.clock)
+            )
             observers = [] if recording is None else [recording]
-            federation = Federation(self.method, task, engine, self.schedule, path, digest, observers)
+            federation = Federation(
+                self.method, task, engine, self.schedule, path, digest, observers
+            )
             choice = engine.chosen if isinstance(engine, LocalEngine) else None
-            choice = (directory.engine if directory and over else choice) or Choice(str(resolved["engine"]))
+            choice = (directory.engine if directory and over else choice) or Choice(
+                str(resolved["engine"])
+            )
             if directory is not None and not over:
                 directory.settle(resolved)
                 _write_start(task, directory.path, choice)
-            for notice in [*notices, *federation.notices, *(recording.notices if recording else [])]:
+            for notice in [
+                *notices,
+                *federation.notices,
+                *(recording.notices if recording else []),
+            ]:
                 self._notify(notice)
             reason = "" if choice.named else str(choice)
             self.watch(Event("started", self.name, federation.finished, text=reason))
@@ -374,14 +443,18 @@ class _RunPlan:
                 self._run_rounds(result, tracking)
                 if directory is not None and not over:
                     model = "" if configuration.objects else configuration.model
-                    _write_end(result, directory, model or task.expression or type(task.model).__name__)
+                    _write_end(
+                        result, directory, model or task.expression or type(task.model).__name__
+                    )
                 if self.trackers and not over:
                     tracking.finish(result.ends)
             _ = result.summary  # reads all figures: their directory may be gone later
         return result
 
     def _engine(self, task: Task) -> Engine:
-        """Make the engine: that of a run that goes on, and in this process if a recorder hooks into training."""
+        """Make the engine: that of a run that goes on, and in this process if a recorder hooks into
+        training.
+        """
         if self.engine is not None:
             return self.engine(task)
         named = self.configuration.engine
@@ -405,12 +478,25 @@ class _RunPlan:
                 if notice not in notified:
                     self._notify(notice)
             seconds = timing["seconds"]
-            self.watch(Event("round", self.name, record["round"], record, seconds, timing=timing, metric=metric))
+            self.watch(
+                Event(
+                    "round",
+                    self.name,
+                    record["round"],
+                    record,
+                    seconds,
+                    timing=timing,
+                    metric=metric,
+                )
+            )
 
         if self.trackers:
-            folder = setting_folder(Path(), self.name.setting) / folder_name(str(self.resolved["algorithm"]))
+            folder = setting_folder(Path(), self.name.setting) / folder_name(
+                str(self.resolved["algorithm"])
+            )
             label = (folder / f"seed-{self.name.seed}").as_posix()
-            records, timings = result.federation.history, result.federation.timings  # a result reads them once
+            # a result reads them once
+            records, timings = result.federation.history, result.federation.timings
             tracking.begin(self.configuration.name, label, self.resolved, records, timings)
         result.federation.run(report)
 
@@ -426,12 +512,16 @@ def _write_start(task: Task, path: Path, choice: Choice) -> None:
         if task.local_test is not None:
             task.local_test.save(path / "test-split.npz")
     if task.true_labels is not None:
-        write_tensors(path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {})
+        write_tensors(
+            path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {}
+        )
     write_json(path / "task.json", {**_described_data(task), "digests": task_digests(task)})
 
 
 def _write_end(result: Result, directory: RunDirectory, model: str) -> None:
-    """Write the recorders' results, the model, and at last the figures, whose file says that the run is finished."""
+    """Write the recorders' results, the model, and at last the figures, whose file says that the
+    run is finished.
+    """
     task, summary = result.task, result.summary
     if result.recording is not None:
         result.recording.write(result.recorded)
@@ -441,12 +531,17 @@ def _write_end(result: Result, directory: RunDirectory, model: str) -> None:
         write_tensors(directory.path / "personal.safetensors", personal, {})
     preprocessing = task.dataset.preprocessing
     write_text(directory.path / "preprocessing.json", preprocessing.to_json())
-    write_text(directory.path / "model-card.md", model_card(summary, preprocessing, model, _described_data(task)))
+    write_text(
+        directory.path / "model-card.md",
+        model_card(summary, preprocessing, model, _described_data(task)),
+    )
     directory.finish(result.ends)
 
 
 def _personal_models(federation: Federation) -> dict[str, Tensor]:
-    """Return the model `[P]` that each evaluated client would use, by its number, of personalised methods in a simulation."""
+    """Return the model `[P]` that each evaluated client would use, by its number, of personalised
+    methods in a simulation.
+    """
     task, engine, evaluation = federation.task, federation.engine, federation.evaluation
     size = task.initial.nbytes * (len(evaluation.clients) + len(evaluation.newcomers))
     measured = evaluation.personal_every and federation.pipeline.personal and size <= BUDGET

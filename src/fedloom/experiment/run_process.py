@@ -1,4 +1,6 @@
-"""The workers of a pool of runs: a process that makes runs until its parent ends it, or a Ray task for each run."""
+"""The workers of a pool of runs: a process that makes runs until its parent ends it, or a Ray task
+for each run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def serve(connection: Connection, stopping: Any, threads: int) -> None:
-    """Make the runs that the parent sends; `stopping.value` ends the one in progress after its round.
+    """Make the runs that the parent sends; `stopping.value` ends the one in progress after its
+    round.
 
     The parent is watched before PyTorch is imported, which takes seconds.
     """
@@ -49,7 +52,9 @@ def serve(connection: Connection, stopping: Any, threads: int) -> None:
 
 
 class EventBoard:
-    """A Ray actor that keeps the events of runs for their pool, and answers each with whether the run is to stop."""
+    """A Ray actor that keeps the events of runs for their pool, and answers each with whether the
+    run is to stop.
+    """
 
     def __init__(self) -> None:
         exit_with_parent()
@@ -61,13 +66,17 @@ class EventBoard:
         return self.stopping
 
     def get(self, stopping: bool) -> list[tuple[None, Event]]:
-        """Return the events since the last call, as messages; `stopping` ends the runs after their rounds."""
+        """Return the events since the last call, as messages; `stopping` ends the runs after their
+        rounds.
+        """
         events, self.events, self.stopping = self.events, [], stopping
         return events
 
 
 def make_in_ray(job: RunJob, fresh: bool, threads: int, board: Any) -> str | None:
-    """Make a run in a Ray task, its events on the `board`; return why it failed, or None (also when it was stopped)."""
+    """Make a run in a Ray task, its events on the `board`; return why it failed, or None (also when
+    it was stopped).
+    """
     exit_with_parent()
     from fedloom.engines.ray.session import load_ray
     from fedloom.engines.work import using_threads

@@ -1,4 +1,5 @@
-"""Settings: configuration keys with several values each, as a list or a range, and all their combinations.
+"""Settings: configuration keys with several values each, as a list or a range, and all their
+combinations.
 
 [settings]
 data.partition = ["dirichlet(0.1)", "iid"]
@@ -41,7 +42,9 @@ _EXAMPLE = "a list such as [1, 5] or a range such as {from = 0.1, to = 0.5, step
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; evenly spaced, or evenly in their logarithm. `steps` None: all between."""
+    """Numbers from `low` to `high`, both included; evenly spaced, or evenly in their logarithm.
+    `steps` None: all between.
+    """
 
     low: float
     high: float
@@ -53,7 +56,9 @@ class Range:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def values(self) -> list[float]:
-        """Return the `steps` values, as whole numbers if all of them are, and 0.3 instead of 0.30000000000000004."""
+        """Return the `steps` values, as whole numbers if all of them are, and 0.3 instead of
+        0.30000000000000004.
+        """
         assert self.steps is not None
         shares = [k / (self.steps - 1) for k in range(self.steps)]
         if self.logarithmic:
@@ -61,35 +66,56 @@ class Range:
         else:
             values = [self.low + (self.high - self.low) * share for share in shares]
         values = [float(f"{value:.12g}") for value in values]
-        return [int(value) for value in values] if self.integral and all(map(float.is_integer, values)) else values
+        return (
+            [int(value) for value in values]
+            if self.integral and all(map(float.is_integer, values))
+            else values
+        )
 
 
 Axis = list[Any] | Range
 """The values of one key: a list, or a range."""
 
 
-def read_axes(table: object, keys: Sequence[str], prefix: str = "", *, steps_needed: bool = True) -> dict[str, Axis]:
-    """Return the keys of a nested table with their values. Raise `InvalidValue` for other keys than `keys`."""
+def read_axes(
+    table: object, keys: Sequence[str], prefix: str = "", *, steps_needed: bool = True
+) -> dict[str, Axis]:
+    """Return the keys of a nested table with their values. Raise `InvalidValue` for other keys than
+    `keys`.
+    """
     if not isinstance(table, Mapping):
         raise InvalidValue(
             f"{prefix.rstrip('.')} must be a table of keys, each with {_EXAMPLE}, not {quoted(table, show)}"
         )
-    return {key: _axis(value, prefix + key, steps_needed) for key, value in _leaves(table, "", keys, prefix)}
+    return {
+        key: _axis(value, prefix + key, steps_needed)
+        for key, value in _leaves(table, "", keys, prefix)
+    }
 
 
 def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
-    """Return every setting that a `[settings]` table asks for, in the order of its lists, the last key changing fastest."""
+    """Return every setting that a `[settings]` table asks for, in the order of its lists, the last
+    key changing fastest.
+    """
     lists = {key: values_of(axis) for key, axis in read_axes(table, keys, "settings.").items()}
     require_few([len(values) for values in lists.values()])
-    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())] if lists else []
+    return (
+        [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        if lists
+        else []
+    )
 
 
 def require_few(sizes: Sequence[int]) -> None:
-    """Raise `InvalidValue` where so many values of the keys have more than `MOST_COMBINATIONS` combinations."""
+    """Raise `InvalidValue` where so many values of the keys have more than `MOST_COMBINATIONS`
+    combinations.
+    """
     count = math.prod(sizes)
     if count > MOST_COMBINATIONS:
         product = " x ".join(map(str, sizes))
-        raise InvalidValue(f"{product} values have {count:,} combinations: at most {MOST_COMBINATIONS:,} are allowed")
+        raise InvalidValue(
+            f"{product} values have {count:,} combinations: at most {MOST_COMBINATIONS:,} are allowed"
+        )
 
 
 def values_of(axis: Axis) -> list[Any]:
@@ -98,7 +124,9 @@ def values_of(axis: Axis) -> list[Any]:
 
 
 def label(changes: Mapping[str, Any]) -> str:
-    """Return a setting as people read and type it: `data.partition=iid, training.epochs=5`; empty without changes."""
+    """Return a setting as people read and type it: `data.partition=iid, training.epochs=5`; empty
+    without changes.
+    """
     return ", ".join(f"{key}={plain_text(value)}" for key, value in changes.items())
 
 
@@ -110,7 +138,9 @@ def plain_text(value: Any) -> str:
 
 
 def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested table with some values set. Raise `InvalidValue` where a value is in the way."""
+    """Return a copy of a nested table with some values set. Raise `InvalidValue` where a value is
+    in the way.
+    """
     result = copy.deepcopy(dict(table))
     for key, value in changes.items():
         *tables, name_in_table = key.split(".")
@@ -118,22 +148,32 @@ def with_changes(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         for depth, name in enumerate(tables, start=1):
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise InvalidValue(f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is no table")
+                raise InvalidValue(
+                    f"{quoted(key)} cannot be set: {quoted('.'.join(tables[:depth]))} is no table"
+                )
         inner[name_in_table] = value
     return result
 
 
 def require_key(key: str, keys: Sequence[str], prefix: str = "") -> None:
-    """Raise `InvalidValue` unless the full key is one of `keys`; it names the nearest, by the key or by its last word."""
+    """Raise `InvalidValue` unless the full key is one of `keys`; it names the nearest, by the key
+    or by its last word.
+    """
     if key not in keys:
         words = {full.rpartition(".")[2]: full for full in reversed(keys)}
         word = key.rpartition(".")[2]
-        near = words.get(nearest(word, words, 1.0)) or nearest(key, keys, 0.8) or words.get(nearest(word, words))
+        near = (
+            words.get(nearest(word, words, 1.0))
+            or nearest(key, keys, 0.8)
+            or words.get(nearest(word, words))
+        )
         hint = f"did you mean '{prefix}{near}'?" if near else f"there are {', '.join(keys)}"
         raise InvalidValue(f"unknown key {quoted(prefix + key)}: {hint}")
 
 
-def _leaves(table: Mapping[str, Any], outer: str, keys: Sequence[str], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    table: Mapping[str, Any], outer: str, keys: Sequence[str], prefix: str
+) -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         key = outer + name
         is_table = any(full.startswith(f"{key}.") for full in keys)
@@ -165,13 +205,19 @@ def _axis(value: Any, key: str, steps_needed: bool) -> Axis:
 def _range(table: Mapping[str, Any], key: str, steps_needed: bool) -> Range:
     for name in table:
         require_key(name, list(_Range.__annotations__), f"{key}.")
-    missing = [name for name in ("from", "to", *(["steps"] if steps_needed else [])) if name not in table]
+    missing = [
+        name for name in ("from", "to", *(["steps"] if steps_needed else [])) if name not in table
+    ]
     if missing:
         raise InvalidValue(f"{key} lacks {' and '.join(missing)}: give {_EXAMPLE}")
     options = checked(_Range, table, f"{key}.")
     low, high, logarithmic = options["from"], options["to"], options.get("scale") == "log"
     if not low < high:
-        raise InvalidValue(f"{key} must go from a smaller number to a larger one, not from {low} to {high}")
+        raise InvalidValue(
+            f"{key} must go from a smaller number to a larger one, not from {low} to {high}"
+        )
     if logarithmic and low <= 0:
-        raise InvalidValue(f"{key}.from of a range with scale = 'log' must be greater than 0, not {low}")
+        raise InvalidValue(
+            f"{key}.from of a range with scale = 'log' must be greater than 0, not {low}"
+        )
     return Range(low, high, options.get("steps"), logarithmic)

@@ -17,20 +17,26 @@ def search_optuna(
 ) -> list[Trial]:
     """Let Optuna's TPE sampler suggest `trials` trials, which `run` makes `batch_size` at a time.
 
-    The sampler draws by the configuration's seed: the same search suggests the same trials, whose finished runs are only read,
-    as long as `batch_size` and Optuna's version stay the same. Raises `MissingExtra` without Optuna.
+    The sampler draws by the configuration's seed: the same search suggests the same trials, whose
+    finished runs are only read, as long as `batch_size` and Optuna's version stay the same. Raises
+    `MissingExtra` without Optuna.
     """
     optuna = import_extra("optuna", "tune", "fedloom tune --optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-        sampler = optuna.samplers.TPESampler(seed=search.configuration.seed, constant_liar=batch_size > 1)
+        sampler = optuna.samplers.TPESampler(
+            seed=search.configuration.seed, constant_liar=batch_size > 1
+        )
     study = optuna.create_study(direction="maximize", sampler=sampler)
     space = {key: _distribution(optuna, axis) for key, axis in search.axes.items()}
     completed: list[Trial] = []
     while len(completed) < trials:
         suggestions = [study.ask(space) for _ in range(min(batch_size, trials - len(completed)))]
         batch = [
-            search.trial(number, {key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()})
+            search.trial(
+                number,
+                {key: _value(axis, suggestion.params[key]) for key, axis in search.axes.items()},
+            )
             for number, suggestion in enumerate(suggestions, start=len(completed) + 1)
         ]
         run(batch)

@@ -1,4 +1,5 @@
-"""The trajectories of one client's models with several methods, in one plane over one surface of its loss (FedALA, figure 4).
+"""The trajectories of one client's models with several methods, in one plane over one surface of
+its loss (FedALA, figure 4).
 
 trajectories.json    in the folder of the page that shows them: the drawing, and the digest of the records it was made from
 """
@@ -27,27 +28,38 @@ Run = tuple[Path, RunSummary]
 """A run of one setting, and its directory."""
 
 
-def draw_joint_trajectories(folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]) -> None:
+def draw_joint_trajectories(
+    folder: Path, runs: Sequence[Run], context: Callable[[int], RunContext]
+) -> None:
     """Write the joint trajectories of these runs to `folder`, unless they are there.
 
-    All models of a client that the methods recorded with one seed span the plane; its surface has the mean of their buffers.
+    All models of a client that the methods recorded with one seed span the plane; its surface has
+    the mean of their buffers.
     """
     groups = _groups(runs)
     if not groups or _stored(folder, groups) is not None:
         return
     seed = next(iter(groups.values()))[0][1].seed
     drawn = [_in_one_plane(client, group, context(seed)) for client, group in groups.items()]
-    write_json(folder / FILE, {"of": _digest(groups), "trajectories": [entry for entry in drawn if entry is not None]})
+    write_json(
+        folder / FILE,
+        {"of": _digest(groups), "trajectories": [entry for entry in drawn if entry is not None]},
+    )
 
 
 def with_joint_trajectories(folder: Path, runs: Sequence[Run]) -> list[RunSummary]:
-    """Return the summaries of the runs, with the joint trajectories that `folder` holds of just these runs."""
+    """Return the summaries of the runs, with the joint trajectories that `folder` holds of just
+    these runs.
+    """
     summaries, groups = [run for _, run in runs], _groups(runs)
     stored = _stored(folder, groups)
     if not stored:
         return summaries
     owner = next(iter(groups.values()))[0][1]
-    return [dataclasses.replace(run, recorded=[*run.recorded, *stored]) if run is owner else run for run in summaries]
+    return [
+        dataclasses.replace(run, recorded=[*run.recorded, *stored]) if run is owner else run
+        for run in summaries
+    ]
 
 
 def context_of(configuration: Configuration, seed: int) -> RunContext:
@@ -60,7 +72,9 @@ def context_of(configuration: Configuration, seed: int) -> RunContext:
 
 
 def _groups(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    """Return the runs of the first seed with which several methods recorded a client's trajectory, by client."""
+    """Return the runs of the first seed with which several methods recorded a client's trajectory,
+    by client.
+    """
     groups: dict[tuple[int, int], list[Run]] = {}
     for path, run in runs:
         for entry in run.recorded:
@@ -78,21 +92,33 @@ def _stored(folder: Path, groups: Mapping[int, Sequence[Run]]) -> list[dict[str,
     except CheckpointError:
         return None
     entries = content.get("trajectories")
-    return entries if groups and isinstance(entries, list) and content.get("of") == _digest(groups) else None
+    return (
+        entries
+        if groups and isinstance(entries, list) and content.get("of") == _digest(groups)
+        else None
+    )
 
 
 def _digest(groups: Mapping[int, Sequence[Run]]) -> str:
     digest = Digest()
     for client, group in groups.items():
         for path, run in group:
-            digest.update(f"{client} {run.algorithm} {run.seed}\n".encode() + (path / RESULT).read_bytes())
+            digest.update(
+                f"{client} {run.algorithm} {run.seed}\n".encode() + (path / RESULT).read_bytes()
+            )
     return digest.hexdigest()
 
 
 def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dict[str, Any] | None:
-    """Return the trajectories of a client's models with all these methods; None where the models span no plane."""
+    """Return the trajectories of a client's models with all these methods; None where the models
+    span no plane.
+    """
     entries = [
-        next(entry for entry in run.recorded if entry["kind"] == "trajectory" and entry["client"] == client)
+        next(
+            entry
+            for entry in run.recorded
+            if entry["kind"] == "trajectory" and entry["client"] == client
+        )
         for _, run in group
     ]
     name = Trajectory(client).name
@@ -106,10 +132,20 @@ def _in_one_plane(client: int, group: Sequence[Run], context: RunContext) -> dic
         return None
     points = plane.points.split([len(states) for states in models])
     methods = {
-        run.algorithm: {"rounds": entry["rounds"], "losses": entry["losses"], "points": coordinates.tolist()}
+        run.algorithm: {
+            "rounds": entry["rounds"],
+            "losses": entry["losses"],
+            "points": coordinates.tolist(),
+        }
         for (_, run), entry, coordinates in zip(group, entries, points, strict=True)
     }
     grid = max(len(entry.get("x", ())) for entry in entries) or Trajectory.grid
     mean, integers = rows.double().mean(0).to(rows), models[0][-1].get("integers")
     around = surroundings(plane, grid, mean, integers, client, context)
-    return {"kind": "trajectories", "client": client, "seed": group[0][1].seed, "methods": methods, **around}
+    return {
+        "kind": "trajectories",
+        "client": client,
+        "seed": group[0][1].seed,
+        "methods": methods,
+        **around,
+    }

@@ -1,7 +1,9 @@
-"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or Optuna's suggestions.
+"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or
+Optuna's suggestions.
 
-Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never repeated, so the same search
-goes on where it was interrupted. Trials are judged on the validation data that `withhold` takes from the clients' training data.
+Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never
+repeated, so the same search goes on where it was interrupted. Trials are judged on the validation
+data that `withhold` takes from the clients' training data.
 """
 
 import itertools
@@ -42,12 +44,16 @@ from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
 from fedloom.state.files import write_text
 
 SHARE = 0.2
-"""Share of each client's training samples that is held out for validation unless `data.validation` says otherwise."""
+"""Share of each client's training samples that is held out for validation unless `data.validation`
+says otherwise.
+"""
 
 
 @dataclass(eq=False)
 class Trial:
-    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there is none."""
+    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there
+    is none.
+    """
 
     number: int
     changes: Changes
@@ -60,12 +66,20 @@ class Trial:
     @property
     def spread(self) -> Spread | None:
         """Mean and deviation over the seeds; None until every seed has its figure."""
-        return Spread.of(list(self.values.values())) if len(self.values) == len(self.seeds) else None
+        return (
+            Spread.of(list(self.values.values())) if len(self.values) == len(self.seeds) else None
+        )
 
     @property
     def score(self) -> float | None:
-        """The mean over the seeds, negative where less is better: the best trial has the highest score."""
-        return None if self.spread is None else self.spread.mean * (1 if self.metric.higher_is_better else -1)
+        """The mean over the seeds, negative where less is better: the best trial has the highest
+        score.
+        """
+        return (
+            None
+            if self.spread is None
+            else self.spread.mean * (1 if self.metric.higher_is_better else -1)
+        )
 
     @property
     def measure(self) -> str:
@@ -87,7 +101,8 @@ class Trial:
 
 
 class Search:
-    """The space of a search: a configuration's table and the values of some keys, such as `algorithm.mu`.
+    """The space of a search: a configuration's table and the values of some keys, such as
+    `algorithm.mu`.
 
     `objects` are the method and the task of a search in Python, whose own keys cannot be searched.
     """
@@ -105,33 +120,60 @@ class Search:
         self.configuration = base = replace(configuration(table), objects=objects)
         self.method = base.method(base.only_method("tune"))
         fixed = ("data.validation",) if objects is None else ("data.", "model")
-        keys = [*parameter_keys(self.method), *(key for key in VARYING if not key.startswith(fixed))]
-        named = {PREFIX + key if PREFIX + key in keys else key: values for key, values in searched.items()}
+        keys = [
+            *parameter_keys(self.method),
+            *(key for key in VARYING if not key.startswith(fixed)),
+        ]
+        named = {
+            PREFIX + key if PREFIX + key in keys else key: values
+            for key, values in searched.items()
+        }
         self.axes = read_axes(named, keys, steps_needed=steps_needed)
         if not self.axes:
-            raise InvalidValue("nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]")
+            raise InvalidValue(
+                "nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]"
+            )
         if base.measure in TO_TARGET:
             allowed = ", ".join(MEASURES)
-            raise InvalidValue(f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}")
+            raise InvalidValue(
+                f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}"
+            )
         if base.measure == "personal" and base.data.local_test is None and objects is None:
-            raise InvalidValue("measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25")
+            raise InvalidValue(
+                "measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25"
+            )
         self.folder = base.folder / "tune"
         # Every value of the lists and both ends of the ranges must be allowed.
-        ends = [[axis.low, axis.high] if isinstance(axis, Range) else axis for axis in self.axes.values()]
+        ends = [
+            [axis.low, axis.high] if isinstance(axis, Range) else axis
+            for axis in self.axes.values()
+        ]
         for k in range(max(map(len, ends))):
-            self.trial(0, {key: values[min(k, len(values) - 1)] for key, values in zip(self.axes, ends, strict=True)})
+            self.trial(
+                0,
+                {
+                    key: values[min(k, len(values) - 1)]
+                    for key, values in zip(self.axes, ends, strict=True)
+                },
+            )
 
     def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
-        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for a wrong value."""
+        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for
+        a wrong value.
+        """
         share = self.configuration.data.validation or SHARE
-        table = self.chosen({**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})})
+        table = self.chosen(
+            {**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})}
+        )
         checked = configuration({key: value for key, value in table.items() if key != "algorithm"})
         objects = self.objects
         if objects is not None:
             method = self._method(changes)
             training = {name: getattr(checked.training, name) for name in table.get("training", {})}
             objects = replace(objects, methods={str(method): method}, training=training)
-        return Trial(number, changes, replace(checked, algorithm=table["algorithm"], objects=objects))
+        return Trial(
+            number, changes, replace(checked, algorithm=table["algorithm"], objects=objects)
+        )
 
     def chosen(self, changes: Changes) -> dict[str, Any]:
         """Return the table of the configuration with some keys set. Raises as `trial`."""
@@ -146,12 +188,16 @@ class Search:
             raise InvalidValue(f"{label(values)}: {error}") from None
 
     def grid(self, trials: int | None = None) -> list[Trial]:
-        """Return a trial for each combination of values, or `trials` of them drawn by the stream (seed, "trials")."""
+        """Return a trial for each combination of values, or `trials` of them drawn by the stream
+        (seed, "trials").
+        """
         lists = [values_of(axis) for axis in self.axes.values()]
         sizes = [len(values) for values in lists]
         if trials is None or trials >= math.prod(sizes):
             require_few(sizes)
-            every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)]
+            every = [
+                dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)
+            ]
         else:
             generator = numpy_stream(self.configuration.seed, "trials")
             drawn = sorted(generator.choice(math.prod(sizes), trials, replace=False))
@@ -165,13 +211,17 @@ class Search:
 def searches(
     table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
 ) -> list[tuple[Changes, Search]]:
-    """Return what each setting of a table changes, and a search in the setting's folder; one search without settings."""
+    """Return what each setting of a table changes, and a search in the setting's folder; one search
+    without settings.
+    """
     base = {key: value for key, value in table.items() if key != "settings"}
     if "settings" not in table:
         return [({}, Search(base, searched, steps_needed=steps_needed))]
     folder, pairs = configuration(base).folder, []
     for changes in combinations(table["settings"], VARYING):
-        inside = with_changes(base, {**changes, "directory": str(setting_folder(folder, label(changes)))})
+        inside = with_changes(
+            base, {**changes, "directory": str(setting_folder(folder, label(changes)))}
+        )
         pairs.append((changes, Search(inside, searched, steps_needed=steps_needed)))
     return pairs
 
@@ -183,7 +233,9 @@ def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
     return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
 
 
-def run_trials(trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]) -> None:
+def run_trials(
+    trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]
+) -> None:
     """Make the runs that are not finished yet and note the measure of all."""
     jobs = jobs_of(trials)
     failed = pool.run(unfinished(jobs.values(), watch), watch, False, stopped)
@@ -203,15 +255,21 @@ def run_trials(trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Ca
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the highest score, the first of equals. Raises `InvalidValue` when none came to its end."""
+    """Return the trial with the highest score, the first of equals. Raises `InvalidValue` when none
+    came to its end.
+    """
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
-        raise InvalidValue(f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}")
+        raise InvalidValue(
+            f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}"
+        )
     return max(scored, key=lambda trial: 0.0 if trial.score is None else trial.score)
 
 
 def write_trials(search: Search, trials: Sequence[Trial]) -> None:
-    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml` unless it has Python objects."""
+    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml` unless it
+    has Python objects.
+    """
     lines = [
         {
             "trial": trial.number,
@@ -226,12 +284,17 @@ def write_trials(search: Search, trials: Sequence[Trial]) -> None:
     ]
     write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
     if search.objects is None:
-        table = {**search.chosen(best_of(trials).changes), "name": f"{search.configuration.name}-best"}
+        table = {
+            **search.chosen(best_of(trials).changes),
+            "name": f"{search.configuration.name}-best",
+        }
         write_text(search.folder / "best.toml", tomli_w.dumps(table))
 
 
 def final_trial(search: Search, best: Trial) -> Trial:
-    """Return the trial that trains the best choice on all training data and judges it on the test data, which happens once."""
+    """Return the trial that trains the best choice on all training data and judges it on the test
+    data, which happens once.
+    """
     path = search.folder / "tested.json"
     choice = {key: plain_text(value) for key, value in best.changes.items()}
     if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:
@@ -241,7 +304,8 @@ def final_trial(search: Search, best: Trial) -> Trial:
         )
     settings = {"data.validation": "none", "directory": str(search.folder / "test")}
     if search.configuration.measure == "best":
-        settings["measure"] = "final"  # the best of all evaluations would be chosen on the test data
+        # the best of all evaluations would be chosen on the test data
+        settings["measure"] = "final"
     trial = search.trial(0, best.changes, settings)
     write_json(path, choice)
     return trial

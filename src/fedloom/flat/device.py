@@ -20,10 +20,14 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64 bits
 
 
 def require_device(name: str) -> None:
-    """Raise `InvalidValue` unless `name` is cpu, cuda, cuda:1 or auto. The device need not be present."""
+    """Raise `InvalidValue` unless `name` is cpu, cuda, cuda:1 or auto. The device need not be
+    present.
+    """
     if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", name):
         nearest = suggestion(name, ("cpu", "cuda", "auto"))
-        raise InvalidValue(f"device {quoted(name)} is not allowed{nearest} (allowed: cpu, cuda, cuda:1, auto)")
+        raise InvalidValue(
+            f"device {quoted(name)} is not allowed{nearest} (allowed: cpu, cuda, cuda:1, auto)"
+        )
 
 
 def present() -> list[str]:
@@ -42,36 +46,54 @@ def processor() -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device called cpu, cuda (the first), cuda:1 or auto; `InvalidValue` if this machine lacks it."""
+    """Return the device called cpu, cuda (the first), cuda:1 or auto; `InvalidValue` if this
+    machine lacks it.
+    """
     require_device(name)
     devices = present()
     device = {"auto": devices[min(1, len(devices) - 1)], "cuda": "cuda:0"}.get(name, name)
     if device not in devices:
-        raise InvalidValue(f"there is no device {quoted(name)} here (there are: {', '.join(devices)})")
+        raise InvalidValue(
+            f"there is no device {quoted(name)} here (there are: {', '.join(devices)})"
+        )
     return torch.device(device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`. A copy to a GPU does not block this process; it is queued with the GPU's work."""
+    """Return the tensor on `device`. A copy to a GPU does not block this process; it is queued with
+    the GPU's work.
+    """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def moved_back(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors read from a file, each on the device of the tensor of its name in `like`, or else on `device`."""
-    return {name: tensor.to(like[name].device if name in like else device) for name, tensor in tensors.items()}
+def moved_back(
+    tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Return tensors read from a file, each on the device of the tensor of its name in `like`, or
+    else on `device`.
+    """
+    return {
+        name: tensor.to(like[name].device if name in like else device)
+        for name, tensor in tensors.items()
+    }
 
 
 def keep_pages() -> bool:
     """Ask the C library to keep freed pages for this process. Return True if it agreed.
 
-    glibc returns big buffers to the system as soon as they are freed, so every step of a convolution faults its pages in anew:
-    about a third of a small CNN's time on a CPU. Training asks for the same sizes again and again; keeping them costs nothing.
+    glibc returns big buffers to the system as soon as they are freed, so every step of a
+    convolution faults its pages in anew: about a third of a small CNN's time on a CPU. Training
+    asks for the same sizes again and again; keeping them costs nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    settings = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _LARGEST), (_TOP_PAD, 64 * 2**20))
+    settings = (
+        (_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
+        (_TRIM_THRESHOLD, _LARGEST),
+        (_TOP_PAD, 64 * 2**20),
+    )
     granted = [bool(mallopt(parameter, value)) for parameter, value in settings]
     return all(granted)

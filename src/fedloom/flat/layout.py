@@ -1,10 +1,13 @@
-"""A model is a vector: any module to a row of floats and back without loss, and which slices of it form a layer.
+"""A model is a vector: any module to a row of floats and back without loss, and which slices of it
+form a layer.
 
-A row holds what training may change: the trainable parameters first, `[0:T]`, then floating-point buffers such as batch-norm
-statistics, `[T:P]`. Buffers of integers and truth values cannot be averaged; they form a separate row of int64.
+A row holds what training may change: the trainable parameters first, `[0:T]`, then floating-point
+buffers such as batch-norm statistics, `[T:P]`. Buffers of integers and truth values cannot be
+averaged; they form a separate row of int64.
 
-The rest of a module is frozen and in no row: parameters without `requires_grad`, of any type; buffers that are not persistent;
-and the buffers of modules that `model.train()` leaves in evaluation mode. Copies of the module share its frozen parameters.
+The rest of a module is frozen and in no row: parameters without `requires_grad`, of any type;
+buffers that are not persistent; and the buffers of modules that `model.train()` leaves in
+evaluation mode. Copies of the module share its frozen parameters.
 """
 
 import math
@@ -31,7 +34,9 @@ class TensorSlice:
     """Position of one tensor of a module in a row."""
 
     name: str  # as in `named_parameters` and `named_buffers`
-    layer: str  # the module that owns it, or the one around that if it counts as one layer (`models.structure.layer_finder`)
+    # the module that owns it, or the one around that if it counts as one layer
+    # (`models.structure.layer_finder`)
+    layer: str
     shape: torch.Size
     dtype: torch.dtype
     start: int
@@ -53,10 +58,12 @@ class Layout:
         integers: Z, the length of the row of integers.
         frozen: Names of the tensors that are in neither row.
         layers: Names of the layers, in the order of the module.
-        dtype: float32 or float64, the type of every tensor of the row. Frozen parameters may be of any type.
+        dtype: float32 or float64, the type of every tensor of the row. Frozen parameters may be of
+            any type.
 
     Raises:
-        InvalidValue: The module has no trainable parameter, or tensors of a row are of several types or of another.
+        InvalidValue: The module has no trainable parameter, or tensors of a row are of several
+            types or of another.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,22 +71,35 @@ class Layout:
         if not trained:
             raise InvalidValue(f"{type(module).__name__} has no trainable parameter")
         moved = _moved_buffers(module)
-        discrete = {name: t for name, t in moved.items() if not (t.is_floating_point() or t.is_complex())}
-        continuous = {**trained, **{name: tensor for name, tensor in moved.items() if name not in discrete}}
-        self.frozen = tuple(name for name in _tensors(module) if name not in trained and name not in moved)
+        discrete = {
+            name: t for name, t in moved.items() if not (t.is_floating_point() or t.is_complex())
+        }
+        continuous = {
+            **trained,
+            **{name: tensor for name, tensor in moved.items() if name not in discrete},
+        }
+        self.frozen = tuple(
+            name for name in _tensors(module) if name not in trained and name not in moved
+        )
         layer = layer_finder(module)
         self.slices = tuple(_consecutive(continuous, layer))
         self.integer_slices = tuple(_consecutive(discrete, layer))
-        self.trainable = sum(entry.stop - entry.start for entry in self.slices if entry.name in trained)
+        self.trainable = sum(
+            entry.stop - entry.start for entry in self.slices if entry.name in trained
+        )
         self.size = self.slices[-1].stop
         self.integers = self.integer_slices[-1].stop if self.integer_slices else 0
         wide = any(tensor.dtype == torch.float64 for tensor in continuous.values())
         self.dtype = torch.float64 if wide else torch.float32
         for entry in self.slices:
             if entry.dtype != self.dtype:
-                kind, rows = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype))
+                kind, rows = (
+                    str(dtype).removeprefix("torch.") for dtype in (entry.dtype, self.dtype)
+                )
                 fault = f"tensor {entry.name!r} of the model is {kind}, and its other numbers are kept as {rows}"
-                raise InvalidValue(f"{fault}: models train where all numbers that move are float32, or all are float64")
+                raise InvalidValue(
+                    f"{fault}: models train where all numbers that move are float32, or all are float64"
+                )
         owners = {entry.layer for entry in self.slices}
         self.layers = tuple(name for name, _ in module.named_modules() if name in owners)
 
@@ -88,14 +108,18 @@ class Layout:
         return self.size * self.dtype.itemsize
 
     def flatten(self, module: nn.Module) -> Tensor:
-        """Return the module's floating-point tensors as a new row `[P]`, on the device of its first parameter."""
+        """Return the module's floating-point tensors as a new row `[P]`, on the device of its first
+        parameter.
+        """
         return self._row(module, self.slices, self.size, self.dtype)
 
     def flatten_integers(self, module: nn.Module) -> Tensor:
         """Return the module's integer and boolean buffers as a new row `[Z]` of int64."""
         return self._row(module, self.integer_slices, self.integers, torch.int64)
 
-    def _row(self, module: nn.Module, slices: tuple[TensorSlice, ...], size: int, dtype: torch.dtype) -> Tensor:
+    def _row(
+        self, module: nn.Module, slices: tuple[TensorSlice, ...], size: int, dtype: torch.dtype
+    ) -> Tensor:
         tensors = _tensors(module)
         row = torch.empty(size, dtype=dtype, device=tensors[self.slices[0].name].device)
         for entry in slices:
@@ -112,7 +136,9 @@ class Layout:
         digest = Digest()
         for name, tensor in self.frozen_tensors(module).items():
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
         return digest.hexdigest() if self.frozen else ""
 
     @torch.no_grad()
@@ -128,7 +154,9 @@ class Layout:
             InvalidValue: The row has another length.
         """
         if row.shape != (self.size,):
-            raise InvalidValue(f"a row of this model has {self.size} numbers, not shape {list(row.shape)}")
+            raise InvalidValue(
+                f"a row of this model has {self.size} numbers, not shape {list(row.shape)}"
+            )
         tensors = _tensors(module)
         for entry in self.slices:
             tensors[entry.name].copy_(row[entry.slice].view(entry.shape))
@@ -143,33 +171,45 @@ class Layout:
             tensors[entry.name].copy_(integers[entry.slice].view(entry.shape))
 
     def tensors(self, row: Tensor) -> dict[str, Tensor]:
-        """Return views into a row `[P]`, by name, in each tensor's shape, for `torch.func.functional_call`."""
+        """Return views into a row `[P]`, by name, in each tensor's shape, for
+        `torch.func.functional_call`.
+        """
         return {entry.name: row[entry.slice].view(entry.shape) for entry in self.slices}
 
     def bind(self, module: nn.Module, row: Tensor) -> None:
-        """Make every floating-point tensor of a `shell` a view of `row [P]`, so that training moves the row itself."""
+        """Make every floating-point tensor of a `shell` a view of `row [P]`, so that training moves
+        the row itself.
+        """
         tensors = _tensors(module)
         for entry in self.slices:
             tensors[entry.name].data = row[entry.slice].view(entry.shape)
 
     def shell(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module to be bound to rows; until then it shares the module's tensors, and must not train."""
+        """Return a copy of the module to be bound to rows; until then it shares the module's
+        tensors, and must not train.
+        """
         require_no_tensor_hooks(module)
         tensors = _tensors(module)
         shared = {id(tensors[entry.name]): _alias(tensors[entry.name]) for entry in self.slices}
         return self.copy(module, shared)
 
     def copy(self, module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
-        """Return a copy that shares the frozen parameters, and the tensors that `shared` gives by ids of those they replace."""
-        frozen = {id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)}
+        """Return a copy that shares the frozen parameters, and the tensors that `shared` gives by
+        ids of those they replace.
+        """
+        frozen = {
+            id(t): t for t in self.frozen_tensors(module).values() if isinstance(t, nn.Parameter)
+        }
         return copied(module, {**frozen, **(shared or {})})
 
     def units(self, kind: UnitKind = "layer", fraction: float = 1.0) -> list[Unit]:
         """Return the units of a row, such as FedMR recombines.
 
         Args:
-            kind: `layer` for each layer's tensors, `tensor` for each tensor, `segment` for runs of layers.
-            fraction: Share x of the N layers in a segment, in (0, 1]: layer j (from 1) belongs to segment ceil(j / (x N)).
+            kind: `layer` for each layer's tensors, `tensor` for each tensor, `segment` for runs of
+                layers.
+            fraction: Share x of the N layers in a segment, in (0, 1]: layer j (from 1) belongs to
+                segment ceil(j / (x N)).
 
         Raises:
             InvalidValue: The kind or the fraction is not allowed.
@@ -185,7 +225,8 @@ class Layout:
         if not 0 < fraction <= 1:
             raise InvalidValue(f"fraction {fraction} is not in (0, 1]")
         count = len(self.layers)
-        # The subtrahend keeps a quotient that is whole in decimal notation whole in binary: 3 / (0.1 * 30) is 1, not 1.0000001.
+        # The subtrahend keeps a quotient that is whole in decimal notation whole in binary: 3 /
+        # (0.1 * 30) is 1, not 1.0000001.
         segments: dict[int, set[str]] = {}
         for j, layer in enumerate(self.layers, start=1):
             segments.setdefault(math.ceil(j / (fraction * count) - 1e-9), set()).add(layer)
@@ -213,12 +254,18 @@ def require_no_tensor_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             remedy = "put it on its module, with register_full_backward_hook"
-            raise InvalidValue(f"parameter {name!r} of the model has a hook, which copies of the model lose: {remedy}")
+            raise InvalidValue(
+                f"parameter {name!r} of the model has a hook, which copies of the model lose: {remedy}"
+            )
 
 
 def _alias(tensor: Tensor) -> Tensor:
     """Return another tensor with the same storage, so that binding one does not move the other."""
-    return nn.Parameter(tensor.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else tensor.detach()
+    return (
+        nn.Parameter(tensor.detach(), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else tensor.detach()
+    )
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -226,7 +273,9 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _moved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that training may change: the persistent ones of modules that `train()` puts into training mode."""
+    """Return the buffers that training may change: the persistent ones of modules that `train()`
+    puts into training mode.
+    """
     modes = {submodule: submodule.training for submodule in module.modules()}
     module.train()
     resting = {name for name, submodule in module.named_modules() if not submodule.training}

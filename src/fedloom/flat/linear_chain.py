@@ -1,4 +1,6 @@
-"""Chains of linear layers, trained without autograd: their gradients are products, into which SGD's update is folded."""
+"""Chains of linear layers, trained without autograd: their gradients are products, into which SGD's
+update is folded.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Positions of a layer's weight `[out, in]` and bias `[out]` in a row; `rectified` if a ReLU follows."""
+    """Positions of a layer's weight `[out, in]` and bias `[out]` in a row; `rectified` if a ReLU
+    follows.
+    """
 
     weight: TensorSlice
     bias: TensorSlice | None
@@ -27,8 +31,12 @@ class LinearLayer:
 
 
 def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
-    """Return the layers of a plain chain of linear layers, each with or without a ReLU; empty for other modules."""
-    if layout.frozen or any(getattr(submodule, name) for submodule in module.modules() for name in _HOOKS):
+    """Return the layers of a plain chain of linear layers, each with or without a ReLU; empty for
+    other modules.
+    """
+    if layout.frozen or any(
+        getattr(submodule, name) for submodule in module.modules() for name in _HOOKS
+    ):
         return []
     try:
         nodes = list(fx.symbolic_trace(module).graph.nodes)
@@ -42,30 +50,46 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
         kind = type(module.get_submodule(str(node.target))) if node.op == "call_module" else None
         if kind is nn.Identity or (_flattens(module, node) and not layers):
             continue
-        rectifies = node.target in (torch.relu, F.relu) or (node.op, node.target) == ("call_method", "relu")
+        rectifies = node.target in (torch.relu, F.relu) or (node.op, node.target) == (
+            "call_method",
+            "relu",
+        )
         if layers and (kind is nn.ReLU or rectifies):
             layers[-1] = replace(layers[-1], rectified=True)
         elif kind is nn.Linear and f"{node.target}.weight" in slices:
-            layers.append(LinearLayer(slices[f"{node.target}.weight"], slices.get(f"{node.target}.bias"), False))
+            layers.append(
+                LinearLayer(
+                    slices[f"{node.target}.weight"], slices.get(f"{node.target}.bias"), False
+                )
+            )
         else:
             return []
-    used = [entry.name for layer in layers for entry in (layer.weight, layer.bias) if entry is not None]
-    complete = sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
+    used = [
+        entry.name for layer in layers for entry in (layer.weight, layer.bias) if entry is not None
+    ]
+    complete = (
+        sorted(used) == sorted(slices) and layout.trainable == layout.size and not layout.integers
+    )
     return layers if complete else []
 
 
 @torch.no_grad()
 def backward(
-    layers: Sequence[LinearLayer], rows: Tensor, batch: Batch, use: Callable[[TensorSlice, Tensor, Tensor], None]
+    layers: Sequence[LinearLayer],
+    rows: Tensor,
+    batch: Batch,
+    use: Callable[[TensorSlice, Tensor, Tensor], None],
 ) -> Tensor:
-    """Return the mean cross entropy of k models, and pass its gradient on, from the last layer down.
+    """Return the mean cross entropy of k models, and pass its gradient on, from the last layer
+    down.
 
     Args:
         layers: The chain.
         rows: The models, `[k, P]`.
         batch: Samples `[k, b, ...]`; their `share` of the mean is respected.
-        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias is one column). The gradient of W is
-            d'x, with the layer's input x `[k, b, in]` and the gradient d `[k, b, out]` by its output. It may move W.
+        use: Called as `use(entry, d, x)` for each weight and bias W `[k, out, in]` (a bias is one
+            column). The gradient of W is d'x, with the layer's input x `[k, b, in]` and the
+            gradient d `[k, b, out]` by its output. It may move W.
 
     Returns:
         The loss of each model, `[k]`.
@@ -108,10 +132,11 @@ def matrix(rows: Tensor, entry: TensorSlice) -> Tensor:
 
 
 class FoldedSGD:
-    """A step of SGD on the mean cross entropy of k models of `linear_layers`, with momentum and weight decay.
+    """A step of SGD on the mean cross entropy of k models of `linear_layers`, with momentum and
+    weight decay.
 
-    W <- W - eta d'x is one batched product that never writes the gradient itself down. Measured on the MLP 784-200-200-10 with 10
-    models: 0.3 of the eager steps' time.
+    W <- W - eta d'x is one batched product that never writes the gradient itself down. Measured on
+    the MLP 784-200-200-10 with 10 models: 0.3 of the eager steps' time.
     """
 
     def __init__(self, layers: Sequence[LinearLayer], settings: Training, rate: float) -> None:
@@ -120,16 +145,34 @@ class FoldedSGD:
 
     @staticmethod
     def covers(settings: Training) -> bool:
-        """Return True if local training with these settings is such a step: SGD without clipping, autocast or other options."""
-        plain = settings.clip is None and settings.autocast == "none" and settings.local_schedule == CONSTANT
-        return settings.optimizer == "sgd" and plain and not any(settings.optimizer_options.values())
+        """Return True if local training with these settings is such a step: SGD without clipping,
+        autocast or other options.
+        """
+        plain = (
+            settings.clip is None
+            and settings.autocast == "none"
+            and settings.local_schedule == CONSTANT
+        )
+        return (
+            settings.optimizer == "sgd" and plain and not any(settings.optimizer_options.values())
+        )
 
     def __call__(self, rows: Tensor, velocity: Tensor | None, batch: Batch) -> Tensor:
-        """Update `rows [k, P]` and, with momentum, `velocity [k, P]`. Return the loss before the step, `[k]`."""
-        return backward(self.layers, rows, batch, partial(self._move, rows, velocity, batch.step == 0))
+        """Update `rows [k, P]` and, with momentum, `velocity [k, P]`. Return the loss before the
+        step, `[k]`.
+        """
+        return backward(
+            self.layers, rows, batch, partial(self._move, rows, velocity, batch.step == 0)
+        )
 
     def _move(
-        self, rows: Tensor, velocity: Tensor | None, starts: bool, entry: TensorSlice, delta: Tensor, x: Tensor
+        self,
+        rows: Tensor,
+        velocity: Tensor | None,
+        starts: bool,
+        entry: TensorSlice,
+        delta: Tensor,
+        x: Tensor,
     ) -> None:
         """Set W <- W - eta (delta' x + decay W), with momentum through the velocity."""
         weight = matrix(rows, entry)

@@ -1,4 +1,6 @@
-"""A module that trains on rows: its parameters are views of one flat buffer, its gradients of another."""
+"""A module that trains on rows: its parameters are views of one flat buffer, its gradients of
+another.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,21 +25,26 @@ Rows = slice | Tensor
 
 
 class Batch(NamedTuple):
-    """One step's samples of one client (`inputs [b, ...]`, `labels [b]`), or of k clients with a leading client axis."""
+    """One step's samples of one client (`inputs [b, ...]`, `labels [b]`), or of k clients with a
+    leading client axis.
+    """
 
     inputs: Tensor
     labels: Tensor
     step: int = 0  # index of the step in this training; if clients' steps differ, the smallest
-    clients: Rows | None = None  # rows of the cohort's clients that the samples belong to; None for all
+    # rows of the cohort's clients that the samples belong to; None for all
+    clients: Rows | None = None
     share: Tensor | None = None  # `[k, b]`, each sample's share of its client's mean: 0 for padding
 
 
 @dataclass(eq=False)
 class Net:
-    """One client's model as its loss sees it: a module that holds the weights, or is called with the `tensors` of a row.
+    """One client's model as its loss sees it: a module that holds the weights, or is called with
+    the `tensors` of a row.
 
     Attributes:
-        objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a batch.
+        objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a
+            batch.
     """
 
     module: nn.Module
@@ -63,14 +70,22 @@ class Net:
             outputs = module(inputs)
         else:
             prefix = f"{name}." if name else ""
-            weights = {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
+            weights = {
+                key.removeprefix(prefix): t
+                for key, t in self.tensors.items()
+                if key.startswith(prefix)
+            }
             outputs = functional_call(module, weights, (inputs,))
         return outputs
 
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features that enter the classifier and the model's outputs, from one forward pass."""
+        """Return the features that enter the classifier and the model's outputs, from one forward
+        pass.
+        """
         features: list[Tensor] = []
-        handle = self.classifier.register_forward_pre_hook(lambda _, arguments: features.append(arguments[0]))
+        handle = self.classifier.register_forward_pre_hook(
+            lambda _, arguments: features.append(arguments[0])
+        )
         try:
             outputs = self(inputs)
         finally:
@@ -78,13 +93,19 @@ class Net:
         return features[0], outputs
 
     def at(self, row: Tensor) -> "Net":
-        """Return the same architecture with the weights of `row [P]`, in evaluation mode and without gradients to its weights."""
-        return Net(self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach()))
+        """Return the same architecture with the weights of `row [P]`, in evaluation mode and
+        without gradients to its weights.
+        """
+        return Net(
+            self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach())
+        )
 
 
 FILTERS_PER_ACTIVATION = 8
-"""Convolution weights per output number of a sample, above which channels stay first on a CPU: turning the filters in every step
-would cost more than the images gain (ResNet-20 on CIFAR: 1.4; VGG-16: 53)."""
+"""Convolution weights per output number of a sample, above which channels stay first on a CPU:
+turning the filters in every step would cost more than the images gain (ResNet-20 on CIFAR: 1.4;
+VGG-16: 53).
+"""
 
 Context = Mapping[str, Tensor]
 """Named tensors that a method passes to its hooks, with one row a client, `[k, ...]`."""
@@ -93,7 +114,9 @@ LossFn = Callable[[Net, Batch, Context], Tensor]
 """One client's loss: (net, batch, the client's row of each tensor of the context) -> a scalar."""
 
 FoldedStep = Callable[[Tensor, Tensor | None, Batch], Tensor]
-"""(rows `[k, P]`, velocity `[k, T]` with momentum, batch) -> loss `[k]`: forward, backward and update at once."""
+"""(rows `[k, P]`, velocity `[k, T]` with momentum, batch) -> loss `[k]`: forward, backward and
+update at once.
+"""
 
 
 def data_loss(net: Net, batch: Batch, context: Context) -> Tensor:
@@ -108,7 +131,9 @@ def head_loss(net: Net, batch: Batch, context: Context) -> Tensor:
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """Faster ways to compute a local step that were compared with the plain way and may be taken (`prove`)."""
+    """Faster ways to compute a local step that were compared with the plain way and may be taken
+    (`prove`).
+    """
 
     channels_last: bool = False  # channels-last memory format for images
     linear: bool = False  # linear layers' gradients are products, into which plain SGD is folded
@@ -120,23 +145,29 @@ PLAIN = Shortcuts()
 
 
 class FlatModule:
-    """One copy of the task's module, reused for every client that trains in this process, one at a time.
+    """One copy of the task's module, reused for every client that trains in this process, one at a
+    time.
 
-    The `rows [1, P]` given to `gradient` are trained in place: the module's parameters and statistics are views of them, while
-    frozen parameters are those of the task's module. So a client's model costs one copy of its row, and an optimizer one tensor.
+    The `rows [1, P]` given to `gradient` are trained in place: the module's parameters and
+    statistics are views of them, while frozen parameters are those of the task's module. So a
+    client's model costs one copy of its row, and an optimizer one tensor.
 
     Args:
         module: The task's module, which stays as it is.
         layout: Its layout.
         shortcuts: Faster ways that may be taken.
-        autocast: Type of the forward pass and the loss, in operations that tolerate it; None for the weights' type.
+        autocast: Type of the forward pass and the loss, in operations that tolerate it; None for
+            the weights' type.
         objective: What is learned.
 
     Attributes:
-        watch: Takes each local step of SGD, the rows that it moves and its group of clients to the step to take instead.
+        watch: Takes each local step of SGD, the rows that it moves and its group of clients to the
+            step to take instead.
     """
 
-    watch: Callable[[Callable[[Batch], Tensor], Tensor, Any], Callable[[Batch], Tensor]] | None = None
+    watch: Callable[[Callable[[Batch], Tensor], Tensor, Any], Callable[[Batch], Tensor]] | None = (
+        None
+    )
 
     def __init__(
         self,
@@ -146,16 +177,25 @@ class FlatModule:
         autocast: torch.dtype | None = None,
         objective: Objective = CLASSIFICATION,
     ) -> None:
-        self.layout, self.shortcuts, self.autocast, self.objective = layout, shortcuts, autocast, objective
+        self.layout, self.shortcuts, self.autocast, self.objective = (
+            layout,
+            shortcuts,
+            autocast,
+            objective,
+        )
         self.original = module
         self.module = layout.shell(module).train()
         self.frozen = layout.shell(module).eval().requires_grad_(False)
         self.net = Net(self.module, layout, self.frozen, objective)
         trained = (layer for layer in self.module.modules() if layer.training)
-        self.needs_pairs = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in trained)
+        self.needs_pairs = any(
+            isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in trained
+        )
         self.smallest_batch = 2 if self.needs_pairs else 1
         self._row: Tensor | None = None
-        self._gradient = torch.zeros(1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device)
+        self._gradient = torch.zeros(
+            1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device
+        )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slices = layout.slices[: len(self._parameters)]
         self._moving = self._slices  # of the parameters that train
@@ -172,12 +212,17 @@ class FlatModule:
             self.layout.bind(self.module, row)
         self._row = row
 
-    def gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` and its gradient `[k, T]`, valid until the next call. Statistics of `rows` are updated."""
+    def gradient(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss `[k]` and its gradient `[k, T]`, valid until the next call. Statistics of
+        `rows` are updated.
+        """
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
         if len(gradients) == len(self._slices):
-            # One pass. Letting autograd add into views of the buffer would clear, read and write it once more.
+            # One pass. Letting autograd add into views of the buffer would clear, read and write it
+            # once more.
             torch.cat(self._as_rows(gradients), 1, out=buffer)
         else:
             buffer.zero_()
@@ -185,8 +230,12 @@ class FlatModule:
                 buffer[:, entry.slice] = gradient
         return loss, buffer
 
-    def partial_gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` and the gradient of the parameters that train, side by side, `[k, n]`."""
+    def partial_gradient(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss `[k]` and the gradient of the parameters that train, side by side, `[k,
+        n]`.
+        """
         loss, gradients = self.tensor_gradients(rows, batch, loss_fn, context)
         return loss, torch.cat(self._as_rows(gradients), 1)
 
@@ -195,39 +244,62 @@ class FlatModule:
         return [gradient.reshape(-1, entry.stop - entry.start) for gradient, entry in pairs]
 
     def pieces(self, rows: Tensor) -> list[Tensor]:
-        """Return the parameters that train as views `[k, ...]` of `rows [k, T or more]`, in the order of `tensor_gradients`."""
+        """Return the parameters that train as views `[k, ...]` of `rows [k, T or more]`, in the
+        order of `tensor_gradients`.
+        """
         return [piece(rows, entry) for entry in self._moving]
 
     def folded(self, settings: Training, rate: float) -> FoldedStep | None:
-        """Return a step of SGD on the data loss as one function, or None for other modules and settings."""
+        """Return a step of SGD on the data loss as one function, or None for other modules and
+        settings.
+        """
         return None
 
     def heeds_share(self, loss_fn: LossFn) -> bool:
-        """Return True if gradients of this loss respect `Batch.share`, so that batches may be padded."""
+        """Return True if gradients of this loss respect `Batch.share`, so that batches may be
+        padded.
+        """
         return False
 
     def tensor_gradients(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, which may share memory."""
+        """Return the loss `[k]` and the gradient of each tensor of `pieces(rows)`, which may share
+        memory.
+        """
         self.bind(rows)
         client_batch = Batch(self._laid_out(batch.inputs[0]), batch.labels[0], batch.step)
         with autocast(self.autocast, rows.device):
-            loss = loss_fn(self.net, client_batch, {name: value[0] for name, value in context.items()})
+            loss = loss_fn(
+                self.net, client_batch, {name: value[0] for name, value in context.items()}
+            )
         trained = [p for p in self._parameters if p.requires_grad]
         try:
             gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
         except RuntimeError as error:
-            raise (InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error) from error
-        return loss.detach().to(rows).unsqueeze(0), [gradient.unsqueeze(0) for gradient in gradients]
+            raise (
+                InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error
+            ) from error
+        return loss.detach().to(rows).unsqueeze(0), [
+            gradient.unsqueeze(0) for gradient in gradients
+        ]
 
-    def sample_gradients(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the loss `[b]` of each sample of a client's batch alone, and its gradient `[b, n]`, by `vmap` if it can."""
-        tensors, client_context = self.layout.tensors(rows[0].detach()), {n: value[0] for n, value in context.items()}
+    def sample_gradients(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss `[b]` of each sample of a client's batch alone, and its gradient `[b,
+        n]`, by `vmap` if it can.
+        """
+        tensors, client_context = (
+            self.layout.tensors(rows[0].detach()),
+            {n: value[0] for n, value in context.items()},
+        )
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
             net = Net(self.module, self.layout, self.frozen, self.objective, {**tensors, **trained})
-            return loss_fn(net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context)
+            return loss_fn(
+                net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context
+            )
 
         trained = {entry.name: tensors[entry.name] for entry in self._moving}
         try:
@@ -245,20 +317,30 @@ class FlatModule:
             return torch.cat([loss for loss, _ in pairs]), torch.cat(gradients)
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
-        """Return images `[b, c, h, w]` in the memory format in which convolutions are fastest; filters keep that of the row."""
-        return channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
+        """Return images `[b, c, h, w]` in the memory format in which convolutions are fastest;
+        filters keep that of the row.
+        """
+        return (
+            channels_last(inputs) if self.shortcuts.channels_last and inputs.dim() == 4 else inputs
+        )
 
     def train_only(self, units: Unit | None) -> None:
-        """Let gradients reach only the parameters inside `units` (None: all), so that backward goes no deeper."""
+        """Let gradients reach only the parameters inside `units` (None: all), so that backward goes
+        no deeper.
+        """
         pairs = list(zip(self._parameters, self._slices, strict=True))
         for parameter, entry in pairs:
-            inside = units is None or any(u.start <= entry.start and entry.stop <= u.stop for u in units)
+            inside = units is None or any(
+                u.start <= entry.start and entry.stop <= u.stop for u in units
+            )
             parameter.requires_grad_(inside)
         self._moving = tuple(entry for parameter, entry in pairs if parameter.requires_grad)
 
     @torch.no_grad()
     def features(self, rows: Tensor, inputs: Tensor) -> Tensor | None:
-        """Return the features that enter the classifier, or None if they depend on more than each sample alone."""
+        """Return the features that enter the classifier, or None if they depend on more than each
+        sample alone.
+        """
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
@@ -266,7 +348,11 @@ class FlatModule:
             state = generator_state(rows)
             features, logits = self.net.both(self._laid_out(inputs[0]))
             drawn = not torch.equal(state, generator_state(rows))
-        suffice = isinstance(logits, Tensor) and not drawn and torch.equal(self.net.head(features), logits)
+        suffice = (
+            isinstance(logits, Tensor)
+            and not drawn
+            and torch.equal(self.net.head(features), logits)
+        )
         return features.unsqueeze(0) if suffice else None
 
     @torch.no_grad()
@@ -291,7 +377,9 @@ def piece(rows: Tensor, entry: TensorSlice) -> Tensor:
 
 @torch.no_grad()
 def light_convolutions(module: nn.Module, image: Tensor) -> bool:
-    """Return True if 2d convolutions have few weights for their outputs: these are faster with the channels last."""
+    """Return True if 2d convolutions have few weights for their outputs: these are faster with the
+    channels last.
+    """
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     if not convolutions:
         return False
@@ -317,16 +405,22 @@ def generator_state(tensor: Tensor) -> Tensor:
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Return `[b, c, h, w]` in channels-last memory format. With one channel the formats differ in the strides alone."""
+    """Return `[b, c, h, w]` in channels-last memory format. With one channel the formats differ in
+    the strides alone.
+    """
     height, width = images.shape[2:]
     if images.shape[1] == 1 and images.is_contiguous():
-        return images.as_strided(images.shape, (height * width, 1, width, 1), images.storage_offset())
+        return images.as_strided(
+            images.shape, (height * width, 1, width, 1), images.storage_offset()
+        )
     return images.contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager
 def no_loop_in_vmap() -> Iterator[None]:
-    """Make `vmap` raise, inside the block, for operations that it would compute row by row, slower than without it."""
+    """Make `vmap` raise, inside the block, for operations that it would compute row by row, slower
+    than without it.
+    """
     functorch: Any = torch._C._functorch
     enabled = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)

@@ -1,4 +1,6 @@
-"""A population is a matrix: the field's methods as plain maths on the rows of `[K, P]`, one row a model."""
+"""A population is a matrix: the field's methods as plain maths on the rows of `[K, P]`, one row a
+model.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
@@ -9,7 +11,9 @@ from torch import Tensor
 from fedloom.flat.layout import Unit
 
 BLOCK = 1 << 22
-"""Numbers of `[K, P]` per block of computations with intermediate results: little beside the models, and within the caches."""
+"""Numbers of `[K, P]` per block of computations with intermediate results: little beside the
+models, and within the caches.
+"""
 
 
 def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -25,7 +29,8 @@ def weighted_mean(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     if not rows.is_floating_point():
         rows = rows.double()
     share = rows.new_ones(len(rows)) if weights is None else weights.to(rows) / weights.sum()
-    mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))  # faster than `rows.mean(0)`
+    # faster than `rows.mean(0)`
+    mean: Tensor = share @ (rows if rows.ndim < 3 else rows.flatten(1))
     return (mean if weights is not None else mean.div_(len(rows))).view(rows.shape[1:])
 
 
@@ -36,9 +41,10 @@ MEDIANS = 4
 def capped(weights: Tensor, share: float) -> Tensor:
     """Lower claimed weights, so that few clients cannot take a mean by what they claim.
 
-    A claim counts for at most `MEDIANS` times the (lower) median of those above 0, and for at most `share` of their sum: larger
-    ones are lowered to one common value. Where even equal weights are above that share, all are equal. Of n claims f < n / 2
-    false ones then have at most 4 f / (3 f + floor(n / 2) + 1) of the sum, whatever the others are.
+    A claim counts for at most `MEDIANS` times the (lower) median of those above 0, and for at most
+    `share` of their sum: larger ones are lowered to one common value. Where even equal weights are
+    above that share, all are equal. Of n claims f < n / 2 false ones then have at most 4 f / (3 f +
+    floor(n / 2) + 1) of the sum, whatever the others are.
 
     Args:
         weights: Claims `[k]`, at least 0.
@@ -56,7 +62,8 @@ def capped(weights: Tensor, share: float) -> Tensor:
     for count in range(len(falling)):
         if count * share >= 1:
             break
-        # With the `count` largest at this value each has its share: share (count value + sum of the others) = value.
+        # With the `count` largest at this value each has its share: share (count value + sum of the
+        # others) = value.
         value = share * falling[count:].sum() / (1 - count * share)
         if falling[count] <= value:
             return weights if count == 0 else weights.double().clamp(max=value)
@@ -64,10 +71,12 @@ def capped(weights: Tensor, share: float) -> Tensor:
 
 
 def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) -> Tensor:
-    """Permute every unit over the models in place, as FedMR recombines them, at about the cost of copying the rows once.
+    """Permute every unit over the models in place, as FedMR recombines them, at about the cost of
+    copying the rows once.
 
-    Each unit draws its own uniform permutation pi of {1..K}, and result[k, unit] = rows[pi(k), unit]. No number changes, and each
-    unit of each model is used exactly once. Slices outside all units stay where they are.
+    Each unit draws its own uniform permutation pi of {1..K}, and result[k, unit] = rows[pi(k),
+    unit]. No number changes, and each unit of each model is used exactly once. Slices outside all
+    units stay where they are.
 
     Args:
         rows: The models, `[K, P]`.
@@ -96,7 +105,9 @@ def recombine_(rows: Tensor, units: Sequence[Unit], generator: torch.Generator) 
 
 
 def _cycles(source: list[int]) -> list[list[int]]:
-    """Return the cycles of a permutation, each as [k, source[k], source[source[k]], ...], without those of length 1."""
+    """Return the cycles of a permutation, each as [k, source[k], source[source[k]], ...], without
+    those of length 1.
+    """
     cycles, visited = [], [False] * len(source)
     for start in range(len(source)):
         cycle, k = [], start
@@ -115,10 +126,12 @@ def _blocks(rows: Tensor) -> Iterator[Tensor]:
 
 
 def mean_cosine_similarity(rows: Tensor) -> Tensor:
-    """Return the mean of cos(rows[i], rows[j]) over all pairs i < j, in [-1, 1]: how alike the models of a pool are.
+    """Return the mean of cos(rows[i], rows[j]) over all pairs i < j, in [-1, 1]: how alike the
+    models of a pool are.
 
-    With u_k = rows[k] / |rows[k]| it is (|sum_k u_k|^2 - sum_k |u_k|^2) / (K (K - 1)): one pass instead of one for each pair. A
-    single model has 1, and a zero row has similarity 0 to all others.
+    With u_k = rows[k] / |rows[k]| it is (|sum_k u_k|^2 - sum_k |u_k|^2) / (K (K - 1)): one pass
+    instead of one for each pair. A single model has 1, and a zero row has similarity 0 to all
+    others.
 
     Args:
         rows: The models, `[K, P]`.
@@ -152,7 +165,9 @@ def total_variance(rows: Tensor, since: Tensor | None = None) -> Tensor:
 
 
 def squared_distances(rows: Tensor) -> Tensor:
-    """Return ||rows[i] - rows[j]||^2 as `[K, K]` for `rows [K, P]`, by differences, so that those of near models are exact."""
+    """Return ||rows[i] - rows[j]||^2 as `[K, K]` for `rows [K, P]`, by differences, so that those
+    of near models are exact.
+    """
     count = len(rows)
     result = torch.zeros(count, count, dtype=rows.dtype, device=rows.device)
     for block in _blocks(rows):
@@ -171,8 +186,9 @@ def mutate(
 ) -> Tensor:
     """Fill rows with mutants of a model, as FedMut does.
 
-    For each tensor, half of the copies move by +1 times the direction and half by -1 + skew times it, drawn anew. With an odd
-    count the last copy stays the center. With skew 0 the copies' mean is the center, up to rounding.
+    For each tensor, half of the copies move by +1 times the direction and half by -1 + skew times
+    it, drawn anew. With an odd count the last copy stays the center. With skew 0 the copies' mean
+    is the center, up to rounding.
 
     Args:
         center: The model, `[P]`.

@@ -10,20 +10,33 @@ from torch.func import vmap
 from fedloom.flat.device import moved
 from fedloom.flat.layout import TensorSlice
 from fedloom.flat.linear_chain import FoldedSGD, LinearLayer, backward, linear_layers, matrix
-from fedloom.flat.module import Batch, Context, FlatModule, FoldedStep, LossFn, Net, Rows, data_loss, piece
+from fedloom.flat.module import (
+    Batch,
+    Context,
+    FlatModule,
+    FoldedStep,
+    LossFn,
+    Net,
+    Rows,
+    data_loss,
+    piece,
+)
 from fedloom.flat.vmap_modes import dropout_of, stacked_autocast
 from fedloom.training import Training
 
 
 class StackedModule(FlatModule):
-    """The task's architecture over k rows at once, with the interface of `FlatModule` and `[k, ...]` for its `[1, ...]`.
+    """The task's architecture over k rows at once, with the interface of `FlatModule` and `[k,
+    ...]` for its `[1, ...]`.
 
-    The loss, written for one client, runs under `vmap` over the rows, with one backward pass of the sum. Rows never mix, and
-    share frozen parameters. `features` and `outputs` still take one row at a time.
+    The loss, written for one client, runs under `vmap` over the rows, with one backward pass of the
+    sum. Rows never mix, and share frozen parameters. `features` and `outputs` still take one row at
+    a time.
     """
 
     _counts: Tensor  # integer buffers `[k, Z]`, in which batch norm counts its batches
-    _moved_rows: tuple[Tensor, Tensor] | None = None  # a selection of rows, and its copy on the counts' device
+    # a selection of rows, and its copy on the counts' device
+    _moved_rows: tuple[Tensor, Tensor] | None = None
     _streams: Sequence[torch.Generator] = ()
 
     @cached_property
@@ -33,7 +46,9 @@ class StackedModule(FlatModule):
         return linear_layers(self.module, self.layout) if linear else []
 
     def begin(self, clients: int, streams: Sequence[torch.Generator]) -> None:
-        """Begin a cohort of `clients` clients. Dropout draws from `streams`, one per client; without them no layer may draw."""
+        """Begin a cohort of `clients` clients. Dropout draws from `streams`, one per client;
+        without them no layer may draw.
+        """
         self._streams = streams
         self._counts = self.layout.flatten_integers(self.module).repeat(clients, 1)
         if len(self._gradient) < clients:
@@ -47,7 +62,9 @@ class StackedModule(FlatModule):
     def heeds_share(self, loss_fn: LossFn) -> bool:
         return bool(self._layers) and loss_fn is data_loss and self.autocast is None
 
-    def gradient(self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context) -> tuple[Tensor, Tensor]:
+    def gradient(
+        self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
+    ) -> tuple[Tensor, Tensor]:
         if not self.heeds_share(loss_fn):
             return super().gradient(rows, batch, loss_fn, context)
         buffer = self._gradient[: len(rows)]
@@ -70,24 +87,35 @@ class StackedModule(FlatModule):
         if self.heeds_share(loss_fn):
             buffer = self._gradient[: len(rows)]
             return self._by_layers(rows, batch, buffer), self.pieces(buffer)
-        trained = {entry.name: piece(rows, entry).detach().requires_grad_() for entry in self._moving}
-        resting = {entry.name: piece(rows, entry).detach() for entry in self._slices if entry.name not in trained}
-        # Layers update their buffers in place. Under vmap batch norm does so only if its statistics are one contiguous block; a
-        # row's slice is none, and the update would be lost without a word.
+        trained = {
+            entry.name: piece(rows, entry).detach().requires_grad_() for entry in self._moving
+        }
+        resting = {
+            entry.name: piece(rows, entry).detach()
+            for entry in self._slices
+            if entry.name not in trained
+        }
+        # Layers update their buffers in place. Under vmap batch norm does so only if its statistics
+        # are one contiguous block; a row's slice is none, and the update would be lost without a
+        # word.
         buffers = self.layout.slices[len(self._slices) :]
         statistics = {entry.name: piece(rows, entry).detach().contiguous() for entry in buffers}
         clients, counters = self._on_device(batch.clients), self.layout.integer_slices
         counts = self._counts[clients]
         integers = {entry.name: piece(counts, entry).to(entry.dtype) for entry in counters}
 
-        def loss_of_one(tensors: Context, inputs: Tensor, labels: Tensor, client_context: Context) -> Tensor:
+        def loss_of_one(
+            tensors: Context, inputs: Tensor, labels: Tensor, client_context: Context
+        ) -> Tensor:
             net = Net(self.module, self.layout, self.frozen, self.objective, tensors)
             return loss_fn(net, Batch(inputs, labels, batch.step), client_context)
 
         tensors = {**trained, **resting, **statistics, **integers}
         with dropout_of(self._drawing(batch.clients)), stacked_autocast(self.autocast):
             losses = vmap(loss_of_one)(tensors, batch.inputs, batch.labels, dict(context))
-        gradients = torch.autograd.grad(losses.sum(), list(trained.values()), materialize_grads=True)
+        gradients = torch.autograd.grad(
+            losses.sum(), list(trained.values()), materialize_grads=True
+        )
         for entry in buffers:
             piece(rows, entry).detach().copy_(statistics[entry.name])
         if counters:
@@ -101,7 +129,9 @@ class StackedModule(FlatModule):
         return [self._streams[row] for row in torch.arange(len(self._streams))[clients].tolist()]
 
     def _on_device(self, clients: Rows | None) -> Rows:
-        """Return the clients' row numbers on the device of the counts, copied once for all steps of the same clients."""
+        """Return the clients' row numbers on the device of the counts, copied once for all steps of
+        the same clients.
+        """
         if not isinstance(clients, Tensor):
             return slice(None) if clients is None else clients
         if self._moved_rows is None or self._moved_rows[0] is not clients:

@@ -1,4 +1,6 @@
-"""Dropout and mixed precision of many clients that pass forward together, under `vmap`, and mixed precision of one."""
+"""Dropout and mixed precision of many clients that pass forward together, under `vmap`, and mixed
+precision of one.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +21,9 @@ _SHARED_AXES = {F.dropout: None, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 def dropout_of(streams: Sequence[torch.Generator]) -> AbstractContextManager[Any]:
     """Draw the dropout masks of row k under `vmap` from the k-th stream, inside the block.
 
-    A stream gives a client the masks of torch's global generator of the same seed, on the CPU and in the usual memory order; on
-    CUDA or with the channels last, torch draws other masks of the same law. Without streams `vmap` refuses layers that draw.
+    A stream gives a client the masks of torch's global generator of the same seed, on the CPU and
+    in the usual memory order; on CUDA or with the channels last, torch draws other masks of the
+    same law. Without streams `vmap` refuses layers that draw.
     """
     return _Dropout(streams) if streams else nullcontext()
 
@@ -31,7 +34,11 @@ class _Dropout(TorchFunctionMode):
         self.streams = streams
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
         if func not in _SHARED_AXES:
@@ -39,7 +46,12 @@ class _Dropout(TorchFunctionMode):
         return self._dropout(_SHARED_AXES[func], *args, **options)
 
     def _dropout(
-        self, axes: int | None, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        axes: int | None,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> Tensor:
         if not training or p == 0 or input.numel() == 0:
             return input
@@ -49,10 +61,14 @@ class _Dropout(TorchFunctionMode):
 
 
 class _Masks(torch.autograd.Function):
-    """Masks of several clients, 0 with chance p, else 1 / (1 - p): the rule for `vmap` sees all of them."""
+    """Masks of several clients, 0 with chance p, else 1 / (1 - p): the rule for `vmap` sees all of
+    them.
+    """
 
     @staticmethod
-    def forward(input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]) -> Tensor:
+    def forward(
+        input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]
+    ) -> Tensor:
         return _mask(input, shape, p, streams[0])
 
     @staticmethod
@@ -61,7 +77,12 @@ class _Masks(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, axes: Any, input: Tensor, shape: tuple[int, ...], p: float, streams: Sequence[torch.Generator]
+        info: Any,
+        axes: Any,
+        input: Tensor,
+        shape: tuple[int, ...],
+        p: float,
+        streams: Sequence[torch.Generator],
     ) -> tuple[Tensor, int]:
         return torch.stack([_mask(input, shape, p, stream) for stream in streams]), 0
 
@@ -91,12 +112,16 @@ _LONG = frozenset({
 
 
 def autocast(kind: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute one model's forward pass and loss in `kind` (None: in none); weights change, so none are cached."""
+    """Compute one model's forward pass and loss in `kind` (None: in none); weights change, so none
+    are cached.
+    """
     return nullcontext() if kind is None else torch.autocast(device.type, kind, cache_enabled=False)
 
 
 def stacked_autocast(kind: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Do the same for models under `vmap`, which torch's autocast does not see: vmap's rules run before it."""
+    """Do the same for models under `vmap`, which torch's autocast does not see: vmap's rules run
+    before it.
+    """
     return nullcontext() if kind is None else _Autocast(kind)
 
 
@@ -106,11 +131,17 @@ class _Autocast(TorchFunctionMode):
         self.kind = kind
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kind = self.kind if func in _SHORT else torch.float32 if func in _LONG else None
         if kind is None:
             return func(*args, **(kwargs or {}))
         source = torch.float32 if func in _SHORT else self.kind
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(kind) if t.dtype == source else t, (args, kwargs or {}))
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t.to(kind) if t.dtype == source else t, (args, kwargs or {})
+        )
         return func(*args, **kwargs)

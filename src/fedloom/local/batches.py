@@ -1,7 +1,9 @@
-"""The batches of local training, with a leading client axis: of one client, or of several that advance in lock step.
+"""The batches of local training, with a leading client axis: of one client, or of several that
+advance in lock step.
 
-Clients of unequal sizes have different numbers of batches, and short ones at different steps. Clients advance together while
-their batches have the same size, and one that has finished stands still. Padding never contributes to the loss.
+Clients of unequal sizes have different numbers of batches, and short ones at different steps.
+Clients advance together while their batches have the same size, and one that has finished stands
+still. Padding never contributes to the loss.
 """
 
 from collections import defaultdict
@@ -19,7 +21,9 @@ from fedloom.flat.device import moved
 from fedloom.flat.module import Batch, Rows
 
 AHEAD = 1 << 23
-"""Input values that are gathered ahead of the steps that use them (32 MiB as floats): one copy instead of one a step."""
+"""Input values that are gathered ahead of the steps that use them (32 MiB as floats): one copy
+instead of one a step.
+"""
 
 Epochs = Iterable[tuple[Tensor, list[int]]]
 """Order of a client's samples and sizes of its batches, for each epoch (`training.Passes`)."""
@@ -27,7 +31,9 @@ Epochs = Iterable[tuple[Tensor, list[int]]]
 
 @dataclass(frozen=True)
 class LockStep:
-    """Batches that some of a cohort's `count` clients (None: all) take together; `orders` their samples in order."""
+    """Batches that some of a cohort's `count` clients (None: all) take together; `orders` their
+    samples in order.
+    """
 
     clients: Rows | None
     batches: Iterator[Batch]
@@ -35,13 +41,17 @@ class LockStep:
     orders: Sequence[Tensor]
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return these clients' rows of tensors `[k, ...]`: views of consecutive rows, else copies to be `put` back."""
+        """Return these clients' rows of tensors `[k, ...]`: views of consecutive rows, else copies
+        to be `put` back.
+        """
         if self.clients is None:
             return dict(tensors)
         return {name: tensor[self.clients] for name, tensor in tensors.items()}
 
     def put(self, tensors: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> None:
-        """Write back what `take` copied (a row that was expanded to all clients cannot have been changed)."""
+        """Write back what `take` copied (a row that was expanded to all clients cannot have been
+        changed).
+        """
         if isinstance(self.clients, Tensor):
             for name, rows in taken.items():
                 if tensors[name].stride(0):
@@ -55,7 +65,9 @@ class LockStep:
 
 
 class ClientLoader:
-    """The samples of one client, prepared for the model: all at once if they are few, else on demand."""
+    """The samples of one client, prepared for the model: all at once if they are few, else on
+    demand.
+    """
 
     def __init__(self, samples: Samples, dataset: Dataset) -> None:
         self.samples, self.dataset = samples, dataset
@@ -63,7 +75,9 @@ class ClientLoader:
         self._prepared: Tensor | None = None
 
     def write(self, index: Tensor, drawn: Tensor | None, inputs: Tensor, labels: Tensor) -> None:
-        """Write n samples, augmented by the draws in `drawn` if any, into `inputs [n, ...]` and `labels [n, ...]`."""
+        """Write n samples, augmented by the draws in `drawn` if any, into `inputs [n, ...]` and
+        `labels [n, ...]`.
+        """
         torch.index_select(self.samples.labels, 0, index, out=labels)
         if drawn is None and self._prepared is None and len(self.samples) * self.values <= AHEAD:
             self._prepared = self.dataset.prepare(self.samples.inputs)
@@ -80,7 +94,9 @@ class ClientLoader:
 
 
 class _ClientPlan:
-    """Order, augmentation and batches of a client: `starts` of batches, and `until` which they are equally large."""
+    """Order, augmentation and batches of a client: `starts` of batches, and `until` which they are
+    equally large.
+    """
 
     def __init__(self, loader: ClientLoader, epochs: Epochs, noise: torch.Generator | None) -> None:
         self.loader = loader
@@ -132,11 +148,13 @@ def lock_steps(
     in_step: bool = True,
     pad: bool = False,
 ) -> Iterator[LockStep]:
-    """Yield the batches of one client or several in lock step. Use up those of one `LockStep` before the next.
+    """Yield the batches of one client or several in lock step. Use up those of one `LockStep`
+    before the next.
 
-    Each client's batches come in its order. With `in_step`, clients stay at the same step; otherwise a client with a short batch
-    takes it by itself, and then all continue together. With `pad`, short batches are filled up with samples whose `share` of the
-    mean is 0, unless that more than doubles the work.
+    Each client's batches come in its order. With `in_step`, clients stay at the same step;
+    otherwise a client with a short batch takes it by itself, and then all continue together. With
+    `pad`, short batches are filled up with samples whose `share` of the mean is 0, unless that more
+    than doubles the work.
     """
     plans = [_ClientPlan(*client) for client in zip(loaders, epochs, noises, strict=True)]
     if pad:
@@ -148,21 +166,28 @@ def lock_steps(
         alike: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for k in waiting:
             alike[plans[k].sizes[done[k]], done[k] > 0].append(k)
-        equal = {k: plans[k].until[done[k]] - done[k] for k in waiting}  # batches as large as the next one
+        # batches as large as the next one
+        equal = {k: plans[k].until[done[k]] - done[k] for k in waiting}
         largest = max(size for size, _ in alike)
-        shorter = [] if in_step else [members for (size, _), members in alike.items() if size < largest]
+        shorter = (
+            [] if in_step else [members for (size, _), members in alike.items() if size < largest]
+        )
         for members in shorter or list(alike.values()):
             steps = min(equal[k] for k in (waiting if in_step else members))
             sources = [(plans[k], plans[k].starts[done[k]]) for k in members]
             clients, size = _rows(members, len(plans)), plans[members[0]].sizes[done[members[0]]]
             batches = _batches(sources, clients, size, min(done[k] for k in members), steps)
-            yield LockStep(clients, batches, len(plans), [plan.index[start:] for plan, start in sources])
+            yield LockStep(
+                clients, batches, len(plans), [plan.index[start:] for plan, start in sources]
+            )
             for k in members:
                 done[k] += steps
 
 
 def _pad(plans: Sequence[_ClientPlan]) -> None:
-    """Make all batches as large as the largest, if some are shorter and the padding is no more than the samples."""
+    """Make all batches as large as the largest, if some are shorter and the padding is no more than
+    the samples.
+    """
     largest = max((size for plan in plans for size in plan.sizes), default=0)
     steps, real = sum(len(plan.sizes) for plan in plans), sum(len(plan.index) for plan in plans)
     if real < steps * largest <= 2 * real and all(plan.drawn is None for plan in plans):
@@ -181,14 +206,22 @@ def _rows(members: list[int], count: int) -> Rows | None:
 def _batches(
     sources: list[tuple[_ClientPlan, int]], clients: Rows | None, size: int, number: int, steps: int
 ) -> Iterator[Batch]:
-    """Yield `steps` batches `[g, size, ...]`, numbered from `number`, of g clients, each from an offset in its order."""
+    """Yield `steps` batches `[g, size, ...]`, numbered from `number`, of g clients, each from an
+    offset in its order.
+    """
     loader = sources[0][0].loader
     at_once = max(1, AHEAD // max(1, loader.values * size * len(sources)))
     for done in range(0, steps, at_once):
         count = min(at_once, steps - done) * size
         inputs = loader.empty(len(sources), count)
-        labels = loader.samples.labels.new_empty(len(sources), count, *loader.samples.labels.shape[1:])
-        shares = [plan.share[start + done * size :][:count] for plan, start in sources if plan.share is not None]
+        labels = loader.samples.labels.new_empty(
+            len(sources), count, *loader.samples.labels.shape[1:]
+        )
+        shares = [
+            plan.share[start + done * size :][:count]
+            for plan, start in sources
+            if plan.share is not None
+        ]
         for row, (plan, start) in enumerate(sources):
             span = slice(start + done * size, start + done * size + count)
             drawn = None if plan.drawn is None else plan.drawn[span]

@@ -1,4 +1,6 @@
-"""Losses of local training that a wrapper changes: every gradient of a cohort goes through the change."""
+"""Losses of local training that a wrapper changes: every gradient of a cohort goes through the
+change.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +12,9 @@ from fedloom.training import Training
 
 
 class Observed(Net):
-    """`Net` that keeps the features and the outputs of its first forward pass, which is on the batch."""
+    """`Net` that keeps the features and the outputs of its first forward pass, which is on the
+    batch.
+    """
 
     def __init__(self, net: Net) -> None:
         vars(self).update(vars(net))
@@ -32,13 +36,19 @@ class Observed(Net):
 
 
 LossChange = Callable[[Tensor, Observed, Batch, Mapping[str, Tensor]], Tensor]
-"""(a client's loss on a batch, its model with `features` and `outputs`, the batch, the client's context) -> the loss to train."""
+"""(a client's loss on a batch, its model with `features` and `outputs`, the batch, the client's
+context) -> the loss to train.
+"""
 
 
 class ChangedLoss:
-    """A `FlatModule` that trains on `change(loss, ...)`, with rows `[k, ...]` of `context`, instead of each loss it is given."""
+    """A `FlatModule` that trains on `change(loss, ...)`, with rows `[k, ...]` of `context`, instead
+    of each loss it is given.
+    """
 
-    def __init__(self, flat_module: FlatModule, change: LossChange, context: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, flat_module: FlatModule, change: LossChange, context: Mapping[str, Tensor]
+    ) -> None:
         self.flat_module, self.change = flat_module, change
         self.depth: int = 1 + getattr(flat_module, "depth", 0)
         self.context = {f"{'@' * self.depth}{name}": rows for name, rows in context.items()}
@@ -48,8 +58,14 @@ class ChangedLoss:
         if not name.endswith(("gradient", "gradients")):
             return attribute
 
-        def of_changed(rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]) -> Any:
-            own = self.context if batch.clients is None else {n: t[batch.clients] for n, t in self.context.items()}
+        def of_changed(
+            rows: Tensor, batch: Batch, loss_fn: LossFn, context: Mapping[str, Tensor]
+        ) -> Any:
+            own = (
+                self.context
+                if batch.clients is None
+                else {n: t[batch.clients] for n, t in self.context.items()}
+            )
             return attribute(rows, batch, self._changed(loss_fn), {**context, **own})
 
         return of_changed
@@ -61,12 +77,16 @@ class ChangedLoss:
         return False
 
     def features(self, rows: Tensor, inputs: Tensor) -> None:
-        """Return None: the change may need the inputs, so that a classifier alone cannot be trained on features."""
+        """Return None: the change may need the inputs, so that a classifier alone cannot be trained
+        on features.
+        """
 
     def _changed(self, loss_fn: LossFn) -> LossFn:
         def changed(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
             observed = Observed(net)
             loss = loss_fn(observed, batch, context)
-            return self.change(loss, observed, batch, {name.lstrip("@"): context[name] for name in self.context})
+            return self.change(
+                loss, observed, batch, {name.lstrip("@"): context[name] for name in self.context}
+            )
 
         return changed

@@ -1,7 +1,9 @@
-"""A cohort: k clients, their data, their memory, and local training on the rows `[k, P]` of their models.
+"""A cohort: k clients, their data, their memory, and local training on the rows `[k, P]` of their
+models.
 
-Client code is written for a leading client axis. It runs with k = 1 where clients train one after another (this process, a
-worker, a real site), and with k > 1 where they advance together in a stack.
+Client code is written for a leading client axis. It runs with k = 1 where clients train one after
+another (this process, a worker, a real site), and with k > 1 where they advance together in a
+stack.
 """
 
 import copy
@@ -37,7 +39,9 @@ FEATURES_AT_ONCE, EVALUATED_AT_ONCE = 256, 500
 
 
 class Trained(NamedTuple):
-    """Result of local training: the models `[k, P]`, the number of steps `[k]` and the mean loss over them `[k]`."""
+    """Result of local training: the models `[k, P]`, the number of steps `[k]` and the mean loss
+    over them `[k]`.
+    """
 
     model: Tensor
     steps: Tensor
@@ -77,18 +81,26 @@ class Cohort:
         self.flat_module = flat_module
         self.layout: Layout = flat_module.layout
         self.sizes = torch.tensor([len(s) for s in samples])
-        self.uploads = torch.tensor([True] * len(self.clients) if uploads is None else list(uploads))
+        self.uploads = torch.tensor(
+            [True] * len(self.clients) if uploads is None else list(uploads)
+        )
         self.metrics: dict[str, Tensor] = {}
         self._dataset = dataset
         self._samples = samples
         self._loaders = [ClientLoader(client_samples, dataset) for client_samples in samples]
 
     def stream(self, purpose: str) -> list[torch.Generator]:
-        """Return a fresh random stream for each client, named by the purpose, the round and the client."""
+        """Return a fresh random stream for each client, named by the purpose, the round and the
+        client.
+        """
         return [self.round.stream(purpose, client) for client in self.clients]
 
     def subset(
-        self, choose: Callable[[Samples, torch.Generator], Samples], purpose: str, *, lasting: bool = False
+        self,
+        choose: Callable[[Samples, torch.Generator], Samples],
+        purpose: str,
+        *,
+        lasting: bool = False,
     ) -> "Cohort":
         """Return the same clients with a part of their data.
 
@@ -99,7 +111,10 @@ class Cohort:
         """
         round = replace(self.round, number=0) if lasting else self.round
         streams = [round.stream(purpose, client) for client in self.clients]
-        chosen = [choose(samples, generator) for samples, generator in zip(self._samples, streams, strict=True)]
+        chosen = [
+            choose(samples, generator)
+            for samples, generator in zip(self._samples, streams, strict=True)
+        ]
         return self._with(chosen)
 
     def _with(self, samples: Sequence[Samples]) -> "Cohort":
@@ -109,11 +124,13 @@ class Cohort:
         return cohort
 
     def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> "Cohort":
-        """Return the same clients, who train on `change(loss, net, batch, context)` instead of every loss.
+        """Return the same clients, who train on `change(loss, net, batch, context)` instead of
+        every loss.
 
         Args:
-            change: Takes a client's loss on a batch, its model with the batch's `features` and `outputs`, the batch and the
-                client's rows of `context` to the loss to train on, a scalar.
+            change: Takes a client's loss on a batch, its model with the batch's `features` and
+                `outputs`, the batch and the client's rows of `context` to the loss to train on, a
+                scalar.
             context: Named tensors `[k, ...]`.
         """
         changed = copy.copy(self)
@@ -126,7 +143,8 @@ class Cohort:
         return list(self._samples)
 
     def in_order(self, size: int = FEATURES_AT_ONCE) -> list[Iterator[Batch]]:
-        """Return for each client its training samples as they lie and as the model takes them, in batches `[b, ...]`.
+        """Return for each client its training samples as they lie and as the model takes them, in
+        batches `[b, ...]`.
 
         Args:
             size: Samples of a batch; the last one may be shorter.
@@ -141,7 +159,8 @@ class Cohort:
 
     @torch.no_grad()
     def features(self, rows: Tensor) -> list[Tensor]:
-        """Return what enters the classifier of each client's model, `[n, d]` for its n training samples in their order.
+        """Return what enters the classifier of each client's model, `[n, d]` for its n training
+        samples in their order.
 
         The models are in evaluation mode; `labels` are the targets of the same samples.
 
@@ -150,33 +169,45 @@ class Cohort:
         """
         nets = [self.flat_module.net.at(row) for row in rows]
         pairs = zip(nets, self.in_order(), strict=True)
-        return [torch.cat([net.both(batch.inputs)[0].flatten(1) for batch in batches]) for net, batches in pairs]
+        return [
+            torch.cat([net.both(batch.inputs)[0].flatten(1) for batch in batches])
+            for net, batches in pairs
+        ]
 
     def class_means(self, features: Sequence[Tensor]) -> Tensor:
-        """Return the mean of each client's features by class, `[k, Y, d]`; 0 for a class that a client lacks.
+        """Return the mean of each client's features by class, `[k, Y, d]`; 0 for a class that a
+        client lacks.
 
         Args:
             features: Those of each client's training samples, `[n, d]`, as `features` returns them.
         """
         means = []
         for client_features, labels in zip(features, self.labels, strict=True):
-            members = (labels == torch.arange(self.classes, device=labels.device).unsqueeze(1)).to(client_features)
+            members = (labels == torch.arange(self.classes, device=labels.device).unsqueeze(1)).to(
+                client_features
+            )
             means.append(members @ client_features / members.sum(1, keepdim=True).clamp_min(1))
         return torch.stack(means)
 
     def for_classifier(self, rows: Tensor) -> "tuple[Cohort, LossFn]":
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.
 
-        The clients' inputs are replaced by the features that enter the classifier, so that one forward pass serves every epoch.
-        Where features are not a function of each sample alone, or this saves no time, they are these clients and the data loss.
+        The clients' inputs are replaced by the features that enter the classifier, so that one
+        forward pass serves every epoch. Where features are not a function of each sample alone, or
+        this saves no time, they are these clients and the data loss.
         """
-        # Batched products through all linear layers take less time (0.85) than the classifier alone under vmap.
+        # Batched products through all linear layers take less time (0.85) than the classifier alone
+        # under vmap.
         products = self.flat_module.heeds_share(data_loss)
         if products or self.training.augmentation != "none":
             return self, data_loss
         featured = []
-        for row, samples, batches in zip(rows.split(1), self._samples, self.in_order(), strict=True):
-            blocks = [self.flat_module.features(row, batch.inputs.unsqueeze(0)) for batch in batches]
+        for row, samples, batches in zip(
+            rows.split(1), self._samples, self.in_order(), strict=True
+        ):
+            blocks = [
+                self.flat_module.features(row, batch.inputs.unsqueeze(0)) for batch in batches
+            ]
             features = [block[0] for block in blocks if block is not None]
             if len(features) < len(blocks):
                 return self, data_loss
@@ -194,7 +225,9 @@ class Cohort:
         # bincount would wait for the device to know how many there are.
         classes = [torch.arange(self.classes, device=labels.device) for labels in self.labels]
         pairs = zip(classes, self.labels, strict=True)
-        return torch.stack([(labels.flatten() == numbers.unsqueeze(1)).sum(1) for numbers, labels in pairs])
+        return torch.stack(
+            [(labels.flatten() == numbers.unsqueeze(1)).sum(1) for numbers, labels in pairs]
+        )
 
     @property
     def classes(self) -> int:
@@ -207,7 +240,9 @@ class Cohort:
 
     @property
     def initial(self) -> Tensor:
-        """The model that the task starts from, `[1, P]`: a client's values of slices that it was never sent."""
+        """The model that the task starts from, `[1, P]`: a client's values of slices that it was
+        never sent.
+        """
         return self.flat_module.initial.unsqueeze(0)
 
     def _lock_steps(
@@ -220,15 +255,19 @@ class Cohort:
         pad: bool = False,
         **options: Unpack[PassOptions],
     ) -> Iterator[LockStep]:
-        """Yield the batches of local training, of all clients together or, where sizes differ, of some and then of others.
+        """Yield the batches of local training, of all clients together or, where sizes differ, of
+        some and then of others.
 
-        `in_step` keeps clients at the same step, so that `Batch.step` counts their steps; otherwise it only marks the first.
-        `pad` allows padding, for steps that use `Batch.share`. Without `shuffle`, samples come as they lie.
+        `in_step` keeps clients at the same step, so that `Batch.step` counts their steps; otherwise
+        it only marks the first. `pad` allows padding, for steps that use `Batch.share`. Without
+        `shuffle`, samples come as they lie.
         """
         passes = self.training.passes(**options, smallest=self.flat_module.smallest_batch)
         takes_part = [True] * len(self.clients) if active is None else active.tolist()
         orders = [
-            passes.orders(len(samples), self.round.stream(purpose, client) if shuffle else None) if taking else iter(())
+            passes.orders(len(samples), self.round.stream(purpose, client) if shuffle else None)
+            if taking
+            else iter(())
             for taking, client, samples in zip(takes_part, self.clients, self._samples, strict=True)
         ]
         augmented = self.training.augmentation == "flip_crop"
@@ -236,18 +275,30 @@ class Cohort:
         return lock_steps(self._loaders, orders, noises, in_step=in_step, pad=pad)
 
     def gradient(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn = data_loss, context: Context | None = None
+        self,
+        rows: Tensor,
+        batch: Batch,
+        loss_fn: LossFn = data_loss,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return loss `[k]` and gradient `[k, T]` of each client's objective at its row of `rows [k, P]`.
+        """Return loss `[k]` and gradient `[k, T]` of each client's objective at its row of `rows
+        [k, P]`.
 
-        The model is in training mode: its statistics in `rows[:, T:]` are updated. The next call overwrites the gradient.
+        The model is in training mode: its statistics in `rows[:, T:]` are updated. The next call
+        overwrites the gradient.
         """
         return self.flat_module.gradient(rows, batch, loss_fn, context or {})
 
     def partial_gradient(
-        self, rows: Tensor, batch: Batch, loss_fn: LossFn = data_loss, context: Context | None = None
+        self,
+        rows: Tensor,
+        batch: Batch,
+        loss_fn: LossFn = data_loss,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same inside `each_batch(..., only=unit)`, with the gradient of that unit's slices alone, side by side."""
+        """Return the same inside `each_batch(..., only=unit)`, with the gradient of that unit's
+        slices alone, side by side.
+        """
         return self.flat_module.partial_gradient(rows, batch, loss_fn, context or {})
 
     def fit(
@@ -268,29 +319,40 @@ class Cohort:
     ) -> Trained:
         """Train by local SGD (FedAvg, algorithm 1).
 
-        Each step takes a batch and its gradient, then applies `correction`, clipping, weight decay and momentum.
+        Each step takes a batch and its gradient, then applies `correction`, clipping, weight decay
+        and momentum.
 
         Args:
             start: Models to start from, `[k, P]`; they stay as they are.
             loss_fn: Loss of one client on a batch; by default that of the task's objective.
-            gradient_fn: Gives loss and gradient in place of `loss_fn`'s, with `Cohort.gradient` at any weights.
+            gradient_fn: Gives loss and gradient in place of `loss_fn`'s, with `Cohort.gradient` at
+                any weights.
             correction: Takes weights, gradient and context to the gradient to use.
             context: Named tensors `[k, ...]` that these three functions are given.
-            state: More of them, which they change in place from step to step, such as `context["shift"].sub_(...)`.
+            state: More of them, which they change in place from step to step, such as
+                `context["shift"].sub_(...)`.
             only: Slices of the parameters that move; by default all.
-            purpose: Name of the streams that shuffle the samples. A second training in a round takes another.
+            purpose: Name of the streams that shuffle the samples. A second training in a round
+                takes another.
             learning_rate: Instead of the round's; one for all clients or one each, `[k]`.
             active: Clients that train, bool `[k]`; by default all.
-            pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short batches may be padded.
-            **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of `training`.
+            pad: Promise that `gradient_fn` reads its batch through `gradient` alone, so that short
+                batches may be padded.
+            **options: `epochs`, `steps`, `batch_size` or `drop_last` in place of the settings of
+                `training`.
 
         Returns:
-            The trained models, the number of steps and the mean loss of each client, NaN without a step.
+            The trained models, the number of steps and the mean loss of each client, NaN without a
+            step.
         """
         settings = self.training
         rate = self.round.learning_rate if learning_rate is None else learning_rate
         passes = settings.passes(**options, smallest=self.flat_module.smallest_batch)
-        totals = torch.zeros_like(self.sizes) if settings.local_schedule == CONSTANT else passes.count(self.sizes)
+        totals = (
+            torch.zeros_like(self.sizes)
+            if settings.local_schedule == CONSTANT
+            else passes.count(self.sizes)
+        )
         rates = StepRates(rate, settings.local_schedule, totals)
         weights = start.clone()
         state = dict(state or {})
@@ -311,7 +373,10 @@ class Cohort:
                 **options,
             ):
                 taken = group.take(moving)
-                client_context = {**group.take(context or {}), **{name: taken[name] for name in state}}
+                client_context = {
+                    **group.take(context or {}),
+                    **{name: taken[name] for name in state},
+                }
                 steps.append((group, optimizer.take(group, taken, client_context)))
                 group.put(moving, taken)
         finally:
@@ -334,14 +399,16 @@ class Cohort:
         """Run `step` on every batch, for methods whose inner loop is not that of `fit`.
 
         Args:
-            step: Takes the state and a batch to the loss, `[k]`; it changes the state in place. It is given only the clients
-                that have the batch, so all that belongs to a client goes into the state.
+            step: Takes the state and a batch to the loss, `[k]`; it changes the state in place. It
+                is given only the clients that have the batch, so all that belongs to a client goes
+                into the state.
             state: Named tensors `[k, ...]`.
             only: Slices whose gradient is taken; it is zero elsewhere.
             purpose: Name of the streams that shuffle the samples.
             in_order: Pass once over all samples, as they lie.
             active: Clients that take steps, bool `[k]`; by default all.
-            pad: Promise that `step` reads its batch through `gradient` alone, so that short batches may be padded.
+            pad: Promise that `step` reads its batch through `gradient` alone, so that short batches
+                may be padded.
 
         Returns:
             The mean loss of each client's steps, `[k]`; NaN without a step.
@@ -371,12 +438,21 @@ class Cohort:
 
     @torch.no_grad()
     def loss(self, rows: Tensor) -> Tensor:
-        """Return the mean loss `[k]` of each row of `rows [k, P]` on its client's samples, in evaluation mode."""
+        """Return the mean loss `[k]` of each row of `rows [k, P]` on its client's samples, in
+        evaluation mode.
+        """
         objective, losses = self._dataset.objective, []
-        for row, samples, batches in zip(rows, self._samples, self.in_order(EVALUATED_AT_ONCE), strict=True):
-            pairs = ((self.flat_module.outputs(row, batch.inputs), batch.labels) for batch in batches)
+        for row, samples, batches in zip(
+            rows, self._samples, self.in_order(EVALUATED_AT_ONCE), strict=True
+        ):
+            pairs = (
+                (self.flat_module.outputs(row, batch.inputs), batch.labels) for batch in batches
+            )
             statistics = [objective.statistics(*pair) for pair in pairs]
-            counts = {name: torch.cat([values[name].double() for values in statistics]) for name in statistics[0]}
+            counts = {
+                name: torch.cat([values[name].double() for values in statistics])
+                for name in statistics[0]
+            }
             totals = objective.add_up(counts, lambda values: values.sum(0, keepdim=True))
             totals["samples"] = next(iter(totals.values())).new_tensor([len(samples)])
             losses.append(objective.figures(totals)["loss"][0])

@@ -8,8 +8,11 @@ from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
 
 
-def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: Tensor | None = None) -> Tensor:
-    """Return the mean over samples of KL(softmax(teacher / temperature) || softmax(student / temperature)).
+def divergence(
+    teacher: Tensor, student: Tensor, temperature: float, excluded: Tensor | None = None
+) -> Tensor:
+    """Return the mean over samples of KL(softmax(teacher / temperature) || softmax(student /
+    temperature)).
 
     Args:
         teacher: Outputs `[..., Y]`.
@@ -18,9 +21,13 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float, excluded: T
         excluded: Classes that both leave out, bool `[..., Y]`.
     """
     if excluded is not None:
-        teacher, student = (outputs.masked_fill(excluded, -torch.inf) for outputs in (teacher, student))
+        teacher, student = (
+            outputs.masked_fill(excluded, -torch.inf) for outputs in (teacher, student)
+        )
     teacher, student = (F.log_softmax(outputs / temperature, -1) for outputs in (teacher, student))
-    difference = teacher - student if excluded is None else (teacher - student).masked_fill(excluded, 0)
+    difference = (
+        teacher - student if excluded is None else (teacher - student).masked_fill(excluded, 0)
+    )
     return (teacher.exp() * difference).sum(-1).mean()
 
 

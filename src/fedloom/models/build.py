@@ -17,12 +17,20 @@ from fedloom.randomness import global_stream
 
 
 def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> nn.Module:
-    """Build a registered model, or that of `package.module:callable(width=3)` or of a callable, on the CPU, by the seed."""
+    """Build a registered model, or that of `package.module:callable(width=3)` or of a callable, on
+    the CPU, by the seed.
+    """
     if not isinstance(model, str) and not callable(model):
-        raise InvalidValue(f"model must be a name, a torch.nn.Module or a function that makes one, not {quoted(model)}")
-    name = quoted(model) if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
-    # A default device would draw from an accelerator's generator. A user's file may draw numbers when it is imported, so that
-    # happens before the stream begins.
+        raise InvalidValue(
+            f"model must be a name, a torch.nn.Module or a function that makes one, not {quoted(model)}"
+        )
+    name = (
+        quoted(model)
+        if isinstance(model, str)
+        else getattr(model, "__name__", type(model).__name__)
+    )
+    # A default device would draw from an accelerator's generator. A user's file may draw numbers
+    # when it is imported, so that happens before the stream begins.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
             make = _read(model, spec) if isinstance(model, str) else _with_spec(model, spec)
@@ -35,7 +43,9 @@ def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> n
             remedy = f" (give {name}(...) itself, or a function)" if isinstance(model, type) else ""
             raise InvalidValue(f"model {name}: {reason}{remedy}") from error
     if not isinstance(module, nn.Module):
-        raise InvalidValue(f"model {name} must return a torch.nn.Module, not {type(module).__name__}")
+        raise InvalidValue(
+            f"model {name} must return a torch.nn.Module, not {type(module).__name__}"
+        )
     return module
 
 
@@ -46,9 +56,13 @@ def _read(expression: str, spec: DataSpec) -> Callable[[], Any]:
         return partial(entry.make, spec, **options)
     call = parse(f"model({inside}" if bracket else "model")
     if call.positional:
-        raise InvalidValue(f"model {quoted(expression)}: arguments need their names, such as width=3")
+        raise InvalidValue(
+            f"model {quoted(expression)}: arguments need their names, such as width=3"
+        )
     if "spec" in call.named:
-        raise InvalidValue(f"model {quoted(expression)}: 'spec' describes the data and is no option")
+        raise InvalidValue(
+            f"model {quoted(expression)}: 'spec' describes the data and is no option"
+        )
     make = found_at(path, "model", "a registered name or 'package.module:callable'")
     options = {name: plain(value) for name, value in call.named.items()}
     return partial(_with_spec(make, spec), **options)

@@ -1,4 +1,6 @@
-"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every position of a sequence."""
+"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every
+position of a sequence.
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,9 +20,15 @@ from fedloom.models.shapes import vocabulary
 
 @models.register("transformer")
 def transformer(
-    spec: DataSpec, *, layers: Count = 2, width: Count = 64, heads: Count = 4, lora: NonNegativeInt = 0
+    spec: DataSpec,
+    *,
+    layers: Count = 2,
+    width: Count = 64,
+    heads: Count = 4,
+    lora: NonNegativeInt = 0,
 ) -> nn.Module:
-    """GPT-2's architecture of any size, for sequences as long as the data's, with initial weights drawn from the seed.
+    """GPT-2's architecture of any size, for sequences as long as the data's, with initial weights
+    drawn from the seed.
 
     Needs the extra `language`.
 
@@ -34,7 +42,9 @@ def transformer(
     """
     tokens = vocabulary("transformer", spec)
     if width % heads:
-        raise InvalidValue(f"transformer: width must be a multiple of heads, and {width} is none of {heads}")
+        raise InvalidValue(
+            f"transformer: width must be a multiple of heads, and {width} is none of {heads}"
+        )
     with _transformers("transformer") as library:
         settings = library.GPT2Config(
             vocab_size=tokens, n_positions=spec.shape[0], n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
@@ -56,10 +66,12 @@ def causal_lm(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     attention: Literal["sdpa", "eager"] = "sdpa",
 ) -> nn.Module:
-    """The language model that `save_pretrained` wrote to `folder`, frozen, with adapters of rank `lora` that are trained.
+    """The language model that `save_pretrained` wrote to `folder`, frozen, with adapters of rank
+    `lora` that are trained.
 
-    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at the start; only A and B are in the row.
-    Nothing is downloaded, and no code from the folder runs. Needs the extra `language`.
+    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at the start;
+    only A and B are in the row. Nothing is downloaded, and no code from the folder runs. Needs the
+    extra `language`.
 
     Args:
         folder: The folder of the model, whose vocabulary holds the data's.
@@ -74,9 +86,13 @@ def causal_lm(
     """
     tokens = vocabulary("causal_lm", spec)
     if not (Path(folder) / "config.json").is_file():
-        raise InvalidValue(f"causal_lm: folder {quoted(folder)} holds no model: it has no config.json")
+        raise InvalidValue(
+            f"causal_lm: folder {quoted(folder)} holds no model: it has no config.json"
+        )
     if lora == 0 and dtype != "float32":
-        raise InvalidValue(f"causal_lm: dtype={dtype} is for a frozen model under adapters: give lora, or float32")
+        raise InvalidValue(
+            f"causal_lm: dtype={dtype} is for a frozen model under adapters: give lora, or float32"
+        )
     with _transformers("causal_lm") as library:
         try:
             base = library.AutoModelForCausalLM.from_pretrained(
@@ -84,7 +100,9 @@ def causal_lm(
                 attn_implementation=attention,
             )  # fmt: skip
         except (OSError, ValueError, KeyError) as error:
-            raise InvalidValue(f"causal_lm: folder {quoted(folder)} cannot be read: {first_line(error)}") from error
+            raise InvalidValue(
+                f"causal_lm: folder {quoted(folder)} cannot be read: {first_line(error)}"
+            ) from error
         if base.config.vocab_size < tokens:
             raise InvalidValue(
                 f"causal_lm: the model in {quoted(folder)} knows {base.config.vocab_size} tokens, the data have {tokens}"
@@ -92,7 +110,9 @@ def causal_lm(
         return _adapted(base, lora, alpha, dropout, modules)
 
 
-def _adapted(base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]) -> nn.Module:
+def _adapted(
+    base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]
+) -> nn.Module:
     """Return the model with adapters of rank `lora`, all else frozen; as it is for 0."""
     if lora:
         peft = import_extra("peft", "language", "lora")

@@ -13,7 +13,9 @@ from fedloom.models.shapes import flat_features
 
 
 class Perceptron(nn.Module):
-    """`[n, ...] -> [n, classes]`: the flattened sample through ReLU layers of the widths `hidden`, then `head`."""
+    """`[n, ...] -> [n, classes]`: the flattened sample through ReLU layers of the widths `hidden`,
+    then `head`.
+    """
 
     def __init__(self, features: int, hidden: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ def mcmahan_2nn(spec: DataSpec) -> nn.Module:
 
 @models.register("feddc_fcn")
 def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
-    """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST letters).
+    """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST
+    letters).
 
     Args:
         hidden: That width.

@@ -10,12 +10,16 @@ from fedloom.models.structure import head_name
 
 
 class Projected(nn.Module):
-    """`[n, ...] -> [n, classes]`: the features of `body`, projected by two linear layers with a ReLU between, then `head`."""
+    """`[n, ...] -> [n, classes]`: the features of `body`, projected by two linear layers with a
+    ReLU between, then `head`.
+    """
 
     def __init__(self, body: nn.Module, features: int, width: int, classes: int) -> None:
         super().__init__()
         self.body = body
-        self.projection = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
+        self.projection = nn.Sequential(
+            nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width)
+        )
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -25,10 +29,12 @@ class Projected(nn.Module):
 
 @models.register("projected")
 def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.Module:
-    """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of its classifier.
+    """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of
+    its classifier.
 
     Args:
-        model: The name of a registered model with a linear classifier, which gets its default options.
+        model: The name of a registered model with a linear classifier, which gets its default
+            options.
         width: The width of the projection.
 
     Source: Li et al. 2021 (MOON), section 3.2.
@@ -37,6 +43,8 @@ def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.M
     name = head_name(body)
     classifier = body.get_submodule(name)
     if not name or not isinstance(classifier, nn.Linear):
-        raise InvalidValue(f"projected needs a model with a linear classifier above its features, not {model}")
+        raise InvalidValue(
+            f"projected needs a model with a linear classifier above its features, not {model}"
+        )
     body.set_submodule(name, nn.Identity())
     return Projected(body, classifier.in_features, width, spec.outputs)

@@ -1,4 +1,6 @@
-"""Residual networks: ResNet-18 and the ResNet-20 for CIFAR, of basic blocks (He et al. 2016), and FedMR's, of bottlenecks."""
+"""Residual networks: ResNet-18 and the ResNet-20 for CIFAR, of basic blocks (He et al. 2016), and
+FedMR's, of bottlenecks.
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -25,7 +27,9 @@ class BasicBlock(nn.Module):
         self.added = out - channels
         self.downsample: nn.Sequential | None = None
         if project and (stride != 1 or self.added):
-            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride=stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -38,9 +42,13 @@ class BasicBlock(nn.Module):
 
 
 def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:
-    """Return `depth` basic blocks, of which the one at the bottom changes the number of channels and the resolution."""
+    """Return `depth` basic blocks, of which the one at the bottom changes the number of channels
+    and the resolution.
+    """
     bottom = BasicBlock(channels, out, stride, project=project)
-    return nn.Sequential(bottom, *(BasicBlock(out, out, 1, project=project) for _ in range(depth - 1)))
+    return nn.Sequential(
+        bottom, *(BasicBlock(out, out, 1, project=project) for _ in range(depth - 1))
+    )
 
 
 def initialise(module: nn.Module) -> None:
@@ -51,19 +59,32 @@ def initialise(module: nn.Module) -> None:
 
 
 class ResNet(nn.Module):
-    """Stages of `depth` basic blocks, each at half the resolution of the one below, pooling, then `head`."""
+    """Stages of `depth` basic blocks, each at half the resolution of the one below, pooling, then
+    `head`.
+    """
 
     def __init__(
-        self, channels: int, classes: int, widths: Sequence[int], *, depth: int, project: bool, large: bool = False
+        self,
+        channels: int,
+        classes: int,
+        widths: Sequence[int],
+        *,
+        depth: int,
+        project: bool,
+        large: bool = False,
     ) -> None:
         super().__init__()
         self.large = large
         kernel, stride = (7, 2) if large else (3, 1)
-        self.conv1 = nn.Conv2d(channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False)
+        self.conv1 = nn.Conv2d(
+            channels, widths[0], kernel, stride=stride, padding=kernel // 2, bias=False
+        )
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.stages = tuple(f"layer{k + 1}" for k in range(len(widths)))
         for name, below, width in zip(self.stages, (widths[0], *widths), widths, strict=False):
-            self.add_module(name, stage(below, width, 1 if below == width else 2, depth=depth, project=project))
+            self.add_module(
+                name, stage(below, width, 1 if below == width else 2, depth=depth, project=project)
+            )
         self.head = nn.Linear(widths[-1], classes)
         self.blocks = (("conv1", "bn1"), *((name,) for name in self.stages), ("head",))
         initialise(self)
@@ -79,7 +100,9 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm and ReLU."""
+    """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm
+    and ReLU.
+    """
 
     def __init__(self, channels: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -104,9 +127,17 @@ class Bottleneck(nn.Module):
 
 
 class PreActivationResNet20(nn.Module):
-    """Three stages of two bottlenecks, average pooling, `head`; `bn` receives no gradient, but FedMR's code sends it, too."""
+    """Three stages of two bottlenecks, average pooling, `head`; `bn` receives no gradient, but
+    FedMR's code sends it, too.
+    """
 
-    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (("conv1",), ("layer1",), ("layer2",), ("layer3", "bn"), ("head",))
+    blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("conv1",),
+        ("layer1",),
+        ("layer2",),
+        ("layer3", "bn"),
+        ("head",),
+    )
 
     def __init__(self, channels: int, classes: int, *, pooled: bool) -> None:
         super().__init__()
@@ -136,8 +167,9 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
     """ResNet-18 (11,181,642 parameters at 10 classes).
 
     Args:
-        stem: `imagenet` is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for Tiny-ImageNet; `cifar`, for small
-            images, is a 3x3 convolution of stride 1 and no pooling.
+        stem: `imagenet` is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for
+            Tiny-ImageNet; `cifar`, for small images, is a 3x3 convolution of stride 1 and no
+            pooling.
 
     Source: He et al. 2016, table 1.
     """
@@ -148,7 +180,8 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
 
 @models.register("resnet20")
 def resnet20(spec: DataSpec) -> nn.Module:
-    """He's ResNet-20 for CIFAR: basic blocks, parameter-free shortcuts (269,722 parameters on CIFAR-10).
+    """He's ResNet-20 for CIFAR: basic blocks, parameter-free shortcuts (269,722 parameters on
+    CIFAR-10).
 
     Source: He et al. 2016, section 4.2.
     """
@@ -163,8 +196,8 @@ def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     The averages over 8x8 (CIFAR) and 7x7 (FEMNIST) pixels are those over the whole image.
 
     Args:
-        variant: `femnist` adds 3x3 max pooling of stride 1 after `conv1`, `cifar` does not; `auto` takes `femnist` for images of
-            one channel.
+        variant: `femnist` adds 3x3 max pooling of stride 1 after `conv1`, `cifar` does not; `auto`
+            takes `femnist` for images of one channel.
 
     Source: the code of FedMR.
     """

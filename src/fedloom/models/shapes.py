@@ -7,12 +7,16 @@ from fedloom.errors import InvalidValue
 
 
 def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, int]:
-    """Return `(channels, height, width)`; raises `InvalidValue` unless the data are images of at least `least` pixels a side."""
+    """Return `(channels, height, width)`; raises `InvalidValue` unless the data are images of at
+    least `least` pixels a side.
+    """
     if spec.vocabulary is not None or len(spec.shape) != 3:
         raise InvalidValue(f"{model} needs images (channels, height, width), not {described(spec)}")
     channels, height, width = spec.shape
     if min(height, width) < least:
-        raise InvalidValue(f"{model} needs images of at least {least}x{least} pixels, not {described(spec)}")
+        raise InvalidValue(
+            f"{model} needs images of at least {least}x{least} pixels, not {described(spec)}"
+        )
     return channels, height, width
 
 
@@ -24,13 +28,23 @@ def flat_features(model: str, spec: DataSpec) -> int:
 
 
 def vocabulary(model: str, spec: DataSpec) -> int:
-    """Return the number of tokens of the data; raises `InvalidValue` unless these are sequences of tokens."""
+    """Return the number of tokens of the data; raises `InvalidValue` unless these are sequences of
+    tokens.
+    """
     if spec.vocabulary is None or len(spec.shape) != 1:
-        raise InvalidValue(f"{model} needs tokens (length,) with a vocabulary, not {described(spec)}")
+        raise InvalidValue(
+            f"{model} needs tokens (length,) with a vocabulary, not {described(spec)}"
+        )
     return spec.vocabulary
 
 
 def described(spec: DataSpec) -> str:
-    """Describe the data: `images of shape (1, 8, 8)`, `features of shape (30,)`, `tokens of shape (200,)`."""
-    kind = "tokens" if spec.vocabulary is not None else {1: "features", 3: "images"}.get(len(spec.shape), "samples")
+    """Describe the data: `images of shape (1, 8, 8)`, `features of shape (30,)`, `tokens of shape
+    (200,)`.
+    """
+    kind = (
+        "tokens"
+        if spec.vocabulary is not None
+        else {1: "features", 3: "images"}.get(len(spec.shape), "samples")
+    )
     return f"{kind} of shape {spec.shape}"

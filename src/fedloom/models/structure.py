@@ -13,8 +13,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
-    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by their ids."""
-    # PyTorch's own code imports its compiler to copy a parameter, which takes longer than importing PyTorch.
+    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by
+    their ids.
+    """
+    # PyTorch's own code imports its compiler to copy a parameter, which takes longer than importing
+    # PyTorch.
     memo = dict(shared)
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in memo:
@@ -23,7 +26,9 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
 
 
 def drawn_again(module: Module) -> Module:
-    """Return a copy of a module in which every layer that can draw its weights has drawn them anew, from torch's generator."""
+    """Return a copy of a module in which every layer that can draw its weights has drawn them anew,
+    from torch's generator.
+    """
     drawn = copied(module)
     for layer in drawn.modules():
         draw = getattr(layer, "reset_parameters", None)
@@ -33,8 +38,11 @@ def drawn_again(module: Module) -> Module:
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from a tensor's name to its layer: its owner, or one with `one_layer` around that."""
-    # Neither factor of a low-rank update means anything without the other: a module with adapters of peft is one layer.
+    """Return a function from a tensor's name to its layer: its owner, or one with `one_layer`
+    around that.
+    """
+    # Neither factor of a low-rank update means anything without the other: a module with adapters
+    # of peft is one layer.
     layers = [
         name
         for name, submodule in module.named_modules()
@@ -51,7 +59,8 @@ def layer_finder(module: nn.Module) -> Callable[[str], str]:
 def head_name(module: nn.Module) -> str:
     """Return the name of the classifier; empty for a model of a single layer.
 
-    It is the submodule that the attribute `head` is or names (`head = "fc"`), else the topmost layer.
+    It is the submodule that the attribute `head` is or names (`head = "fc"`), else the topmost
+    layer.
     """
     head = getattr(module, "head", None)
     if isinstance(head, str):
@@ -64,7 +73,9 @@ def head_name(module: nn.Module) -> str:
     if isinstance(head, nn.Module) and next(head.parameters(), None) is not None:
         return "head"
     owners: list[str] = [
-        name for name, owner in module.named_modules() if next(owner.parameters(recurse=False), None) is not None
+        name
+        for name, owner in module.named_modules()
+        if next(owner.parameters(recurse=False), None) is not None
     ]
     if not owners:
         raise InvalidValue(f"{type(module).__name__} has no parameters, so no classifier")
@@ -74,8 +85,9 @@ def head_name(module: nn.Module) -> str:
 def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the names of the trainable parameters of each block that has any, from bottom to top.
 
-    The blocks are those of the module's attribute `blocks`, tuples of dotted names of submodules, of which a parameter belongs to
-    the longest that its own name continues; else one for each layer.
+    The blocks are those of the module's attribute `blocks`, tuples of dotted names of submodules,
+    of which a parameter belongs to the longest that its own name continues; else one for each
+    layer.
     """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     declared = getattr(module, "blocks", None)
@@ -86,7 +98,9 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     present = {name for name, _ in module.named_modules()}
     block_of = {name: number for number, block in enumerate(declared) for name in block}
     if unknown := block_of.keys() - present:
-        raise InvalidValue(f"the blocks of {kind} name {min(unknown)!r}, which is no submodule of it")
+        raise InvalidValue(
+            f"the blocks of {kind} name {min(unknown)!r}, which is no submodule of it"
+        )
     members: list[list[str]] = [[] for _ in declared]
     for parameter in trainable:
         owner = parameter.rpartition(".")[0]

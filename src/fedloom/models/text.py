@@ -12,7 +12,9 @@ from fedloom.models.shapes import vocabulary
 
 
 class FastText(nn.Module):
-    """Tokens `[n, length]` -> `[n, classes]`: the mean embedding and two linear layers, no activation."""
+    """Tokens `[n, length]` -> `[n, classes]`: the mean embedding and two linear layers, no
+    activation.
+    """
 
     def __init__(self, tokens: int, width: int, classes: int) -> None:
         super().__init__()
@@ -27,7 +29,8 @@ class FastText(nn.Module):
 
 @models.register("fasttext")
 def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
-    """FedALA's fastText: mean of 32-wide embeddings, two linear layers (3,157,508 parameters on AG News).
+    """FedALA's fastText: mean of 32-wide embeddings, two linear layers (3,157,508 parameters on AG
+    News).
 
     Positions that hold padding count in the mean, as in FedALA's code.
 
@@ -62,7 +65,8 @@ def recurrent(
     width: Count = 256,
     layers: Count = 2,
 ) -> nn.Module:
-    """Next token: an embedding, `layers` of LSTM or GRU and a linear layer; by default McMahan's and LEAF's for Shakespeare.
+    """Next token: an embedding, `layers` of LSTM or GRU and a linear layer; by default McMahan's
+    and LEAF's for Shakespeare.
 
     For next words, Reddi et al. (ICLR 2021) take `embedding=96, width=670, layers=1`.
 

@@ -14,17 +14,25 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
     """Return `depth` padded 3x3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
     for i in range(depth):
-        layers += [nn.Conv2d(channels if i == 0 else out, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU()]
+        layers += [
+            nn.Conv2d(channels if i == 0 else out, out, 3, padding=1),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers)
 
 
 class Vgg16(nn.Module):
-    """13 convolutions in five stages, 2x2 max pooling after each, two layers with dropout, then `head`."""
+    """13 convolutions in five stages, 2x2 max pooling after each, two layers with dropout, then
+    `head`.
+    """
 
     def __init__(self, channels: int, pixels: int, classes: int, dropout: float) -> None:
         super().__init__()
         self.stages = tuple(f"stage{k}" for k in range(1, 6))
-        for name, width, depth in zip(self.stages, (64, 128, 256, 512, 512), (2, 2, 3, 3, 3), strict=True):
+        for name, width, depth in zip(
+            self.stages, (64, 128, 256, 512, 512), (2, 2, 3, 3, 3), strict=True
+        ):
             self.add_module(name, stage(channels, width, depth))
             channels = width
         self.blocks = tuple((name,) for name in (*self.stages, "fc1", "fc2", "head"))
@@ -44,7 +52,9 @@ class Vgg16(nn.Module):
 
 
 class FemnistVgg(nn.Module):
-    """Five convolutions, average pooling to 7x7, a layer without activation, as FedMR has it, then `head`."""
+    """Five convolutions, average pooling to 7x7, a layer without activation, as FedMR has it, then
+    `head`.
+    """
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -68,13 +78,14 @@ class FemnistVgg(nn.Module):
 
 @models.register("fedmr_vgg16")
 def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne = 0.5) -> nn.Module:
-    """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for FEMNIST.
+    """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for
+    FEMNIST.
 
     Needs images of at least 32x32 (`femnist`: 2x2).
 
     Args:
-        variant: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958 parameters at 62 classes); `auto`
-            takes `femnist` for images of one channel.
+        variant: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958
+            parameters at 62 classes); `auto` takes `femnist` for images of one channel.
         dropout: The dropout after each of the two layers of 4096, in [0, 1).
 
     Source: the code of FedMR.

@@ -17,7 +17,9 @@ Answer = Literal["class", "classes", "number", "token", "pixel", "outputs"]
 """Kinds of what a model's outputs stand for; `outputs` where only the user knows."""
 
 Totals = Mapping[str, Tensor]
-"""Counts of `Objective.statistics` added up over the samples of n clients: `[n, ...]` float64 by name."""
+"""Counts of `Objective.statistics` added up over the samples of n clients: `[n, ...]` float64 by
+name.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Metric:
         return " %" if self.share else ""
 
     def text(self, value: float, digits: int = 2) -> str:
-        """Format a value without its unit: a share in per cent with `digits` decimals, else with `digits + 2` digits."""
+        """Format a value without its unit: a share in per cent with `digits` decimals, else with
+        `digits + 2` digits.
+        """
         return f"{100 * value:.{digits}f}" if self.share else f"{value:.{digits + 2}g}"
 
     def best(self, values: Iterable[float]) -> float | None:
@@ -63,8 +67,9 @@ ACCURACY = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
 class Objective(ABC):
     """The loss of a batch, and the counts of each sample by which models are judged.
 
-    `outputs` is what the model returns for b samples; the prediction is its first tensor, or `logits` of a dictionary. Counts are
-    added up over samples, so that batches, clients and sites can be judged one by one and in all.
+    `outputs` is what the model returns for b samples; the prediction is its first tensor, or
+    `logits` of a dictionary. Counts are added up over samples, so that batches, clients and sites
+    can be judged one by one and in all.
     """
 
     metric: ClassVar[Metric]
@@ -74,11 +79,15 @@ class Objective(ABC):
 
     @property
     def plain_cross_entropy(self) -> bool:
-        """True if the loss is the unweighted mean cross entropy, for which models of linear layers have a faster step."""
+        """True if the loss is the unweighted mean cross entropy, for which models of linear layers
+        have a faster step.
+        """
         return False
 
     def in_units(self, values: Tensor) -> Tensor:
-        """Return outputs or targets in the units of the data; those of `Standardised` are in others."""
+        """Return outputs or targets in the units of the data; those of `Standardised` are in
+        others.
+        """
         return values
 
     @abstractmethod
@@ -91,7 +100,9 @@ class Objective(ABC):
 
     @abstractmethod
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each count of one sample, by name, for a model with `outputs` outputs."""
+        """Return the shape of each count of one sample, by name, for a model with `outputs`
+        outputs.
+        """
 
     @abstractmethod
     def figures(self, totals: Totals) -> dict[str, Tensor]:
@@ -107,7 +118,10 @@ class Objective(ABC):
     @property
     def figure_names(self) -> list[str]:
         """The names of the figures."""
-        totals = {name: torch.ones(1, *shape, dtype=torch.float64) for name, shape in self.shapes(2).items()}
+        totals = {
+            name: torch.ones(1, *shape, dtype=torch.float64)
+            for name, shape in self.shapes(2).items()
+        }
         return list(self.figures({**totals, "samples": torch.ones(1, dtype=torch.float64)}))
 
     def add_up(
@@ -116,7 +130,8 @@ class Objective(ABC):
         """Add up the counts of n samples, or of n clients, for each of k owners.
 
         Args:
-            counts: Counts by name, `[n, ...]`; `samples [n]` among them for clients, who may hold more than one each.
+            counts: Counts by name, `[n, ...]`; `samples [n]` among them for clients, who may hold
+                more than one each.
             total: Sums `[n, ...]` to `[k, ...]`.
             owner: The owner of each of the n, `[n]`, or None for one owner of all.
         """
@@ -130,7 +145,9 @@ class Objective(ABC):
         return classes
 
     def guess(self, outputs: int) -> float:
-        """Return the loss of an untrained model, or infinity. A run whose loss is a multiple of it has diverged."""
+        """Return the loss of an untrained model, or infinity. A run whose loss is a multiple of it
+        has diverged.
+        """
         return math.inf
 
     def require_totals(self, totals: Totals) -> None:
@@ -139,7 +156,9 @@ class Objective(ABC):
             raise InvalidValue("a figure is not finite")
 
     def strata(self, targets: Tensor) -> Tensor | None:
-        """Return whole numbers `[n]` by which partitions skewed by label share out the samples, or None if there are none."""
+        """Return whole numbers `[n]` by which partitions skewed by label share out the samples, or
+        None if there are none.
+        """
         return None
 
 
@@ -148,8 +167,12 @@ objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.
 
 
 @cache
-def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values as a cached tensor on a device, since sending them for every batch would make it wait."""
+def on_device(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the values as a cached tensor on a device, since sending them for every batch would
+    make it wait.
+    """
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -159,14 +182,20 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def prediction(outputs: Any) -> Tensor:
-    """Return the prediction among a model's outputs: a tensor, the one that a tuple begins with, or `logits` of a dictionary."""
+    """Return the prediction among a model's outputs: a tensor, the one that a tuple begins with, or
+    `logits` of a dictionary.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
         return cast(Tensor, outputs["logits"])
     if isinstance(outputs, tuple | list) and outputs and isinstance(outputs[0], Tensor):
         return outputs[0]
-    kind = f"a dictionary of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
+    kind = (
+        f"a dictionary of {', '.join(map(str, outputs))}"
+        if isinstance(outputs, Mapping)
+        else type(outputs).__name__
+    )
     raise InvalidValue(
         f"the model returns {kind}: wanted a tensor, a tuple that begins with one, or 'logits' in a dictionary"
     )

@@ -13,7 +13,15 @@ from torch.nn import functional as F
 from fedloom.config.fields import BelowOne, Count, NonNegative, require_fields
 from fedloom.config.plugins import found_at
 from fedloom.errors import InvalidValue
-from fedloom.objectives import ACCURACY, Objective, Totals, kind_of, objectives, on_device, prediction
+from fedloom.objectives import (
+    ACCURACY,
+    Objective,
+    Totals,
+    kind_of,
+    objectives,
+    on_device,
+    prediction,
+)
 from fedloom.objectives.custom import Custom
 
 
@@ -26,10 +34,11 @@ class Classification(Objective):
 
     Args:
         label_smoothing: As in PyTorch's `cross_entropy`, in [0, 1).
-        class_weights: A weight of at least 0 for each class, as in `cross_entropy`: a batch's weighted sum is divided by its
-            weights. By default all are 1.
+        class_weights: A weight of at least 0 for each class, as in `cross_entropy`: a batch's
+            weighted sum is divided by its weights. By default all are 1.
         top_k: Also record the share of samples whose class is among the k largest logits.
-        criterion: A function (outputs, targets) -> losses `[b]`, or its path `'module:function'`, in place of the cross entropy.
+        criterion: A function (outputs, targets) -> losses `[b]`, or its path `'module:function'`,
+            in place of the cross entropy.
     """
 
     label_smoothing: BelowOne = 0.0
@@ -46,7 +55,9 @@ class Classification(Objective):
         if isinstance(self.criterion, str):
             object.__setattr__(self, "criterion", found_at(self.criterion, "criterion"))
         if self.criterion and (self.label_smoothing or self.class_weights):
-            raise InvalidValue("with criterion there is no cross entropy: leave out label_smoothing and class_weights")
+            raise InvalidValue(
+                "with criterion there is no cross entropy: leave out label_smoothing and class_weights"
+            )
         if self.class_weights and not sum(self.class_weights):
             raise InvalidValue("class_weights must not all be 0")
 
@@ -57,7 +68,8 @@ class Classification(Objective):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
         if self.plain_cross_entropy:
-            # In `vmap`, `cross_entropy` imports PyTorch's symbolic shapes, half a second, for the same bits.
+            # In `vmap`, `cross_entropy` imports PyTorch's symbolic shapes, half a second, for the
+            # same bits.
             if is_batchedtensor(logits):
                 return -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).mean()
             return F.cross_entropy(logits, targets)
@@ -65,9 +77,11 @@ class Classification(Objective):
         return loss.sum() / weights.sum()
 
     def _losses(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and weight of each sample, `[b]`, as in `cross_entropy`, but also under `vmap`.
+        """Return loss and weight of each sample, `[b]`, as in `cross_entropy`, but also under
+        `vmap`.
 
-        With c classes, weights w and smoothing e: (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log p_k), and w_y.
+        With c classes, weights w and smoothing e: (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log
+        p_k), and w_y.
         """
         if callable(self.criterion):
             losses = Custom(self.criterion).sample_losses(outputs, targets)
@@ -76,11 +90,17 @@ class Classification(Objective):
         surprise = -logits.log_softmax(1)
         classes = logits.shape[1]
         if self.class_weights and len(self.class_weights) != classes:
-            raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, the model {classes} outputs")
-        weights = on_device(tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype)
+            raise InvalidValue(
+                f"class_weights has {len(self.class_weights)} numbers, the model {classes} outputs"
+            )
+        weights = on_device(
+            tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype
+        )
         weight = weights[targets]
         unsmoothed = surprise.gather(1, targets.unsqueeze(1)).squeeze(1) * weight
-        return (1 - self.label_smoothing) * unsmoothed + self.label_smoothing * (surprise * weights).mean(1), weight
+        return (1 - self.label_smoothing) * unsmoothed + self.label_smoothing * (
+            surprise * weights
+        ).mean(1), weight
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits = prediction(outputs)
@@ -103,7 +123,11 @@ class Classification(Objective):
             "accuracy": totals["correct"] / totals["samples"],
             "loss": totals["loss"] / totals.get("weight", totals["samples"]),
         }
-        return figures if self.top_k is None else {**figures, f"top_{self.top_k}": totals["among"] / totals["samples"]}
+        return (
+            figures
+            if self.top_k is None
+            else {**figures, f"top_{self.top_k}": totals["among"] / totals["samples"]}
+        )
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
@@ -112,10 +136,14 @@ class Classification(Objective):
                 if targets.dim() == 2
                 else "give whole numbers or text, or objective='regression'"
             )
-            raise InvalidValue(f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}: {cure}")
+            raise InvalidValue(
+                f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}: {cure}"
+            )
         highest = int(targets.max()) if self.class_weights and len(targets) else -1
         if highest >= len(self.class_weights):
-            raise InvalidValue(f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}")
+            raise InvalidValue(
+                f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}"
+            )
 
     def guess(self, outputs: int) -> float:
         return math.inf if self.criterion else math.log(max(2, outputs))

@@ -22,20 +22,32 @@ class Custom(Objective):
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, type):
-            text = f"the class {self.function.__name__}" if isinstance(self.function, type) else quoted(self.function)
-            raise InvalidValue(f"objective must be a name, 'module:function' or a function, not {text}")
+            text = (
+                f"the class {self.function.__name__}"
+                if isinstance(self.function, type)
+                else quoted(self.function)
+            )
+            raise InvalidValue(
+                f"objective must be a name, 'module:function' or a function, not {text}"
+            )
 
     def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, `[b]`. Raise `InvalidValue` where the function returns anything else."""
+        """Return the loss of each sample, `[b]`. Raise `InvalidValue` where the function returns
+        anything else.
+        """
         try:
             losses = self.function(outputs, targets)
         except IndexError as error:
             remedy = "a loss of classes goes with metrics=['accuracy']"
-            raise InvalidValue(f"the objective's function: {error_text(error)}; {remedy}") from error
+            raise InvalidValue(
+                f"the objective's function: {error_text(error)}; {remedy}"
+            ) from error
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             remedy = " (losses of PyTorch do with reduction='none')" if kind == [] else ""
-            raise InvalidValue(f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}")
+            raise InvalidValue(
+                f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}"
+            )
         return losses
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -57,24 +69,38 @@ class Custom(Objective):
         return {"loss": totals["loss"] / totals["samples"]}
 
 
-def build_objective(expression: str | Callable[..., Any] | Objective, metrics: Sequence[Any] = ()) -> Objective:
-    """Build the objective of an expression, of `module:function`, or of a function: by `accuracy` a classification's loss."""
+def build_objective(
+    expression: str | Callable[..., Any] | Objective, metrics: Sequence[Any] = ()
+) -> Objective:
+    """Build the objective of an expression, of `module:function`, or of a function: by `accuracy` a
+    classification's loss.
+    """
     if isinstance(expression, Objective):
         return expression
     if not isinstance(expression, str):
         custom = Custom(expression)
-        return objectives["classification"].make(criterion=expression) if "accuracy" in list(metrics) else custom
+        return (
+            objectives["classification"].make(criterion=expression)
+            if "accuracy" in list(metrics)
+            else custom
+        )
     if ":" not in expression.partition("(")[0]:
         return cast(Objective, objectives.build(expression))
     loss = found_at(expression, "objective", "a registered name or 'package.module:function'")
-    return build_objective(loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss, metrics)
+    return build_objective(
+        loss() if isinstance(loss, type) and issubclass(loss, Objective) else loss, metrics
+    )
 
 
 def expression_of(objective: Objective) -> str | None:
-    """Return the expression that builds an equal objective, or None for one with a function of the user's."""
+    """Return the expression that builds an equal objective, or None for one with a function of the
+    user's.
+    """
     entry = objectives.of(type(objective))
     if entry is None:
         return None
     values = {name: getattr(objective, name) for name in entry.parameters}
-    options = {name: value for name, value in values.items() if value != entry.parameters[name].default}
+    options = {
+        name: value for name, value in values.items() if value != entry.parameters[name].default
+    }
     return None if any(map(callable, options.values())) else str(Call(entry.name, named=options))

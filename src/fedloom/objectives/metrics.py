@@ -1,7 +1,9 @@
-"""Figures of the user's choice beside those of the objective: functions of `torchmetrics` by name, or the user's own.
+"""Figures of the user's choice beside those of the objective: functions of `torchmetrics` by name,
+or the user's own.
 
-A metric need not add up over samples: it takes all outputs and targets of the global test set or of one client. Over several
-clients, its figure is the mean of the clients' values, weighted by their samples.
+A metric need not add up over samples: it takes all outputs and targets of the global test set or of
+one client. Over several clients, its figure is the mean of the clients' values, weighted by their
+samples.
 """
 
 import inspect
@@ -30,19 +32,31 @@ Kind = Literal["multiclass", "multilabel", "regression"]
 _PREFIX = "metrics/"
 """Begins the names of metrics among the counts of the objective."""
 
-_TASK_PARAMETERS = {"preds", "target", "task", "num_classes", "num_labels", "num_outputs", "validate_args"}
+_TASK_PARAMETERS = {
+    "preds",
+    "target",
+    "task",
+    "num_classes",
+    "num_labels",
+    "num_outputs",
+    "validate_args",
+}
 """Parameters that are no options, since the task determines them."""
 
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A function of outputs and targets `[n, ...]` to one number, and the name that it is recorded under."""
+    """A function of outputs and targets `[n, ...]` to one number, and the name that it is recorded
+    under.
+    """
 
     name: str
     function: Callable[[Tensor, Tensor], Any]
 
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Compute the figure: 0 where it is undefined (a client with one class alone), NaN for a model that has diverged."""
+        """Compute the figure: 0 where it is undefined (a client with one class alone), NaN for a
+        model that has diverged.
+        """
         if not torch.isfinite(outputs).all():
             return math.nan
         with warnings.catch_warnings(action="ignore"):  # of classes that do not occur
@@ -57,9 +71,13 @@ class NamedMetric:
 def counted(
     metrics: Sequence[NamedMetric], outputs: Tensor, targets: Tensor, owner: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return metrics as counts: for each of n samples the value of its `owner [n]` (None: one for all), `[n]` float64 by name."""
+    """Return metrics as counts: for each of n samples the value of its `owner [n]` (None: one for
+    all), `[n]` float64 by name.
+    """
     groups = torch.zeros(len(targets), dtype=torch.int64) if owner is None else owner
-    counts = {_PREFIX + metric.name: torch.zeros(len(targets), dtype=torch.float64) for metric in metrics}
+    counts = {
+        _PREFIX + metric.name: torch.zeros(len(targets), dtype=torch.float64) for metric in metrics
+    }
     for group in groups.unique().tolist():
         mask = groups == group
         for metric in metrics:
@@ -77,14 +95,20 @@ def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]
 def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
     """Return the objective's figures and the metrics of n clients, `[n]` float64 by name."""
     metrics = {name: total for name, total in totals.items() if name.startswith(_PREFIX)}
-    values = objective.figures({name: total for name, total in totals.items() if name not in metrics})
-    return values | {name.removeprefix(_PREFIX): total / totals["samples"] for name, total in metrics.items()}
+    values = objective.figures(
+        {name: total for name, total in totals.items() if name not in metrics}
+    )
+    return values | {
+        name.removeprefix(_PREFIX): total / totals["samples"] for name, total in metrics.items()
+    }
 
 
 def build_metrics(
     metrics: Sequence[str | Callable[..., Any]], objective: Objective, outputs: int | None = None
 ) -> tuple[NamedMetric, ...]:
-    """Build metrics; those by name are tried on a few samples if the number of a model's outputs is known."""
+    """Build metrics; those by name are tried on a few samples if the number of a model's outputs is
+    known.
+    """
     if isinstance(metrics, str):
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
     built: list[NamedMetric] = []
@@ -95,8 +119,12 @@ def build_metrics(
             function = found_at(item, "metrics") if isinstance(item, str) else item
             if not callable(function):
                 kind = type(function).__name__
-                raise InvalidValue(f"metrics must be names, 'module:function' or functions, not {kind}")
-            metric = NamedMetric(str(getattr(function, "__name__", type(function).__name__)), function)
+                raise InvalidValue(
+                    f"metrics must be names, 'module:function' or functions, not {kind}"
+                )
+            metric = NamedMetric(
+                str(getattr(function, "__name__", type(function).__name__)), function
+            )
         if metric.name in [*objective.figure_names, *(earlier.name for earlier in built)]:
             raise InvalidValue(f"metrics: {metric.name!r} is recorded already")
         built.append(metric)
@@ -104,7 +132,9 @@ def build_metrics(
 
 
 def _named(expression: str, objective: Objective, outputs: int | None) -> NamedMetric:
-    """Build a metric of `torchmetrics`, tried on a few samples so that a bad option is refused before anything runs."""
+    """Build a metric of `torchmetrics`, tried on a few samples so that a bad option is refused
+    before anything runs.
+    """
     call = parse(expression)
     if not (objective.classes or isinstance(objective, Regression | Multilabel)):
         raise InvalidValue(
@@ -116,20 +146,34 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
     functions = _functions(kind)
     name = call.name if call.name in functions else f"{call.name}_score"
     if name not in functions:
-        raise UnknownName("metric", call.name, {*functions, *(key.removesuffix("_score") for key in functions)})
-    allowed = [name for name in inspect.signature(functions[name]).parameters if name not in _TASK_PARAMETERS]
+        raise UnknownName(
+            "metric", call.name, {*functions, *(key.removesuffix("_score") for key in functions)}
+        )
+    allowed = [
+        name
+        for name in inspect.signature(functions[name]).parameters
+        if name not in _TASK_PARAMETERS
+    ]
     for option in ("without a name",) if call.positional else call.named.keys() - set(allowed):
         listed = f"{suggestion(option, allowed)} (it has: {', '.join(allowed)})"
         raise InvalidValue(f"metrics: {call.name} has no option {quoted(option)}{listed}")
     options = {option: plain(value) for option, value in call.named.items()}
-    words = [value if isinstance(value, str) else f"{option}_{show(value)}" for option, value in options.items()]
-    label = re.sub(r"\W+", "_", "_".join([call.name, *words])).strip("_")  # f1_macro, accuracy_top_k_5
+    words = [
+        value if isinstance(value, str) else f"{option}_{show(value)}"
+        for option, value in options.items()
+    ]
+    # f1_macro, accuracy_top_k_5
+    label = re.sub(r"\W+", "_", "_".join([call.name, *words])).strip("_")
     metric = NamedMetric(label, partial(_torchmetric, kind, functions[name], options))
     if outputs is None:
         return metric
     targets = torch.arange(4 * outputs) % outputs
     scores = torch.linspace(0.1, 0.9, 4 * outputs * outputs).reshape(-1, outputs)
-    trial = {"multiclass": targets, "multilabel": F.one_hot(targets, outputs), "regression": scores.flip(0).square()}
+    trial = {
+        "multiclass": targets,
+        "multilabel": F.one_hot(targets, outputs),
+        "regression": scores.flip(0).square(),
+    }
     try:
         metric.value(scores, trial[kind])
     except (TypeError, ValueError, RuntimeError) as error:
@@ -140,7 +184,9 @@ def _named(expression: str, objective: Objective, outputs: int | None) -> NamedM
 def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
     module = "regression" if kind == "regression" else "classification"
     with warnings.catch_warnings(action="ignore"):
-        library = vars(import_extra(f"torchmetrics.functional.{module}", "metrics", "metrics by name"))
+        library = vars(
+            import_extra(f"torchmetrics.functional.{module}", "metrics", "metrics by name")
+        )
     functions: dict[str, Callable[..., Any]]
     functions = {name: f for name, f in library.items() if inspect.isfunction(f) and name[0] != "_"}
     if kind == "regression":
@@ -149,13 +195,27 @@ def _functions(kind: Kind) -> dict[str, Callable[..., Any]]:
 
 
 def _torchmetric(
-    kind: Kind, function: Callable[..., Any], options: dict[str, Any], outputs: Tensor, targets: Tensor
+    kind: Kind,
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    outputs: Tensor,
+    targets: Tensor,
 ) -> Any:
-    """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities, whole numbers, one flat column."""
+    """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities,
+    whole numbers, one flat column.
+    """
     if kind == "multiclass":
-        return function(outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options)
+        return function(
+            outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options
+        )
     if kind == "multilabel":
-        return function(outputs.sigmoid(), targets.long(), task=kind, num_labels=outputs.shape[1], **options)
-    outputs, targets = (x.reshape(len(x), -1).squeeze(1).contiguous() for x in (outputs, targets.to(outputs.dtype)))
+        return function(
+            outputs.sigmoid(), targets.long(), task=kind, num_labels=outputs.shape[1], **options
+        )
+    outputs, targets = (
+        x.reshape(len(x), -1).squeeze(1).contiguous() for x in (outputs, targets.to(outputs.dtype))
+    )
     several = outputs.dim() == 2 and "num_outputs" in inspect.signature(function).parameters
-    return function(outputs, targets, **({"num_outputs": outputs.shape[1]} if several else {}), **options)
+    return function(
+        outputs, targets, **({"num_outputs": outputs.shape[1]} if several else {}), **options
+    )

@@ -17,9 +17,10 @@ from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
 class Multilabel(Objective):
     """Any number of classes for each sample: mean binary cross entropy, judged by F1.
 
-    Of logits and targets `[b, classes]`, which are 0 or 1. A class counts as predicted where its logit is above 0.
-    F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions in all, `f1_macro` the mean over classes that occur or are predicted;
-    `exact`, the share of samples with every class right.
+    Of logits and targets `[b, classes]`, which are 0 or 1. A class counts as predicted where its
+    logit is above 0. F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions in all, `f1_macro` the
+    mean over classes that occur or are predicted; `exact`, the share of samples with every class
+    right.
     """
 
     metric = Metric("f1", "F1 (micro)", higher_is_better=True, share=True)
@@ -32,7 +33,9 @@ class Multilabel(Objective):
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits, occurring = prediction(outputs), targets > 0.5
         predicted = logits > 0
-        loss = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
+        loss = F.binary_cross_entropy_with_logits(
+            logits, targets.to(logits.dtype), reduction="none"
+        )
         return {
             "loss": loss.double().mean(1),
             "exact": (predicted == occurring).all(1),
@@ -42,7 +45,11 @@ class Multilabel(Objective):
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        return {"loss": (), "exact": (), **dict.fromkeys(("right", "predicted", "occurring"), (outputs,))}
+        return {
+            "loss": (),
+            "exact": (),
+            **dict.fromkeys(("right", "predicted", "occurring"), (outputs,)),
+        }
 
     def figures(self, totals: Totals) -> dict[str, Tensor]:
         hits, decisions = totals["right"], totals["predicted"] + totals["occurring"]
@@ -63,4 +70,6 @@ class Multilabel(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or not bool(((targets == 0) | (targets == 1)).all()):
-            raise InvalidValue(f"'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}")
+            raise InvalidValue(
+                f"'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}"
+            )

@@ -13,10 +13,14 @@ from fedloom.errors import InvalidValue
 from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, on_device, prediction
 
 STRATA = 10
-"""Groups of equally many samples, by the size of their target, that a partition skewed by label shares out."""
+"""Groups of equally many samples, by the size of their target, that a partition skewed by label
+shares out.
+"""
 
 _ROUNDING = 8 * torch.finfo(torch.float64).eps
-"""A standard deviation of targets below this share of their mean is rounding: the targets are constant."""
+"""A standard deviation of targets below this share of their mean is rounding: the targets are
+constant.
+"""
 
 
 @objectives.register("regression")
@@ -24,13 +28,14 @@ _ROUNDING = 8 * torch.finfo(torch.float64).eps
 class Regression(Objective):
     """Numbers for each sample: the mean error, judged by the RMSE.
 
-    Outputs and targets are `[b, d]`, or `[b]` for d = 1; all means are over samples and columns. Recorded are `rmse`, the root of
-    the mean squared error; `mae`, the mean absolute error; and `r2`, 1 minus the squared error over the variance of the
-    targets, the mean over columns (0 for a constant column).
+    Outputs and targets are `[b, d]`, or `[b]` for d = 1; all means are over samples and columns.
+    Recorded are `rmse`, the root of the mean squared error; `mae`, the mean absolute error; and
+    `r2`, 1 minus the squared error over the variance of the targets, the mean over columns (0 for a
+    constant column).
 
     Args:
-        kind: The error: `squared`, (y - t)^2; `absolute`, |y - t|; or `huber`, (y - t)^2 / 2 where |y - t| <= `delta` and
-            `delta` (|y - t| - `delta` / 2) beyond.
+        kind: The error: `squared`, (y - t)^2; `absolute`, |y - t|; or `huber`, (y - t)^2 / 2 where
+            |y - t| <= `delta` and `delta` (|y - t| - `delta` / 2) beyond.
         delta: Width of Huber's quadratic part, greater than 0.
     """
 
@@ -49,7 +54,9 @@ class Regression(Objective):
             values = values.unsqueeze(1)
         targets = _columns(targets).to(values.dtype)
         if values.shape != targets.shape:
-            raise InvalidValue(f"the model returns {list(values.shape)} where the targets are {list(targets.shape)}")
+            raise InvalidValue(
+                f"the model returns {list(values.shape)} where the targets are {list(targets.shape)}"
+            )
         if self.kind == "huber":
             return F.huber_loss(values, targets, reduction="none", delta=self.delta), values
         function = F.mse_loss if self.kind == "squared" else F.l1_loss
@@ -71,7 +78,11 @@ class Regression(Objective):
         }
 
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        return {"loss": (), "absolute": (), **dict.fromkeys(("squared", "target", "deviation"), (outputs,))}
+        return {
+            "loss": (),
+            "absolute": (),
+            **dict.fromkeys(("squared", "target", "deviation"), (outputs,)),
+        }
 
     def add_up(
         self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
@@ -81,7 +92,9 @@ class Regression(Objective):
         samples = counts.get("samples", torch.ones_like(counts["loss"])).unsqueeze(1)
         size = total(samples).clamp_min(1)
         mean = totals["target"] / size
-        offset = counts["target"] / samples.clamp_min(1) - (mean if owner is None else mean[owner.to(mean.device)])
+        offset = counts["target"] / samples.clamp_min(1) - (
+            mean if owner is None else mean[owner.to(mean.device)]
+        )
         remainder = total(samples * offset)  # of the mean, by rounding
         totals["target"] = totals["target"] + remainder
         squares = total(samples * offset.square()) - remainder.square() / size
@@ -103,7 +116,9 @@ class Regression(Objective):
         super().require_totals(totals)
         for name in ("loss", "absolute", "squared", "deviation"):
             if (totals[name] < 0).any():
-                raise InvalidValue(f"{name} is a sum of what is at least 0, not {float(totals[name].min()):g}")
+                raise InvalidValue(
+                    f"{name} is a sum of what is at least 0, not {float(totals[name].min()):g}"
+                )
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
@@ -124,18 +139,24 @@ class Regression(Objective):
 
 @dataclass(frozen=True)
 class Standardised(Regression):
-    """A regression whose targets were brought from `mean` and `deviation` to 0 and 1: only the loss is not in their units."""
+    """A regression whose targets were brought from `mean` and `deviation` to 0 and 1: only the loss
+    is not in their units.
+    """
 
     mean: Sequence[float] = (0.0,)
     deviation: Sequence[float] = (1.0,)
 
     def in_units(self, values: Tensor) -> Tensor:
-        mean, deviation = (on_device(tuple(x), values.device, values.dtype) for x in (self.mean, self.deviation))
+        mean, deviation = (
+            on_device(tuple(x), values.device, values.dtype) for x in (self.mean, self.deviation)
+        )
         return values * deviation + mean
 
     def standardised(self, targets: Tensor) -> Tensor:
         """Return targets of the data, `[n]` or `[n, d]`, as they are trained on."""
-        mean, deviation = (on_device(tuple(x), targets.device, torch.float64) for x in (self.mean, self.deviation))
+        mean, deviation = (
+            on_device(tuple(x), targets.device, torch.float64) for x in (self.mean, self.deviation)
+        )
         return ((targets.double() - mean) / deviation).to(targets.dtype)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:

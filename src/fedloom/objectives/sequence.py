@@ -15,7 +15,9 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, p
 
 
 class PositionObjective(Objective):
-    """A class at every position of a sample: mean cross entropy over those whose target is not `ignored`."""
+    """A class at every position of a sample: mean cross entropy over those whose target is not
+    `ignored`.
+    """
 
     positions: ClassVar[str]
     """The name of the count of positions that are not ignored."""
@@ -33,11 +35,17 @@ class PositionObjective(Objective):
         return prediction(outputs)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        total = F.cross_entropy(self.logits(outputs), targets, ignore_index=self.ignored, reduction="sum")
+        total = F.cross_entropy(
+            self.logits(outputs), targets, ignore_index=self.ignored, reduction="sum"
+        )
         return total / (targets != self.ignored).sum().clamp_min(1)
 
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        logits, counts, axes = self.logits(outputs), targets != self.ignored, tuple(range(1, targets.dim()))
+        logits, counts, axes = (
+            self.logits(outputs),
+            targets != self.ignored,
+            tuple(range(1, targets.dim())),
+        )
         loss = F.cross_entropy(logits, targets, ignore_index=self.ignored, reduction="none")
         return {
             "loss": loss.double().sum(axes),
@@ -61,8 +69,8 @@ class PositionObjective(Objective):
 class NextToken(PositionObjective):
     """The next token at every position: mean cross entropy, judged by the perplexity.
 
-    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]` int64. The perplexity is exp(loss);
-    `accuracy` is the share of tokens whose logit is largest.
+    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]` int64.
+    The perplexity is exp(loss); `accuracy` is the share of tokens whose logit is largest.
 
     Args:
         padding: Targets equal to it count nowhere.
@@ -89,7 +97,9 @@ class NextToken(PositionObjective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or targets.dtype != torch.int64:
-            raise InvalidValue(f"objective 'sequence' needs targets [n, tokens] of int64, not {kind_of(targets)}")
+            raise InvalidValue(
+                f"objective 'sequence' needs targets [n, tokens] of int64, not {kind_of(targets)}"
+            )
 
 
 @objectives.register("segmentation")
@@ -97,8 +107,9 @@ class NextToken(PositionObjective):
 class Segmentation(PositionObjective):
     """A class for each pixel: mean cross entropy, judged by the mean IoU.
 
-    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]` int64. IoU is intersection / union, its
-    mean is over the classes that occur or are predicted; `accuracy` is the share of pixels that are right.
+    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]` int64. IoU is
+    intersection / union, its mean is over the classes that occur or are predicted; `accuracy` is
+    the share of pixels that are right.
 
     Args:
         ignore: Pixels with this target count nowhere, whatever is predicted for them.
@@ -116,7 +127,9 @@ class Segmentation(PositionObjective):
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         logits, counts = self.logits(outputs), targets != self.ignore
         predicted = logits.argmax(1)
-        masks = [((predicted == c) & counts, (targets == c) & counts) for c in range(logits.shape[1])]
+        masks = [
+            ((predicted == c) & counts, (targets == c) & counts) for c in range(logits.shape[1])
+        ]
         return {
             **super().statistics(outputs, targets),
             "intersection": torch.stack([(a & b).sum((1, 2)) for a, b in masks], 1),
@@ -133,4 +146,6 @@ class Segmentation(PositionObjective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 3 or targets.dtype != torch.int64:
-            raise InvalidValue(f"objective 'segmentation' needs targets [n, h, w] of int64, not {kind_of(targets)}")
+            raise InvalidValue(
+                f"objective 'segmentation' needs targets [n, h, w] of int64, not {kind_of(targets)}"
+            )

@@ -1,4 +1,6 @@
-"""Estimates of the runs' time on this machine: the time of a few real local steps, times the steps of the protocol."""
+"""Estimates of the runs' time on this machine: the time of a few real local steps, times the steps
+of the protocol.
+"""
 
 import math
 from dataclasses import replace
@@ -23,13 +25,17 @@ TIMED = 3
 """Local steps of which the fastest counts (the first, which warms up, is never the fastest)."""
 
 ALA = 0.3
-"""Work of ALA's learning in a client, also before its own model is scored, relative to a local training."""
+"""Work of ALA's learning in a client, also before its own model is scored, relative to a local
+training.
+"""
 
 WORK = {
     "moon": 1.7, "fedgen": 1.5, "fedasam": 2.0, "fedsam": 2.0, "fedrep": 1.5,
     "pfedme": 5.0, "ditto": 3.0, "fedphp": 1.4, "fedfomo": 2.5, "apple": 2.5, "fedala": 1 + ALA,
 }  # fmt: skip
-"""Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those that are not listed."""
+"""Time of a method's local training relative to plain SGD, by its passes over the data; 1 for those
+that are not listed.
+"""
 
 
 class Cost(NamedTuple):
@@ -47,14 +53,17 @@ def estimate(plan: ReproducePlan, threads: int) -> dict[str, list[Cost]]:
         data = _facts(configuration.data.name)
         kind = (training.batch_size or 50, training.augmentation, training.optimizer)
         step = _timed(configuration.model, data.spec, *kind, threads)
-        costs.setdefault(job.name.setting, []).append(cost(configuration, job.name.algorithm, data, step))
+        costs.setdefault(job.name.setting, []).append(
+            cost(configuration, job.name.algorithm, data, step)
+        )
     return costs
 
 
 def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: float) -> Cost:
     """Return the cost of a run whose local steps on a whole batch take `step` seconds each.
 
-    Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean; evaluation passes forward only.
+    Steps are K clients x epochs x ceil(n / B) a round, with n samples a client in the mean;
+    evaluation passes forward only.
     """
     schedule, training = configuration.schedule, configuration.training
     clients = configuration.data.clients or 180  # natural clients: FEMNIST's writers
@@ -65,7 +74,8 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
     local = int(training.local_steps(torch.tensor(samples, dtype=torch.float64)))
     steps = schedule.rounds * schedule.participants(clients) * local
     call = parse(algorithm)
-    step *= batch / (training.batch_size or samples)  # a client with less than a batch takes smaller steps
+    # a client with less than a batch takes smaller steps
+    step *= batch / (training.batch_size or samples)
     forward = step / (TRAINING_PASSES * batch)
     evaluations = math.ceil(schedule.rounds / (schedule.evaluate_every or 1))
     seconds = steps * step * work(call, schedule.participation) + evaluations * data.test * forward
@@ -76,7 +86,9 @@ def cost(configuration: Configuration, algorithm: str, data: DataFacts, step: fl
 
 
 def work(call: Call, participation: float) -> float:
-    """Return the time of local training relative to plain SGD. Under `umf` the clients of the next round train as well."""
+    """Return the time of local training relative to plain SGD. Under `umf` the clients of the next
+    round train as well.
+    """
     most = max((work(method, participation) for method in _methods_of(call)), default=1.0)
     if call.name == "umf":
         return most * (2 - participation)
@@ -91,7 +103,9 @@ def work(call: Call, participation: float) -> float:
 
 def scoring(call: Call) -> float:
     """Return the work of a client before its own model is scored, relative to a local training."""
-    training = ALA if call.name in ("fedala", "ala") else float(call.named.get("finetune_epochs", 0.0))
+    training = (
+        ALA if call.name in ("fedala", "ala") else float(call.named.get("finetune_epochs", 0.0))
+    )
     return training + sum(map(scoring, _methods_of(call)))
 
 
@@ -100,14 +114,22 @@ def _methods_of(call: Call) -> list[Call]:
 
 
 @cache
-def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int) -> float:
+def _timed(
+    model: str, spec: DataSpec, batch: int, augmentation: str, optimizer: str, threads: int
+) -> float:
     with using_threads(threads):
         dtype = torch.float32 if len(spec.shape) != 3 else torch.uint8
-        inputs = torch.ones((batch, *spec.shape), dtype=dtype if spec.vocabulary is None else torch.int64)
+        inputs = torch.ones(
+            (batch, *spec.shape), dtype=dtype if spec.vocabulary is None else torch.int64
+        )
         samples = Samples(inputs, torch.zeros(batch, dtype=torch.int64))
         data = Dataset("ones", samples, samples[:1], spec.outputs, vocabulary=spec.vocabulary)
         everyone = Partition.of([torch.arange(batch).numpy()])
-        training: dict[str, Any] = {"batch_size": batch, "augmentation": augmentation, "optimizer": optimizer}
+        training: dict[str, Any] = {
+            "batch_size": batch,
+            "augmentation": augmentation,
+            "optimizer": optimizer,
+        }
         task = make_task(data, clients=1, partition=everyone, model=model, training=training)
         schedule = Schedule(TIMED, 1.0, evaluate_every=TIMED)
         result = run("fedavg", task, schedule=schedule, engine="rows", quiet=True)
@@ -116,11 +138,15 @@ def _timed(model: str, spec: DataSpec, batch: int, augmentation: str, optimizer:
 
 @cache
 def _facts(name: str) -> DataFacts:
-    """Return shape and sizes of the data: of the papers' sets from the table of facts, of any different data from themselves."""
+    """Return shape and sizes of the data: of the papers' sets from the table of facts, of any
+    different data from themselves.
+    """
     data_facts, call = facts().get(data_of(name)), parse(name)
     if data_facts is None:
         data = make_dataset(name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))
     total = data_facts.train + data_facts.test
     share = min(1.0, int(call.named["samples"]) / total) if call.name == "part" else 1.0
-    return replace(data_facts, train=round(data_facts.train * share), test=round(data_facts.test * share))
+    return replace(
+        data_facts, train=round(data_facts.train * share), test=round(data_facts.test * share)
+    )

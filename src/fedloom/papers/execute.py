@@ -22,7 +22,8 @@ from fedloom.state.files import write_text
 def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
     """Read the data and set up a method in every setting, before the first round of any run.
 
-    Raises `InvalidValue`, in one line, that says which data are missing, where to put them and which option to give.
+    Raises `InvalidValue`, in one line, that says which data are missing, where to put them and
+    which option to give.
     """
     tasks = Tasks()
     for job in {job.name.setting: job for job in plan.waiting(fresh)}.values():
@@ -31,7 +32,11 @@ def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
         except InvalidValue as error:
             name = data_of(job.configuration.data.name)
             missing = name in facts() and not at_hand(name, plan.options.folders.get(family(name)))
-            remedy = f"; here: --data {family(name)}=FOLDER, or choose other --columns" if missing else ""
+            remedy = (
+                f"; here: --data {family(name)}=FOLDER, or choose other --columns"
+                if missing
+                else ""
+            )
             raise InvalidValue(f"{error}{remedy}") from None
     return tasks
 
@@ -45,7 +50,10 @@ def lines(
         jobs, baseline = plan.jobs_of(cell), plan.jobs_of(cell.baseline) if cell.baseline else []
         needed = list(dict.fromkeys(job.name for job in (*jobs, *baseline)))
         reason = next((failed[name] for name in needed if name in failed), "")
-        runs, base = ([summaries[job.name] for job in group if job.name in summaries] for group in (jobs, baseline))
+        runs, base = (
+            [summaries[job.name] for job in group if job.name in summaries]
+            for group in (jobs, baseline)
+        )
         finished = sum(name in summaries for name in needed)
         short = (f"{finished} of {len(needed)} runs",) if finished < len(needed) else ()
         left_out = (*plan.partial[cell.setting.key], *short)
@@ -71,25 +79,31 @@ def notes(plan: ReproducePlan) -> list[str]:
 
 
 def write(
-    plan: ReproducePlan, table: list[CellResult], summaries: Mapping[RunName, RunSummary], command: str
+    plan: ReproducePlan,
+    table: list[CellResult],
+    summaries: Mapping[RunName, RunSummary],
+    command: str,
 ) -> list[Path]:
     """Write `cells.csv`, the record `cells.json` and, where there are runs, `report.html`.
 
-    `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last that of the page that a
-    reader opens first.
+    `comparison.json` lists the runs, for other commands that take a folder. Return the paths, last
+    that of the page that a reader opens first.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     runs = _labelled(plan, summaries)
     computed_with = runs[0].environment if runs else environment()
     texts = {
         "cells.csv": to_csv(plan.exhibit.id, table),
-        "cells.json": ExhibitRecord(plan.exhibit.id, command, today(), computed_with, tuple(table)).to_json(),
+        "cells.json": ExhibitRecord(
+            plan.exhibit.id, command, today(), computed_with, tuple(table)
+        ).to_json(),
     }
     for name, text in texts.items():
         write_text(plan.folder / name, text)
     jobs = [job for job in plan.jobs if job.name in summaries]
     listed = [
-        {**job.name._asdict(), "setting": {"column": job.name.setting}, "directory": str(job.path)} for job in jobs
+        {**job.name._asdict(), "setting": {"column": job.name.setting}, "directory": str(job.path)}
+        for job in jobs
     ]
     write_json(plan.folder / "comparison.json", {"runs": listed})
     paths = [plan.folder / name for name in (*texts, *(["report.html"] if runs else []))]
@@ -98,8 +112,16 @@ def write(
         left_out = f" ({'; '.join(plan.reasons)})" if plan.reasons else ""
         # The page begins with the section that has the figure; for tables with the usual one.
         classes = any(cell.measure.kind == "classes" for cell in plan.cells)
-        opening = "clients" if classes else "recorded" if any(cell.setting.record for cell in plan.cells) else ""
-        page = render(title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells))
+        opening = (
+            "clients"
+            if classes
+            else "recorded"
+            if any(cell.setting.record for cell in plan.cells)
+            else ""
+        )
+        page = render(
+            title(plan) + left_out, runs, targets, command, opening=opening, by=judged(plan.cells)
+        )
         write_page(paths[-1], page)
     return paths
 
@@ -109,6 +131,10 @@ def _labelled(plan: ReproducePlan, summaries: Mapping[RunName, RunSummary]) -> l
     baselines = [cell.baseline for cell in plan.cells if cell.baseline]
     several = len({cell.setting.name for cell in plan.cells}) > 1
     labels = {
-        run.key: f"{run.row}, {run.setting.name}" if several else run.row for run in (*baselines, *reversed(plan.cells))
+        run.key: f"{run.row}, {run.setting.name}" if several else run.row
+        for run in (*baselines, *reversed(plan.cells))
     }
-    return [replace(summary, algorithm=labels[name.setting, name.algorithm]) for name, summary in summaries.items()]
+    return [
+        replace(summary, algorithm=labels[name.setting, name.algorithm])
+        for name, summary in summaries.items()
+    ]

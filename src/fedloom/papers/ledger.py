@@ -1,7 +1,8 @@
 """The state of reproduction of the papers' tables and figures, from records of `fedloom reproduce`.
 
-A record, a JSON file, holds the cells of one table or figure as one command measured them, departures from the protocol, the
-versions and the machine. `reasons.toml` beside the records says, by name or pattern, why a table or figure was not reproduced.
+A record, a JSON file, holds the cells of one table or figure as one command measured them,
+departures from the protocol, the versions and the machine. `reasons.toml` beside the records says,
+by name or pattern, why a table or figure was not reproduced.
 """
 
 import datetime
@@ -39,8 +40,9 @@ _HEADS = ("table or figure", "shows", "state", "cells", "within 2 std", "order",
 
 @dataclass(frozen=True)
 class ExhibitRecord:
-    """The cells of a table or figure that one command measured; `source` names the page that they were transcribed from, if
-    they were."""
+    """The cells of a table or figure that one command measured; `source` names the page that they
+    were transcribed from, if they were.
+    """
 
     exhibit: str
     command: str
@@ -50,14 +52,27 @@ class ExhibitRecord:
     source: str = ""
 
     def to_json(self) -> str:
-        """Return the contents of the record's file. Folders of this machine are left out of the command."""
+        """Return the contents of the record's file. Folders of this machine are left out of the
+        command.
+        """
         cells = []
         for line in (line for line in self.results if line.result is not None):
-            figures = {name: value for name, value in vars(line.result).items() if value is not None}
-            cells.append({"row": line.cell.row, "column": line.cell.column, **figures, "left_out": line.left_out})
+            figures = {
+                name: value for name, value in vars(line.result).items() if value is not None
+            }
+            cells.append(
+                {
+                    "row": line.cell.row,
+                    "column": line.cell.column,
+                    **figures,
+                    "left_out": line.left_out,
+                }
+            )
         words = shlex.split(self.command)
         anywhere = [
-            re.sub(r"^(\w+=)?.*", r"\1FOLDER", word) if option in ("--data", "--directory") else word
+            re.sub(r"^(\w+=)?.*", r"\1FOLDER", word)
+            if option in ("--data", "--directory")
+            else word
             for option, word in zip(("", *words), words, strict=False)
         ]
         fields = {name: value for name, value in vars(self).items() if name != "results"}
@@ -65,7 +80,9 @@ class ExhibitRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ExhibitRecord":
-        """Return the record in a file; raises `InvalidValue` for another file, or a cell that the table does not have."""
+        """Return the record in a file; raises `InvalidValue` for another file, or a cell that the
+        table does not have.
+        """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
             cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
@@ -107,10 +124,18 @@ class LedgerEntry:
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Pairs in the paper's order and all pairs: methods of a record's column that are printed with different numbers."""
+        """Pairs in the paper's order and all pairs: methods of a record's column that are printed
+        with different numbers.
+        """
         in_order = []
-        for a, b in (pair for record in self.records for pair in itertools.combinations(record.results, 2)):
-            if (a.cell.column, a.cell.measure) == (b.cell.column, b.cell.measure) and a.cell.printed and b.cell.printed:
+        for a, b in (
+            pair for record in self.records for pair in itertools.combinations(record.results, 2)
+        ):
+            if (
+                (a.cell.column, a.cell.measure) == (b.cell.column, b.cell.measure)
+                and a.cell.printed
+                and b.cell.printed
+            ):
                 printed = _value(a.cell.printed) - _value(b.cell.printed)
                 if printed != 0 and not math.isnan(printed):
                     in_order.append((_value(a.result) - _value(b.result)) * printed > 0)
@@ -132,7 +157,9 @@ class LedgerEntry:
 
 
 def ledger(folder: Path) -> list[LedgerEntry]:
-    """Return every table and figure with its records in `folder`, paper by paper. Raises as `ExhibitRecord.read`."""
+    """Return every table and figure with its records in `folder`, paper by paper. Raises as
+    `ExhibitRecord.read`.
+    """
     reasons = tomllib.loads((folder / "reasons.toml").read_text(encoding="utf-8"))
     records = [ExhibitRecord.read(path) for path in sorted(folder.glob("*.json"))]
     return [
@@ -180,30 +207,48 @@ def _overview(entry: LedgerEntry) -> list[str]:
 
 def _details(record: ExhibitRecord) -> str:
     computed = record.environment
-    versions = ", ".join(f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed)
+    versions = ", ".join(
+        f"{name} {computed[name]}" for name in ("fedloom", "python", "torch") if name in computed
+    )
     machine = f"{computed.get('processor') or computed.get('machine', '')}, {computed.get('processors', '?')} cores"
     source = f"; transcribed from {record.source}" if record.source else ""
     lines = []
     for line in record.results:
         method, printed, here, _, in_std, _ = cells_of(line)
-        setting, protocol = f"{line.cell.column}, {line.cell.measure.unit}", "; ".join(line.left_out) or "followed"
+        setting, protocol = (
+            f"{line.cell.column}, {line.cell.measure.unit}",
+            "; ".join(line.left_out) or "followed",
+        )
         lines.append(list(map(escape_markdown, (setting, method, printed, here, in_std, protocol))))
-    table = markdown_table(("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5))
+    table = markdown_table(
+        ("setting", "method", "paper", "here", "in std", "protocol"), lines, texts=(0, 1, 5)
+    )
     return f"`{record.command}` ({record.date}; {versions}; {machine}{source})\n\n{table}"
 
 
 def _complete(line: CellResult) -> bool:
-    """Return True if the whole protocol was followed, as far as it can change the value: rounds after a target that every run
-    reached cannot."""
+    """Return True if the whole protocol was followed, as far as it can change the value: rounds
+    after a target that every run reached cannot.
+    """
     measure = line.cell.measure
-    reached = measure.target is not None and line.result is not None and line.result.mean is not None
-    return measure.kind == "weights" or all(reached and text.endswith(" rounds") for text in line.left_out)
+    reached = (
+        measure.target is not None and line.result is not None and line.result.mean is not None
+    )
+    return measure.kind == "weights" or all(
+        reached and text.endswith(" rounds") for text in line.left_out
+    )
 
 
 def _within(line: CellResult) -> bool:
-    """Return True if the value is at most two standard deviations from the print, or equal where no deviation is known."""
+    """Return True if the value is at most two standard deviations from the print, or equal where no
+    deviation is known.
+    """
     by = deviations(line.result, line.cell.printed)
-    return math.isclose(_value(line.result), _value(line.cell.printed), rel_tol=1e-6) if by is None else abs(by) <= 2
+    return (
+        math.isclose(_value(line.result), _value(line.cell.printed), rel_tol=1e-6)
+        if by is None
+        else abs(by) <= 2
+    )
 
 
 def _value(figure: Measured | Printed | None) -> float:

@@ -19,16 +19,19 @@ from fedloom.report.summary import RunSummary
 from fedloom.task import make_dataset
 
 LAST = 10
-"""Evaluations at the end of a run; their spread is what the FedMR papers' standard deviation is taken for."""
+"""Evaluations at the end of a run; their spread is what the FedMR papers' standard deviation is
+taken for.
+"""
 
 Runs = Sequence[RunSummary]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value over the runs of a cell: `mean` is None where a target was not reached by every run (`reached` of `runs` did);
-    `std` is None with one value; `rounds` is the length of the runs. `best` is, beside a target, the best accuracy of any
-    run, %."""
+    """A value over the runs of a cell: `mean` is None where a target was not reached by every run
+    (`reached` of `runs` did); `std` is None with one value; `rounds` is the length of the runs.
+    `best` is, beside a target, the best accuracy of any run, %.
+    """
 
     mean: float | None = None
     std: float | None = None
@@ -39,7 +42,8 @@ class Measured:
 
 
 def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
-    """Return the cell's value over its `runs`, a seed each; `base` are those of its baseline, where it has one.
+    """Return the cell's value over its `runs`, a seed each; `base` are those of its baseline, where
+    it has one.
 
     None when there is no run, or no figure of the kind in them.
     """
@@ -56,24 +60,41 @@ def measured(cell: PaperCell, runs: Runs, base: Runs = ()) -> Measured | None:
     reached = [value for run in runs if (value := _value(cell, run, by_seed)) is not None]
     if not reached and cell.measure.target is None:
         return None
-    shares = [share for run in runs if kind == "rounds" and (share := figures.best(run)) is not None]
+    shares = [
+        share for run in runs if kind == "rounds" and (share := figures.best(run)) is not None
+    ]
     counts = (len(runs), len(reached), rounds, 100 * max(shares) if shares else None)
     if cell.measure.target is not None and len(reached) < len(runs):
         return Measured(None, None, *counts)
-    return Measured(statistics.fmean(reached), statistics.stdev(reached) if reached[1:] else None, *counts)
+    return Measured(
+        statistics.fmean(reached), statistics.stdev(reached) if reached[1:] else None, *counts
+    )
 
 
 def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> float | None:
     """Return the value of one run; None where it has none, or has not reached its target."""
-    kind, target, baseline = cell.measure.kind, (cell.measure.target or 0.0) / 100, base.get(run.seed)
+    kind, target, baseline = (
+        cell.measure.kind,
+        (cell.measure.target or 0.0) / 100,
+        base.get(run.seed),
+    )
     match kind:
         case "rounds":
-            return crossing(run, target) if cell.measure.interpolated else figures.rounds_to(run, target)
+            return (
+                crossing(run, target)
+                if cell.measure.interpolated
+                else figures.rounds_to(run, target)
+            )
         case "speedup":
-            theirs, ours = (figures.rounds_to(summary, target) if summary else None for summary in (baseline, run))
+            theirs, ours = (
+                figures.rounds_to(summary, target) if summary else None
+                for summary in (baseline, run)
+            )
             return theirs / ours if theirs and ours else None
         case "improvement":
-            reference, best = (_best_personal(summary) if summary else None for summary in (baseline, run))
+            reference, best = (
+                _best_personal(summary) if summary else None for summary in (baseline, run)
+            )
             return None if best is None or reference is None else 100 * best - 100 * reference
         case "minutes":
             return _minutes(run)
@@ -92,8 +113,12 @@ def _value(cell: PaperCell, run: RunSummary, base: Mapping[int, RunSummary]) -> 
 
 
 def judged(cells: Sequence[PaperCell]) -> Criterion | None:
-    """Return the criterion of the first of the cells whose measure is an accuracy; None without such a cell."""
-    return next((CRITERIA[cell.measure.kind] for cell in cells if cell.measure.kind in CRITERIA), None)
+    """Return the criterion of the first of the cells whose measure is an accuracy; None without
+    such a cell.
+    """
+    return next(
+        (CRITERIA[cell.measure.kind] for cell in cells if cell.measure.kind in CRITERIA), None
+    )
 
 
 def difference(result: Measured | None, printed: Printed | None) -> float | None:
@@ -103,7 +128,9 @@ def difference(result: Measured | None, printed: Printed | None) -> float | None
 
 
 def deviations(result: Measured | None, printed: Printed | None) -> float | None:
-    """Return the difference in standard deviations, d / sqrt(s_printed^2 + s_measured^2); None where there is neither of them."""
+    """Return the difference in standard deviations, d / sqrt(s_printed^2 + s_measured^2); None
+    where there is neither of them.
+    """
     by = difference(result, printed)
     if by is None or result is None or printed is None:
         return None
@@ -112,18 +139,24 @@ def deviations(result: Measured | None, printed: Printed | None) -> float | None
 
 
 def _end(runs: Runs, rounds: int) -> Measured | None:
-    """Return the mean over runs of the mean of the last evaluations, with the deviation within a run: sqrt(mean_r s_r^2)."""
+    """Return the mean over runs of the mean of the last evaluations, with the deviation within a
+    run: sqrt(mean_r s_r^2).
+    """
     ends = [[100 * value for value in figures.accuracies(run)[-LAST:]] for run in runs]
     if not all(ends):
         return None
     within = [statistics.variance(values) for values in ends if len(values) > 1]
     std = math.sqrt(statistics.fmean(within)) if within else None
-    return Measured(statistics.fmean(map(statistics.fmean, ends)), std, len(runs), len(runs), rounds)
+    return Measured(
+        statistics.fmean(map(statistics.fmean, ends)), std, len(runs), len(runs), rounds
+    )
 
 
 def crossing(run: RunSummary, target: float) -> float | None:
-    """Return the round at which the best accuracy so far, drawn with straight lines between evaluations, crosses `target`; None
-    if it never does. The line to the first evaluation begins at round 0 and accuracy 0."""
+    """Return the round at which the best accuracy so far, drawn with straight lines between
+    evaluations, crosses `target`; None if it never does. The line to the first evaluation begins at
+    round 0 and accuracy 0.
+    """
     highest, last_round = 0.0, 0
     for number, accuracy in figures.by_round(run, run.metric.name).items():
         if accuracy >= target:
@@ -137,13 +170,21 @@ def _best_personal(run: RunSummary) -> float | None:
 
 
 def _best_joining(run: RunSummary) -> float | None:
-    """Return the best accuracy of any round over the clients that train in the round which the evaluated models begin."""
+    """Return the best accuracy of any round over the clients that train in the round which the
+    evaluated models begin.
+    """
     joining = {int(record["round"]): set(record["clients"]) for record in run.records}
     means = []
     for line in run.clients:
         table, clients = line.get("personal"), joining.get(int(line["round"]) + 1, set())
-        lines = [] if table is None else zip(table["clients"], table["samples"], table["accuracy"], strict=True)
-        if counted := [(samples, accuracy) for client, samples, accuracy in lines if client in clients]:
+        lines = (
+            []
+            if table is None
+            else zip(table["clients"], table["samples"], table["accuracy"], strict=True)
+        )
+        if counted := [
+            (samples, accuracy) for client, samples, accuracy in lines if client in clients
+        ]:
             means.append(sum(s * a for s, a in counted) / sum(s for s, _ in counted))
     return max(means, default=None)
 
@@ -167,14 +208,19 @@ def _total(run: RunSummary) -> float | None:
 def _models(run: RunSummary, cell: PaperCell) -> float:
     record, name = run.records[-1], str(run.configuration["data"]["name"])
     data = parse(cell.setting.data).name
-    spec = facts()[data].spec if name.startswith(("part", data)) else make_dataset(name).spec  # a stand-in may differ
-    sent = (record["bytes_down"] + record["bytes_up"]) / (4 * _sizes(str(run.configuration["model"]), spec)[0])
+    # a stand-in may differ
+    spec = facts()[data].spec if name.startswith(("part", data)) else make_dataset(name).spec
+    sent = (record["bytes_down"] + record["bytes_up"]) / (
+        4 * _sizes(str(run.configuration["model"]), spec)[0]
+    )
     return float(sent / len(record["clients"]) if cell.measure.a_client else sent)
 
 
 @cache
 def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
-    """Return the size of a model, buffers included, and of the trainable part of each of its blocks, from bottom to top."""
+    """Return the size of a model, buffers included, and of the trainable part of each of its
+    blocks, from bottom to top.
+    """
     module = build_model(model, spec, 0)
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     blocks = tuple(sum(sizes[name] for name in names) for names in block_parameters(module))

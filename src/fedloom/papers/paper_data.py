@@ -13,7 +13,9 @@ from fedloom.data.sets.origin import candidates
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about a data set for which it need not be read (`datasets.toml`); generated data have no files."""
+    """Facts about a data set for which it need not be read (`datasets.toml`); generated data have
+    no files.
+    """
 
     label: str
     spec: DataSpec
@@ -29,7 +31,9 @@ def facts() -> dict[str, DataFacts]:
     text = (package_files("fedloom.papers") / "datasets.toml").read_text(encoding="utf-8")
     by_name = {}
     for name, table in tomllib.loads(text).items():
-        spec = DataSpec(tuple(table.pop("shape")), table.pop("classes"), table.pop("vocabulary", None))
+        spec = DataSpec(
+            tuple(table.pop("shape")), table.pop("classes"), table.pop("vocabulary", None)
+        )
         by_name[name] = DataFacts(spec=spec, **table)
     return by_name
 
@@ -41,7 +45,9 @@ def data_of(expression: str) -> str:
 
 
 def family(name: str) -> str:
-    """Return the name of the data's folder in options: CIFAR-100's two sets of labels share their files."""
+    """Return the name of the data's folder in options: CIFAR-100's two sets of labels share their
+    files.
+    """
     return name.removesuffix("_coarse")
 
 
@@ -51,10 +57,16 @@ def families() -> list[str]:
 
 
 def at_hand(name: str, folder: str | None = None) -> bool:
-    """Return True if the data set needs no file, or one of its files lies in `folder` or FEDLOOM_DATA.
+    """Return True if the data set needs no file, or one of its files lies in `folder` or
+    FEDLOOM_DATA.
 
     Only reading the files tells if they are complete.
     """
     data = facts()[name]
-    paths = (path for base in candidates(data.folders, folder) for pattern in data.files for path in base.glob(pattern))
+    paths = (
+        path
+        for base in candidates(data.folders, folder)
+        for pattern in data.files
+        for path in base.glob(pattern)
+    )
     return not data.files or any(paths)

@@ -1,8 +1,10 @@
-"""A paper's protocols, methods, tables and figures, as one TOML file holds them, such as `fedmr.toml`.
+"""A paper's protocols, methods, tables and figures, as one TOML file holds them, such as
+`fedmr.toml`.
 
-A value of a table or figure is described by words, such as `dataset = "mnist"`, `heterogeneity = "dir:0.1"` and
-`method = "FedAvg"`: those of a printed number (numbers.json), or of a combination in a figure (`over`). From them follow its
-experiment, its method and its `measure`, which is a word as well. The parts of a file:
+A value of a table or figure is described by words, such as `dataset = "mnist"`, `heterogeneity =
+"dir:0.1"` and `method = "FedAvg"`: those of a printed number (numbers.json), or of a combination in
+a figure (`over`). From them follow its experiment, its method and its `measure`, which is a word as
+well. The parts of a file:
 
 `[papers]`      the versions of the paper: the prefix of their tables' and figures' names, and their titles.
 `[defaults]`    default words.
@@ -63,7 +65,9 @@ class Paper:
         ]
 
     def setting(self, **words: Any) -> Setting:
-        """Return the experiment that words describe, such as `dataset="cifar100", heterogeneity="dir:0.1", clients=50`."""
+        """Return the experiment that words describe, such as `dataset="cifar100",
+        heterogeneity="dir:0.1", clients=50`.
+        """
         return self._described(words)[1].setting
 
     def algorithm(self, method: str, **words: Any) -> str:
@@ -74,10 +78,17 @@ class Paper:
         combinations: list[Toml] = []
         if "numbers" in exhibit:
             combinations = printed(*f"{version}/{exhibit['numbers']}".split("/")[-2:])
-        methods = exhibit.get("methods") or self.contents.get("methods_of", {}).get(version) or self.methods
+        methods = (
+            exhibit.get("methods")
+            or self.contents.get("methods_of", {}).get(version)
+            or self.methods
+        )
         for block in _listed(exhibit.get("over", [])):
             axes = {**block, "method": block.get("method", list(methods))}  # the innermost
-            combinations += [dict(zip(axes, values, strict=True)) for values in product(*map(_listed, axes.values()))]
+            combinations += [
+                dict(zip(axes, values, strict=True))
+                for values in product(*map(_listed, axes.values()))
+            ]
         cells: dict[tuple[str, str], PaperCell] = {}
         for template, words in product(exhibit.get("cells", [{}]), combinations):
             cell = self._cell(template, words, exhibit, combinations)
@@ -86,16 +97,24 @@ class Paper:
         return list(cells.values())
 
     def _described(self, words: Toml, exhibit: Toml | None = None) -> tuple[Toml, PaperRun]:
-        """Return all words of a value in a table or figure, or in the whole paper, and its run, which follows from them."""
+        """Return all words of a value in a table or figure, or in the whole paper, and its run,
+        which follows from them.
+        """
         paper, exhibit = self.contents, exhibit or {}
         words = {"method": "", **paper.get("defaults", {}), **exhibit.get("words", {}), **words}
-        values = [table[str(words[word])] for word, table in paper["words"].items() if words.get(word) is not None]
+        values = [
+            table[str(words[word])]
+            for word, table in paper["words"].items()
+            if words.get(word) is not None
+        ]
         rules = [
             rule
             for rule in (*paper.get("where", ()), *exhibit.get("where", ()))
             if all(words.get(word) in _listed(allowed) for word, allowed in rule["when"].items())
         ]
-        as_printed = {name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None}
+        as_printed = {
+            name: words[name] for name in paper.get("as_printed", ()) if words.get(name) is not None
+        }
         fields = {**paper["setting"], **as_printed}
         methods, method = {**self.methods}, words["method"]
         name = " ".join(value["label"] for value in values if "label" in value)
@@ -109,8 +128,12 @@ class Paper:
         setting = Setting(next(iter(self.titles)), name, **fields, only=only)
         return described, PaperRun(method, setting, methods.get(method, ""))
 
-    def _cell(self, template: Toml, words: Toml, exhibit: Toml, combinations: Sequence[Toml]) -> PaperCell | None:
-        """Return the cell of a template for one of the combinations; None where there is none, as for a method and itself."""
+    def _cell(
+        self, template: Toml, words: Toml, exhibit: Toml, combinations: Sequence[Toml]
+    ) -> PaperCell | None:
+        """Return the cell of a template for one of the combinations; None where there is none, as
+        for a method and itself.
+        """
         described, run = self._described(words, exhibit)
         baseline = template.get("baseline", "").format(**described)
         if described.get(template.get("needs", "method")) is None or baseline == run.row:
@@ -132,8 +155,12 @@ class Paper:
                 template.get("a_client", False),
                 template.get("interpolated", False),
             ),
-            printed=None if value == "" else Printed(value, described.get("std") if word == "mean" else None),
-            baseline=self._described({**words, "method": baseline}, exhibit)[1] if baseline else None,
+            printed=None
+            if value == ""
+            else Printed(value, described.get("std") if word == "mean" else None),
+            baseline=self._described({**words, "method": baseline}, exhibit)[1]
+            if baseline
+            else None,
         )
 
 
@@ -142,7 +169,9 @@ def paper(name: str) -> Paper:
     """Return the paper of a file, such as `fedmr`. Raises `UnknownName` for an unknown paper."""
     if name not in FILES:
         raise UnknownName("paper", name, FILES)
-    return Paper(tomllib.loads((files("fedloom.papers") / f"{name}.toml").read_text(encoding="utf-8")))
+    return Paper(
+        tomllib.loads((files("fedloom.papers") / f"{name}.toml").read_text(encoding="utf-8"))
+    )
 
 
 def titles() -> dict[str, str]:
@@ -162,13 +191,17 @@ def not_run() -> dict[str, str]:
 
 
 def exhibit(name: str) -> Exhibit:
-    """Return the table or figure called `fedumf.table-a2`. Raises `InvalidValue` for one with nothing to run, or unknown."""
+    """Return the table or figure called `fedumf.table-a2`. Raises `InvalidValue` for one with
+    nothing to run, or unknown.
+    """
     entries, nothing = exhibits(), not_run()
     if name in nothing:
         raise InvalidValue(f"{name} is {nothing[name]}: nothing to run")
     if name not in entries:
         near = suggestion(name, [*entries, *titles()])
-        raise InvalidValue(f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(entries)})")
+        raise InvalidValue(
+            f"no table or figure is called {name!r}{near} (fedloom reproduce lists all {len(entries)})"
+        )
     return entries[name]
 
 
@@ -178,9 +211,12 @@ def _numbers() -> tuple[Toml, ...]:
 
 
 def printed(version: str, table: str) -> list[Toml]:
-    """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset, heterogeneity, method and so on, with
-    the figures."""
-    return [number for number in _numbers() if number["paper"] == version and number["table"] == table]
+    """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset,
+    heterogeneity, method and so on, with the figures.
+    """
+    return [
+        number for number in _numbers() if number["paper"] == version and number["table"] == table
+    ]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -188,5 +224,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _merged(table: Toml, changes: Toml) -> dict[str, Any]:
-    inside = {key: _merged(table[key], value) for key, value in changes.items() if isinstance(table.get(key), dict)}
+    inside = {
+        key: _merged(table[key], value)
+        for key, value in changes.items()
+        if isinstance(table.get(key), dict)
+    }
     return {**table, **changes, **inside}

@@ -1,4 +1,6 @@
-"""The options of a reproduction (the cells, and departures from the protocol), and the runs that it takes."""
+"""The options of a reproduction (the cells, and departures from the protocol), and the runs that it
+takes.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,8 +29,10 @@ _OPTIONS = ("name", "directory", "algorithm", "algorithms", "seed", "seeds", "ro
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """A user's options: `rows` and `columns` choose cells (all where empty), `rounds` is the most that a run has, `samples` the
-    number of a data set's samples that are used; `folders` are those of the data by name, `changes` are `key=value`."""
+    """A user's options: `rows` and `columns` choose cells (all where empty), `rounds` is the most
+    that a run has, `samples` the number of a data set's samples that are used; `folders` are those
+    of the data by name, `changes` are `key=value`.
+    """
 
     rows: Sequence[str] = ()
     columns: Sequence[str] = ()
@@ -46,13 +50,16 @@ class ReproduceOptions:
         for change in self.changes:
             key = change.partition("=")[0].strip()
             if key in _OPTIONS:
-                raise InvalidValue(f"{key} is not set here: the options of fedloom reproduce say so (--help)")
+                raise InvalidValue(
+                    f"{key} is not set here: the options of fedloom reproduce say so (--help)"
+                )
 
 
 @dataclass(frozen=True)
 class ReproducePlan:
-    """The chosen cells with the runs that fill them, and the configuration of each setting and its departures from the protocol
-    (`partial`), by the setting's name."""
+    """The chosen cells with the runs that fill them, and the configuration of each setting and its
+    departures from the protocol (`partial`), by the setting's name.
+    """
 
     exhibit: Exhibit
     options: ReproduceOptions
@@ -70,7 +77,9 @@ class ReproducePlan:
     @property
     def reasons(self) -> list[str]:
         """Everything that is left out, in any cell."""
-        return list(dict.fromkeys(reason for reasons in self.partial.values() for reason in reasons))
+        return list(
+            dict.fromkeys(reason for reasons in self.partial.values() for reason in reasons)
+        )
 
     @property
     def folder(self) -> Path:
@@ -87,19 +96,25 @@ class ReproducePlan:
 
 
 def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
-    """Return the runs for a table or figure. Raises `InvalidValue`, in one line, for unknown rows or columns, or bad values."""
+    """Return the runs for a table or figure. Raises `InvalidValue`, in one line, for unknown rows
+    or columns, or bad values.
+    """
     rows = _matching("row", options.rows, [cell.row for cell in exhibit.cells])
     columns = _matching("column", options.columns, [cell.column for cell in exhibit.cells])
     cells = [cell for cell in exhibit.cells if cell.row in rows and cell.column in columns]
     if not cells:
-        raise InvalidValue(f"{exhibit.id} has no cell in both the rows and the columns that were given")
+        raise InvalidValue(
+            f"{exhibit.id} has no cell in both the rows and the columns that were given"
+        )
     configurations: dict[str, Configuration] = {}
     partial: dict[str, tuple[str, ...]] = {}
     runs = [run for cell in cells for run in (cell.baseline, cell) if run is not None]
     for run in runs:
         if run.key[0] not in configurations:
             configurations[run.key[0]], partial[run.key[0]] = _configured(run.setting, options)
-    counted = [run.key for run in runs if not isinstance(run, PaperCell) or run.measure.kind != "weights"]
+    counted = [
+        run.key for run in runs if not isinstance(run, PaperCell) or run.measure.kind != "weights"
+    ]
     jobs = [
         RunJob(configured, RunName(method, seed, key), run_directory(configured, method, seed).path)
         for key, configured in configurations.items()
@@ -110,31 +125,49 @@ def plan(exhibit: Exhibit, options: ReproduceOptions) -> ReproducePlan:
 
 
 def _matching(kind: str, texts: Sequence[str], labels: Sequence[str]) -> set[str]:
-    """Return the labels that any of the texts matches; a text without a match may be several with commas between them."""
+    """Return the labels that any of the texts matches; a text without a match may be several with
+    commas between them.
+    """
     unique = list(dict.fromkeys(labels))
-    words = [word for text in texts for word in ([text] if _hits(text, unique) else text.split(","))]
+    words = [
+        word for text in texts for word in ([text] if _hits(text, unique) else text.split(","))
+    ]
     for word in words:
         if not _hits(word, unique):
-            near = suggestion(word, [*unique, *(name for label in unique for name in label.split())])
-            raise InvalidValue(f"no {kind} has {word!r} in its name{near} (there is {', '.join(unique[:12])})")
+            near = suggestion(
+                word, [*unique, *(name for label in unique for name in label.split())]
+            )
+            raise InvalidValue(
+                f"no {kind} has {word!r} in its name{near} (there is {', '.join(unique[:12])})"
+            )
     return set[str]().union(*(_hits(word, unique) for word in words)) or set(unique)
 
 
 def _hits(text: str, labels: Sequence[str]) -> set[str]:
-    """Return the labels that are this text; or else those that have all of its words; or else those that contain it."""
+    """Return the labels that are this text; or else those that have all of its words; or else those
+    that contain it.
+    """
     small = text.casefold().strip()
     equal = {label for label in labels if label.casefold() == small}
-    words = {label for label in labels if small.split() and set(small.split()) <= set(label.casefold().split())}
+    words = {
+        label
+        for label in labels
+        if small.split() and set(small.split()) <= set(label.casefold().split())
+    }
     inside = {label for label in labels if small and small in label.casefold()}
     return equal or words or inside
 
 
-def _configured(setting: Setting, options: ReproduceOptions) -> tuple[Configuration, tuple[str, ...]]:
+def _configured(
+    setting: Setting, options: ReproduceOptions
+) -> tuple[Configuration, tuple[str, ...]]:
     """Return the configuration of a setting and how it departs from the paper's."""
     rounds = setting.rounds if options.rounds is None else min(setting.rounds, options.rounds)
     seeds = options.seeds or setting.seeds
     departures = [f"{rounds} of {setting.rounds:,} rounds"] if rounds < setting.rounds else []
-    departures += [f"{len(seeds)} of {len(setting.seeds)} seeds"] if len(seeds) < len(setting.seeds) else []
+    departures += (
+        [f"{len(seeds)} of {len(setting.seeds)} seeds"] if len(seeds) < len(setting.seeds) else []
+    )
     table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)
     if folder := options.folders.get(family(name)):
         call = replace(call, named={**call.named, "folder": folder})
@@ -147,10 +180,14 @@ def _configured(setting: Setting, options: ReproduceOptions) -> tuple[Configurat
     table["data"]["name"] = str(call)
     for change in options.changes:
         put(table, change)
-    departures += [change for change in options.changes if change.partition("=")[0].strip() not in PLACES]
-    # Runs with fewer rounds, say, lie beside those of the whole protocol and are never taken for them; folders and numbers of
-    # workers make no different experiment.
+    departures += [
+        change for change in options.changes if change.partition("=")[0].strip() not in PLACES
+    ]
+    # Runs with fewer rounds, say, lie beside those of the whole protocol and are never taken for
+    # them; folders and numbers of workers make no different experiment.
     digest = digest_of_json({key: value for key, value in table.items() if key not in PLACES})[:8]
-    directory = options.directory / setting.paper / f"{slug(setting.key.lower().replace('%', ''))}-{digest}"
+    directory = (
+        options.directory / setting.paper / f"{slug(setting.key.lower().replace('%', ''))}-{digest}"
+    )
     table |= {"name": setting.paper, "directory": str(directory), "seeds": list(seeds)}
     return configuration(table), tuple(departures)

@@ -12,11 +12,12 @@ from fedloom.config.expression import parse
 class Setting:
     """A paper's experiment but for the method and the seed.
 
-    `data` is the data set's expression without a folder, `training` the keys of `[training]` that are not the defaults.
-    Evaluations take place every `evaluate_every` rounds, of the global model or, with `personal`, of the clients' own models
-    on the quarter of each client's data that is held out (FedALA; training and test part are merged before). `seeds` are the
-    runs of the protocol. `only` names the method that this setting is for, where a paper trains one method in another way
-    than the others in the same column.
+    `data` is the data set's expression without a folder, `training` the keys of `[training]` that
+    are not the defaults. Evaluations take place every `evaluate_every` rounds, of the global model
+    or, with `personal`, of the clients' own models on the quarter of each client's data that is
+    held out (FedALA; training and test part are merged before). `seeds` are the runs of the
+    protocol. `only` names the method that this setting is for, where a paper trains one method in
+    another way than the others in the same column.
     """
 
     paper: str
@@ -36,28 +37,39 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """The name that differs between the settings of one table: with the method that has a setting for itself."""
+        """The name that differs between the settings of one table: with the method that has a
+        setting for itself.
+        """
         return f"{self.name} ({self.only})" if self.only else self.name
 
     def table(self, rounds: int) -> dict[str, Any]:
-        """Return the configuration of this setting for so many rounds, without methods, seeds and folders.
+        """Return the configuration of this setting for so many rounds, without methods, seeds and
+        folders.
 
-        With so few rounds that fewer than ten evaluations would be left, evaluations come closer together: ten of them, or
-        one a round. So do recordings.
+        With so few rounds that fewer than ten evaluations would be left, evaluations come closer
+        together: ten of them, or one a round. So do recordings.
         """
         tenth = max(1, rounds // 10)
         every = min(self.evaluate_every, tenth)
-        data: dict[str, Any] = {"name": self.data, "clients": self.clients, "partition": self.partition}
+        data: dict[str, Any] = {
+            "name": self.data,
+            "clients": self.clients,
+            "partition": self.partition,
+        }
         if self.personal:
             data |= {"local_test": 0.25, "merge": True}
         return {
             "rounds": rounds,
             "participation": self.participation,
-            # A personal run's global model is scored at the end alone: the paper has no such figure.
+            # A personal run's global model is scored at the end alone: the paper has no such
+            # figure.
             "evaluate_every": rounds if self.personal else every,
             **({"personal_every": every} if self.personal else {}),
             "model": self.model,
-            "record": [re.sub(r"(?<=every=)\d+", lambda n: str(min(int(n[0]), tenth)), text) for text in self.record],
+            "record": [
+                re.sub(r"(?<=every=)\d+", lambda n: str(min(int(n[0]), tenth)), text)
+                for text in self.record
+            ],
             "data": data,
             "training": dict(self.training),
         }
@@ -104,7 +116,9 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Printed:
-    """A printed figure: `mean` is None where a target was never reached (`*`), `std` where it gives none."""
+    """A printed figure: `mean` is None where a target was never reached (`*`), `std` where it gives
+    none.
+    """
 
     mean: float | None
     std: float | None = None
@@ -126,8 +140,10 @@ class PaperRun:
 
 @dataclass(frozen=True)
 class PaperCell(PaperRun):
-    """One value of a table or figure: `column` is the setting with the target, if any; `printed` is None for a curve, of which
-    the paper prints no number. `baseline` is the run that is compared with, where the measure compares two."""
+    """One value of a table or figure: `column` is the setting with the target, if any; `printed` is
+    None for a curve, of which the paper prints no number. `baseline` is the run that is compared
+    with, where the measure compares two.
+    """
 
     column: str
     measure: Measure

@@ -18,7 +18,9 @@ HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell with its measured value; `left_out` names departures from the protocol, `failed` the reason of a failed run."""
+    """One cell with its measured value; `left_out` names departures from the protocol, `failed` the
+    reason of a failed run.
+    """
 
     cell: PaperCell
     result: Measured | None
@@ -32,18 +34,27 @@ class CellResult:
             return f"failed: {self.failed}"
         if self.result is None:
             return "not run"
-        return PARTIAL if self.left_out and self.cell.measure.kind != "weights" else "complete"  # weights are counted
+        # weights are counted
+        return PARTIAL if self.left_out and self.cell.measure.kind != "weights" else "complete"
 
 
 def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> Table:
     """Return a table for the terminal, a block a column of the paper; `notes` stand below."""
     caption = Text("\n".join(notes))
-    table = Table(title=Text(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=Text(title),
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     table.title_justify = table.caption_justify = "left"
     for name in HEADS:
         figures = name not in ("Method", "Status")  # words may break, figures may not
         least = len(PARTIAL) if name == "Status" else None
-        table.add_column(name, justify="right" if figures else "left", no_wrap=figures, min_width=least)
+        table.add_column(
+            name, justify="right" if figures else "left", no_wrap=figures, min_width=least
+        )
     blocks: dict[str, list[CellResult]] = {}
     for line in lines:
         blocks.setdefault(line.cell.column, []).append(line)
@@ -56,7 +67,9 @@ def to_table(title: str, lines: Sequence[CellResult], notes: Sequence[str]) -> T
 
 
 def to_csv(exhibit: str, lines: Sequence[CellResult]) -> str:
-    """Return CSV with plain numbers; empty where there is none. `*` is a target that was never reached."""
+    """Return CSV with plain numbers; empty where there is none. `*` is a target that was never
+    reached.
+    """
     return csv_text([_plain(exhibit, line) for line in lines], ["exhibit"])
 
 
@@ -73,7 +86,9 @@ def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
         "here_std": result and result.std,
         "difference": difference(result, printed),
         "in_std": deviations(result, printed),
-        **{name: result and getattr(result, name) for name in ("runs", "reached", "best", "rounds")},
+        **{
+            name: result and getattr(result, name) for name in ("runs", "reached", "best", "rounds")
+        },
         "protocol_rounds": cell.setting.rounds,
         "status": line.status,
         "left_out": "; ".join(line.left_out),
@@ -81,7 +96,9 @@ def _plain(exhibit: str, line: CellResult) -> dict[str, object]:
 
 
 def cells_of(line: CellResult) -> list[str]:
-    """Return method, printed and measured figure, difference, the same in standard deviations, and status."""
+    """Return method, printed and measured figure, difference, the same in standard deviations, and
+    status.
+    """
     measure, result = line.cell.measure, line.result
     by, deviating = difference(result, line.cell.printed), deviations(result, line.cell.printed)
     return [
@@ -89,20 +106,28 @@ def cells_of(line: CellResult) -> list[str]:
         printed_text(line.cell.printed, measure),
         "" if result is None else measured_text(result, measure),
         "" if by is None else f"{by:+{_digits(measure, by)}}",
-        "" if deviating is None else f"{deviating:+,.0f}" if abs(deviating) >= 100 else f"{deviating:+.1f}",
+        ""
+        if deviating is None
+        else f"{deviating:+,.0f}"
+        if abs(deviating) >= 100
+        else f"{deviating:+.1f}",
         line.status,
     ]
 
 
 def printed_text(printed: Printed | None, measure: Measure) -> str:
-    """Return `46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper prints no number."""
+    """Return `46.12 ± 2.35`, `*` for a target that was never reached, `curve` where the paper
+    prints no number.
+    """
     if printed is None:
         return "curve" if measure.unit == "%" else "–"
     return NEVER if printed.mean is None else _with_deviation(printed.mean, printed.std, measure)
 
 
 def measured_text(result: Measured, measure: Measure) -> str:
-    """Return the same of a measurement; where a run missed the target, also the rounds, the runs that reached it and the best."""
+    """Return the same of a measurement; where a run missed the target, also the rounds, the runs
+    that reached it and the best.
+    """
     if result.mean is None and measure.kind == "speedup":
         return NEVER
     if result.mean is None:

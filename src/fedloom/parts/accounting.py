@@ -1,4 +1,6 @@
-"""Epsilon of differential privacy after a number of releases with Gaussian noise, by Google's dp-accounting."""
+"""Epsilon of differential privacy after a number of releases with Gaussian noise, by Google's
+dp-accounting.
+"""
 
 import math
 from functools import cache
@@ -9,7 +11,9 @@ import numpy as np
 from fedloom.errors import FedloomError, InvalidValue, installing
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
-"""Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all orders holds."""
+"""Orders of Renyi divergence. Integer orders have a closed form; the smallest epsilon over all
+orders holds.
+"""
 
 LEAST_NOISE = 1e-100
 """Less noise counts as none: its square would be 0."""
@@ -17,7 +21,8 @@ LEAST_NOISE = 1e-100
 
 @cache
 def epsilon(noise: float, share: float, releases: int, delta: float, earlier: float = 0.0) -> float:
-    """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinite without noise.
+    """Return the epsilon of (epsilon, `delta`)-privacy for adding or removing one client; infinite
+    without noise.
 
     Args:
         noise: Standard deviation of the noise, in units of the most that one client adds to a sum.
@@ -36,27 +41,37 @@ def epsilon(noise: float, share: float, releases: int, delta: float, earlier: fl
     if releases and noise < LEAST_NOISE:
         return math.inf
     accountant = _library().rdp.rdp_privacy_accountant
-    divergences = earlier / 2 * np.array(ORDERS) + (releases * _divergences(noise, share) if releases else 0)
+    divergences = earlier / 2 * np.array(ORDERS) + (
+        releases * _divergences(noise, share) if releases else 0
+    )
     return float(accountant.compute_epsilon(ORDERS, divergences, delta)[0])
 
 
 @cache
 def noise_for(target: float, share: float, releases: int, delta: float) -> float:
-    """Return the smallest noise, to a ten-thousandth, at which `releases` cost at most `target`. Raise if none is enough."""
+    """Return the smallest noise, to a ten-thousandth, at which `releases` cost at most `target`.
+    Raise if none is enough.
+    """
     low, high = 0.0, 1.0
     while epsilon(high, share, releases, delta) > target:
         low, high = high, 2 * high
         if high > 1e6:
-            raise InvalidValue(f"target_epsilon={target:g} is out of reach in {releases} releases at delta={delta:g}")
+            raise InvalidValue(
+                f"target_epsilon={target:g} is out of reach in {releases} releases at delta={delta:g}"
+            )
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if epsilon(middle, share, releases, delta) > target else (low, middle)
+        low, high = (
+            (middle, high) if epsilon(middle, share, releases, delta) > target else (low, middle)
+        )
     return high
 
 
 @cache
 def _divergences(noise: float, share: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Renyi divergence of one release at each of `ORDERS`. The divergences of several releases add up."""
+    """Renyi divergence of one release at each of `ORDERS`. The divergences of several releases add
+    up.
+    """
     library = _library()
     event = library.PoissonSampledDpEvent(share, library.GaussianDpEvent(noise))
     return np.array(library.rdp.RdpAccountant(ORDERS).compose(event)._rdp)
@@ -67,5 +82,7 @@ def _library() -> Any:
         import dp_accounting
         import dp_accounting.rdp
     except ImportError:
-        raise FedloomError(f"privacy is accounted for by 'dp-accounting': {installing('privacy')}") from None
+        raise FedloomError(
+            f"privacy is accounted for by 'dp-accounting': {installing('privacy')}"
+        ) from None
     return dp_accounting

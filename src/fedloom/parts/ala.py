@@ -1,4 +1,6 @@
-"""ALA: a learned blend of the download and the own model, weight by weight; FedALA: ALA on FedAvg; FedAH: ALA on FedRep."""
+"""ALA: a learned blend of the download and the own model, weight by weight; FedALA: ALA on FedAvg;
+FedAH: ALA on FedRep.
+"""
 
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -33,28 +35,32 @@ class Blend(NamedTuple):
 
 @algorithms.register("ala")
 class Ala(Part):
-    """Adaptive local aggregation: the inner method starts from a learned blend of the download and the client's last model.
+    """Adaptive local aggregation: the inner method starts from a learned blend of the download and
+    the client's last model.
 
-    In the `p` highest blocks of what travels, start = old + (download - old) * W, elementwise; the lower ones are the
-    download. A client learns W with everything else held fixed: after every batch
-    W <- clip(W - rate * grad l(start) * (download - old), 0, 1). W persists. The first time, epochs are repeated until the
-    standard deviation of the last `window` epoch losses falls below `threshold` (more than `window`, at most `max_epochs`).
-    A client that has never trained takes the download. Proximal terms and the like of the inner method keep the download for
-    their centre. Refuses methods whose clients download several models; `umf`'s idle clients do not keep what they learn.
+    In the `p` highest blocks of what travels, start = old + (download - old) * W, elementwise; the
+    lower ones are the download. A client learns W with everything else held fixed: after every
+    batch W <- clip(W - rate * grad l(start) * (download - old), 0, 1). W persists. The first time,
+    epochs are repeated until the standard deviation of the last `window` epoch losses falls below
+    `threshold` (more than `window`, at most `max_epochs`). A client that has never trained takes
+    the download. Proximal terms and the like of the inner method keep the download for their
+    centre. Refuses methods whose clients download several models; `umf`'s idle clients do not keep
+    what they learn.
     Source: Zhang et al. 2023 (FedALA), algorithm 1, equations 3 to 5.
-    Use it when each client is served by a model of its own and the global model suits some clients badly.
+    Use it when each client is served by a model of its own and the global model suits some clients
+    badly.
 
     Args:
         p: Blocks that are blended, from the top (paper: 1).
-        percent: Share of a client's samples to learn W on, drawn afresh each round, in % (paper: 80).
+        percent: Share of a client's samples to learn W on, drawn afresh each round, in % (paper:
+            80).
         rate: Learning rate of W (paper: 1).
-        threshold: Largest standard deviation of losses that ends the first learning (authors: 0.01).
+        threshold: Largest standard deviation of losses that ends the first learning (authors:
+            0.01).
         window: Epochs of that standard deviation (authors: 10).
         max_epochs: Most epochs of the first learning.
         epochs: Epochs of W in later rounds.
         initial_weight: W before learning.
-        sampling: A `random` subset, or a contiguous `window` at a random offset (the authors' code).
-        epoch_loss: `mean` over batches, or the `last` batch's (the authors' code).
         start_round: First round with ALA.
     """
 
@@ -66,8 +72,6 @@ class Ala(Part):
     max_epochs: Count = 200
     epochs: Count = 1
     initial_weight: Probability = 1.0
-    sampling: Literal["random", "window"] = "random"
-    epoch_loss: Literal["mean", "last"] = "mean"
     start_round: Count = 1
 
     client_figures: ClassVar[tuple[str, ...]] = ("ala_epochs", "ala_loss")
@@ -80,8 +84,13 @@ class Ala(Part):
         blend = self.blend(cohort, inbox["model"], top, inner)
         reply = inner.train(cohort, started_from(blend.start, inbox))
         memory, uploads = cohort.memory, cohort.uploads
-        trained_before = memory.knows(_name("model", top))  # other clients had nothing to blend or to learn
-        memory.write(_name("model", top), take(inner.algorithm.complete(cohort, reply["model"]), top), uploads)
+        # other clients had nothing to blend or to learn
+        trained_before = memory.knows(_name("model", top))
+        memory.write(
+            _name("model", top),
+            take(inner.algorithm.complete(cohort, reply["model"]), top),
+            uploads,
+        )
         if blend.losses:
             memory.write(_name("weights", top), blend.weights, uploads & trained_before)
             memory.write(_name("learned", top), blend.learned, uploads & trained_before)
@@ -95,13 +104,25 @@ class Ala(Part):
         return inner.personalise(cohort, inbox)
 
     def top(self, cohort: Cohort, inner: Inner) -> Unit:
-        """Return the slices that are blended: the parameters of the p highest blocks that travel. Raise where fewer do."""
+        """Return the slices that are blended: the parameters of the p highest blocks that travel.
+        Raise where fewer do.
+        """
         layout, travels = cohort.layout, inner.algorithm.shared(cohort.module, cohort.layout)
         parameters = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-        inside = {t.name for t in parameters if any(u.start <= t.start and t.stop <= u.stop for u in travels)}
-        groups = [block for names in block_parameters(cohort.module) if (block := inside.intersection(names))]
+        inside = {
+            t.name
+            for t in parameters
+            if any(u.start <= t.start and t.stop <= u.stop for u in travels)
+        }
+        groups = [
+            block
+            for names in block_parameters(cohort.module)
+            if (block := inside.intersection(names))
+        ]
         if self.p > len(groups):
-            raise InvalidValue(f"ala: p must be at most {len(groups)}, the blocks that travel, not {self.p}")
+            raise InvalidValue(
+                f"ala: p must be at most {len(groups)}, the blocks that travel, not {self.p}"
+            )
         chosen = set().union(*groups[-self.p :])
         return layout.unit(lambda tensor: tensor.name in chosen)
 
@@ -110,7 +131,9 @@ class Ala(Part):
         memory = cohort.memory
         rows = inner.algorithm.complete(cohort, received)
         download = take(rows, top)
-        weights = memory.get(_name("weights", top), torch.full_like(download[:1], self.initial_weight))
+        weights = memory.get(
+            _name("weights", top), torch.full_like(download[:1], self.initial_weight)
+        )
         learned = memory.get(_name("learned", top), torch.zeros(1, dtype=torch.bool))
         trained_before = memory.knows(_name("model", top))
         if cohort.round.number < self.start_round or not bool(trained_before.any()):
@@ -120,26 +143,43 @@ class Ala(Part):
         update = download - previous
         losses: list[Tensor] = []
         if self.rate:
-            state = {"model": rows.clone(), "weights": weights.expand_as(update).clone(), "old": previous}
-            weights, losses = self._learned(cohort, top, state | {"update": update}, trained_before, ~learned.cpu())
+            state = {
+                "model": rows.clone(),
+                "weights": weights.expand_as(update).clone(),
+                "old": previous,
+            }
+            weights, losses = self._learned(
+                cohort, top, state | {"update": update}, trained_before, ~learned.cpu()
+            )
             learned = learned | trained_before.to(learned.device)
         start = put(rows, top, previous + update * weights)
         shared = inner.algorithm.shared(cohort.module, cohort.layout)
         return Blend(take(start, shared), weights, learned, losses)
 
     def _learned(
-        self, cohort: Cohort, top: Unit, state: dict[str, Tensor], active: Tensor, initial_stage: Tensor
+        self,
+        cohort: Cohort,
+        top: Unit,
+        state: dict[str, Tensor],
+        active: Tensor,
+        initial_stage: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the learned blending weights and the loss of each epoch. `initial_stage [k]`: True for first-time learners."""
+        """Return the learned blending weights and the loss of each epoch. `initial_stage [k]`: True
+        for first-time learners.
+        """
         loss_fn: LossFn = data_loss
         learners, head = cohort.subset(self._choose, "ala"), head_name(cohort.module)
-        if top == cohort.layout.unit(lambda tensor: f"{tensor.layer}.".startswith(f"{head}.".lstrip("."))):
+        if top == cohort.layout.unit(
+            lambda tensor: f"{tensor.layer}.".startswith(f"{head}.".lstrip("."))
+        ):
             learners, loss_fn = learners.for_classifier(state["model"].clone())
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:
             loss, gradient = learners.partial_gradient(state["model"], batch, loss_fn)
             state["weights"].addcmul_(gradient, state["update"], value=-self.rate).clamp_(0, 1)
-            put_(state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"]))
+            put_(
+                state["model"], top, torch.addcmul(state["old"], state["update"], state["weights"])
+            )
             state["last"].copy_(loss)
             return loss
 
@@ -148,9 +188,13 @@ class Ala(Part):
         while bool(active.any()) and len(losses) < self.max_epochs:
             unlearned = state["weights"].clone()
             put_(state["model"], top, torch.addcmul(state["old"], state["update"], unlearned))
-            mean = learners.each_batch(step, state, only=top, purpose="ala", in_order=True, active=active)
-            loss = state["last"] if self.epoch_loss == "last" else mean
-            state["weights"] = torch.where(active.to(unlearned.device).unsqueeze(1), state["weights"], unlearned)
+            mean = learners.each_batch(
+                step, state, only=top, purpose="ala", in_order=True, active=active
+            )
+            loss = self.epoch_loss(mean, state["last"])
+            state["weights"] = torch.where(
+                active.to(unlearned.device).unsqueeze(1), state["weights"], unlearned
+            )
             losses.append(torch.where(active.to(loss.device), loss, torch.nan))
             enough = torch.tensor(len(losses) >= self.epochs)
             active = active & ~torch.where(initial_stage, self._converged(losses), enough)
@@ -166,11 +210,17 @@ class Ala(Part):
     def _choose(self, samples: Samples, generator: torch.Generator) -> Samples:
         """Return `percent` % of a client's samples, rounded down, but enough for one step."""
         count = len(samples)
-        chosen = min(count, max(2, int(self.percent * count / 100 + 1e-9)))
-        if self.sampling == "random":
-            return samples[torch.randperm(count, generator=generator)[:chosen]]
-        start = int(torch.randint(count - chosen + 1, (), generator=generator))
-        return samples[start : start + chosen]
+        return self.chosen(
+            samples, min(count, max(2, int(self.percent * count / 100 + 1e-9))), generator
+        )
+
+    def chosen(self, samples: Samples, count: int, generator: torch.Generator) -> Samples:
+        """Return `count` of a client's samples: a random subset."""
+        return samples[torch.randperm(len(samples), generator=generator)[:count]]
+
+    def epoch_loss(self, mean: Tensor, last: Tensor) -> Tensor:
+        """Return the loss of an epoch `[k]` from its mean and that of its last batch: the mean."""
+        return mean
 
     def record_learning(self, cohort: Cohort, blend: Blend) -> None:
         """Put the epochs of learning and the loss of the final one into the clients' figures."""
@@ -178,23 +228,30 @@ class Ala(Part):
             history = torch.stack(blend.losses)
             epochs = (~history.isnan()).sum(0)
             cohort.metrics["ala_epochs"] = torch.where(epochs > 0, epochs, torch.nan)
-            cohort.metrics["ala_loss"] = history.gather(0, (epochs - 1).clamp_min(0).unsqueeze(0))[0]
+            cohort.metrics["ala_loss"] = history.gather(0, (epochs - 1).clamp_min(0).unsqueeze(0))[
+                0
+            ]
 
 
 def _name(kind: str, top: Unit) -> str:
-    """Return a name in memory with the blended slices, which may change with the inner method under `stages`."""
+    """Return a name in memory with the blended slices, which may change with the inner method under
+    `stages`.
+    """
     return f"ala_{kind}_{top[0].start}_{top[-1].stop}"
 
 
 @algorithms.register("fedala")
 class FedALA(Ala):
-    """FedALA: FedAvg whose clients start from a learned blend of the global and their own model (`ala(fedavg)`).
+    """FedALA: FedAvg whose clients start from a learned blend of the global and their own model
+    (`ala(fedavg)`).
 
     Source: Zhang et al. 2023 (FedALA), algorithm 1.
-    Use it when every client wants the best model for its own data and traffic may not grow: it sends what FedAvg sends.
+    Use it when every client wants the best model for its own data and traffic may not grow: it
+    sends what FedAvg sends.
 
     Args:
-        buffers: Keep batch-norm statistics at the clients (`local`, the authors' code) or `average` them.
+        buffers: Keep batch-norm statistics at the clients (`local`, the authors' code) or `average`
+            them.
     """
 
     method: Method = field(init=False)
@@ -205,12 +262,48 @@ class FedALA(Ala):
         super().__post_init__()
 
 
+class AuthorsCode:
+    """Two details of the code of FedALA's authors, in which the paper leaves a choice.
+
+    Clients learn W on a contiguous window of their samples at a random offset, and the loss of an
+    epoch is that of its last batch.
+    """
+
+    def chosen(self, samples: Samples, count: int, generator: torch.Generator) -> Samples:
+        start = int(torch.randint(len(samples) - count + 1, (), generator=generator))
+        return samples[start : start + count]
+
+    def epoch_loss(self, mean: Tensor, last: Tensor) -> Tensor:
+        return last
+
+
+@algorithms.register("ala_code")
+class AlaCode(AuthorsCode, Ala):
+    """ALA as its authors' code computes it, for the tables that were made with that code.
+
+    Clients learn W on a contiguous window of their samples at a random offset, and the loss of an
+    epoch is that of its last batch. Source: the code of Zhang et al. 2023 (FedALA). Use `ala` for
+    anything but the reproduction of those tables.
+    """
+
+
+@algorithms.register("fedala_code")
+class FedALACode(AuthorsCode, FedALA):
+    """FedALA as its authors' code computes it, for the tables that were made with that code.
+
+    This is `ala_code` around FedAvg that keeps batch-norm statistics at the clients.
+    Source: the code of Zhang et al. 2023 (FedALA).
+    Use `fedala` for anything but the reproduction of those tables.
+    """
+
+
 @algorithms.register("fedah")
 class FedAH(Ala):
-    """FedAH: clients blend the received head with their own, train the head for an epoch, then the base; both are averaged.
+    """FedAH: clients blend the received head with their own, train the head for an epoch, then the
+    base; both are averaged.
 
-    This is `ala(fedrep(head_epochs=1, upload_head=true), percent=100, max_epochs=1)`, whose blend is learned anew in every
-    round in one epoch over all samples. A client deploys the blend.
+    This is `ala(fedrep(head_epochs=1, upload_head=true), percent=100, max_epochs=1)`, whose blend
+    is learned anew in every round in one epoch over all samples. A client deploys the blend.
     Source: the authors' code of FedAH.
     Use it as `fedrep`, where heads can learn from each other.
 

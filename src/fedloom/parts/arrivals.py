@@ -1,4 +1,6 @@
-"""Base of parts with which the server proceeds when some clients have replied, while others still train."""
+"""Base of parts with which the server proceeds when some clients have replied, while others still
+train.
+"""
 
 from typing import ClassVar
 
@@ -17,13 +19,13 @@ class Arrivals(Part):
 
     C is the number of participants. Clients that have replied are replaced by as many others, drawn
     uniformly from those that do not train. Replies are stored until their time on the clock
-    (`[clock]`), of simultaneous ones those of lower-numbered clients first. Without a clock all work
-    takes equally long. Bytes and losses are recorded with the round in which the work began. With the
-    clock's `deadline` the server may proceed with fewer than k.
+    (`[clock]`), of simultaneous ones those of lower-numbered clients first. Without a clock all
+    work takes equally long. Bytes and losses are recorded with the round in which the work began.
+    With the clock's `deadline` the server may proceed with fewer than k.
 
-    Over real sites a round's selection is all C clients, in their slots: those that train already are
-    sent nothing. A reply is taken, and recorded, when it arrives; a site that fails is asked again,
-    from the model that it was sent.
+    Over real sites a round's selection is all C clients, in their slots: those that train already
+    are sent nothing. A reply is taken, and recorded, when it arrives; a site that fails is asked
+    again, from the model that it was sent.
     """
 
     k = 1
@@ -83,12 +85,18 @@ class Arrivals(Part):
             self.store(replies.slots, until=self.state["now"].expand(len(replies)))
             return replies.slots
         slots = self.free()[replies.slots]
-        until = self.state["now"].expand(len(replies)) + 1 if replies.finish is None else replies.finish
-        self.store(slots, client=replies.clients, since=torch.full_like(slots, version), until=until)
+        until = (
+            self.state["now"].expand(len(replies)) + 1 if replies.finish is None else replies.finish
+        )
+        self.store(
+            slots, client=replies.clients, since=torch.full_like(slots, version), until=until
+        )
         return slots
 
     def arrived(self, round: Round) -> Tensor:
-        """Return the slots, ascending, of the first k replies, empty them, and advance the clock to the last of these."""
+        """Return the slots, ascending, of the first k replies, empty them, and advance the clock to
+        the last of these.
+        """
         client, until = self.state["client"], self.state["until"]
         busy = ((client >= 0) & until.isfinite()).nonzero()[:, 0]
         finish, clients = until[busy].tolist(), client[busy].tolist()
@@ -100,4 +108,3 @@ class Arrivals(Part):
 
     def report(self) -> dict[str, float]:
         return {"simulated_seconds": float(self.state["now"])}
-

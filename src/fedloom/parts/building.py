@@ -35,7 +35,9 @@ def build(expression: str | Call | Method) -> Method:
     call = parse(expression) if isinstance(expression, str) else expression
     if call.until is not None:
         until = quoted(call.until, str)
-        raise InvalidValue(f"{quoted(call, str)}: a last round (:{until}) belongs inside stages(...)")
+        raise InvalidValue(
+            f"{quoted(call, str)}: a last round (:{until}) belongs inside stages(...)"
+        )
     name = call.name
     if ":" in name and name not in algorithms:
         name = _registered(name)
@@ -53,7 +55,9 @@ def build(expression: str | Call | Method) -> Method:
 
 
 def _registered(path: str) -> str:
-    """Return the name under which the class at `module:Class` is registered, or else register it by its path."""
+    """Return the name under which the class at `module:Class` is registered, or else register it by
+    its path.
+    """
     kind = found_at(path, "algorithm", "a registered name or 'package.module:Class'")
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         reason = "is no method: a method is a class that extends fedloom.Algorithm"

@@ -1,4 +1,6 @@
-"""CluSamp: draw clients from clusters of similar ones, so that every round represents the federation."""
+"""CluSamp: draw clients from clusters of similar ones, so that every round represents the
+federation.
+"""
 
 import bisect
 import itertools
@@ -20,27 +22,35 @@ BLOCK_NUMBERS = 1 << 23
 """Numbers of stored displacements that are compared at a time (64 MiB in double precision)."""
 
 Distribution = dict[int, int]
-"""Mass of each client: client i has n_i m over all clusters, a full cluster sum_j n_j; integers, whose sums are exact."""
+"""Mass of each client: client i has n_i m over all clusters, a full cluster sum_j n_j; integers,
+whose sums are exact.
+"""
 
 
 @algorithms.register("clustered")
 class Clustered(Part):
-    """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its own.
+    """CluSamp's selection for any method: each of the m participants is drawn from a cluster of its
+    own.
 
-    Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i / sum_j n_j. Each draw weighs
-    1/m, so that averages are unbiased; a client drawn c times trains once and weighs c/m. Methods that average uniformly
-    ignore weights. Where a method has a model for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw
-    of a taken client is repeated among the free ones of its cluster, or of all if none is left, and weights are equal.
-    The server stores the displacements G_i of the clients that took part, and the N x N distances.
+    Cluster k is a distribution W_k over clients with sum_i W_k[i] = 1 and sum_k W_k[i] = m n_i /
+    sum_j n_j. Each draw weighs 1/m, so that averages are unbiased; a client drawn c times trains
+    once and weighs c/m. Methods that average uniformly ignore weights. Where a method has a model
+    for each participant (FedMR, Indep, FedMut), the m clients must differ: a draw of a taken client
+    is repeated among the free ones of its cluster, or of all if none is left, and weights are
+    equal. The server stores the displacements G_i of the clients that took part, and the N x N
+    distances.
     Source: Fraboni et al. 2021.
-    Use it when few of many clients take part in a round and similar ones should not crowd out the rest.
+    Use it when few of many clients take part in a round and similar ones should not crowd out the
+    rest.
 
     Args:
-        by: `size` fills the clusters in turn with the clients by falling number of samples (algorithm 1). `similarity` groups
-            clients by their last displacements G_i (trained - sent `[T]`, at first 0) with Ward linkage on the rows of their
-            distances, cut where a group would exceed a cluster; the m largest groups open the clusters, and the other clients
-            fill them in random order (algorithm 2).
-        distance: Between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or `l2` (squared).
+        by: `size` fills the clusters in turn with the clients by falling number of samples
+            (algorithm 1). `similarity` groups clients by their last displacements G_i (trained -
+            sent `[T]`, at first 0) with Ward linkage on the rows of their distances, cut where a
+            group would exceed a cluster; the m largest groups open the clusters, and the other
+            clients fill them in random order (algorithm 2).
+        distance: Between displacements: `cosine` (the angle; 0 for a zero vector), `l1` or `l2`
+            (squared).
         weight: `size` weighs a draw by the client's samples (FedMR's code, biased).
     """
 
@@ -82,9 +92,13 @@ class Clustered(Part):
             return Selection(_draw_distinct(clusters, round.clients, generator))
         drawn = [_draw(cluster, generator) for cluster in clusters]
         clients = tuple(dict.fromkeys(drawn))
-        # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m exactly.
+        # Averages divide by the sum of the weights: a client drawn c times weighs c, which is c/m
+        # exactly.
         weights = {client: self.sizes[client] if self.weight == "size" else 1 for client in clients}
-        return Selection(clients, weights=tuple(float(drawn.count(client) * weights[client]) for client in clients))
+        return Selection(
+            clients,
+            weights=tuple(float(drawn.count(client) * weights[client]) for client in clients),
+        )
 
     def clusters(self, round: Round) -> list[Distribution]:
         """Return the m distributions of a round."""
@@ -103,15 +117,23 @@ class Clustered(Part):
         self.state["distance"] = self._updated_distances(clients)
 
     def _updated_distances(self, clients: list[int]) -> Tensor:
-        """Return the N x N distances after new displacements of `clients`; 0 for clients without one."""
+        """Return the N x N distances after new displacements of `clients`; 0 for clients without
+        one.
+        """
         result, displacements = self.state["distance"].clone(), self._displacements(clients)
         origin = torch.zeros_like(displacements[:1])
-        rows = displacement_distances(displacements, origin, self.distance).repeat(1, self.plan.clients)
-        stored = [client for client in range(self.plan.clients) if f"displacement{client}" in self.state]
+        rows = displacement_distances(displacements, origin, self.distance).repeat(
+            1, self.plan.clients
+        )
+        stored = [
+            client for client in range(self.plan.clients) if f"displacement{client}" in self.state
+        ]
         block = max(1, BLOCK_NUMBERS // displacements.shape[1])
         for start in range(0, len(stored), block):
             columns = stored[start : start + block]
-            rows[:, columns] = displacement_distances(displacements, self._displacements(columns), self.distance)
+            rows[:, columns] = displacement_distances(
+                displacements, self._displacements(columns), self.distance
+            )
         for client, row in zip(clients, rows.cpu(), strict=True):
             row[client] = 0
             result[client] = result[:, client] = row
@@ -125,16 +147,19 @@ class Clustered(Part):
 class CluSamp(Clustered):
     """CluSamp: FedAvg whose participants are drawn from clusters of clients with similar updates.
 
-    `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last displacements, each draw
-    weighing 1/m. Source: Fraboni et al. 2021; FedMR, section 5.
-    Use it when few of many unlike clients take part in a round: it represents the federation better than a uniform draw.
+    `clustered(fedavg)` with the papers' choices: clusters by the angle between the clients' last
+    displacements, each draw weighing 1/m. Source: Fraboni et al. 2021; FedMR, section 5.
+    Use it when few of many unlike clients take part in a round: it represents the federation better
+    than a uniform draw.
     """
 
     method: Method = field(init=False, default_factory=FedAvg)
 
 
 def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
-    """Return the distances `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; the angle is 0 where a row is zero."""
+    """Return the distances `[k, c]` between the rows of `a [k, T]` and `b [c, T]`; the angle is 0
+    where a row is zero.
+    """
     if distance == "l1":
         return torch.cdist(a, b, p=1)
     if distance == "l2":
@@ -145,7 +170,9 @@ def displacement_distances(a: Tensor, b: Tensor, distance: str) -> Tensor:
 
 
 def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
-    """Fill the clusters in turn with clients by falling number of samples (algorithm 1); a client may be split."""
+    """Fill the clusters in turn with clients by falling number of samples (algorithm 1); a client
+    may be split.
+    """
     clusters: list[Distribution] = [{} for _ in range(count)]
     order = sorted(range(len(sizes)), key=lambda client: (-sizes[client], client))
     _pour(((client, sizes[client] * count) for client in order), clusters, sum(sizes))
@@ -153,9 +180,12 @@ def clusters_by_size(sizes: list[int], count: int) -> list[Distribution]:
 
 
 def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[list[int]]:
-    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward linkage that fit, and clients
-    that alone exceed a cluster. The rows of `distance [N, N]` are the observations, as in FedMR's code."""
-    from scipy.cluster.hierarchy import to_tree, ward  # a fifth of what PyTorch takes to import, and only this needs it
+    """Return groups of clients of at most one cluster's mass: the largest subtrees of the Ward
+    linkage that fit, and clients that alone exceed a cluster. The rows of `distance [N, N]` are the
+    observations, as in FedMR's code.
+    """
+    # a fifth of what PyTorch takes to import, and only this needs it
+    from scipy.cluster.hierarchy import to_tree, ward
     from scipy.spatial.distance import pdist
 
     if len(sizes) == 1:
@@ -172,21 +202,30 @@ def similar_groups(distance: np.ndarray, sizes: list[int], count: int) -> list[l
     return groups
 
 
-def clusters_of_groups(groups: list[list[int]], order: list[int], sizes: list[int], count: int) -> list[Distribution]:
-    """Open clusters with the `count` heaviest groups; the other clients fill them in this order (algorithm 2)."""
+def clusters_of_groups(
+    groups: list[list[int]], order: list[int], sizes: list[int], count: int
+) -> list[Distribution]:
+    """Open clusters with the `count` heaviest groups; the other clients fill them in this order
+    (algorithm 2).
+    """
     capacity, mass = sum(sizes), {client: size * count for client, size in enumerate(sizes)}
-    heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[:count]
+    heaviest = sorted(groups, key=lambda group: (-sum(sizes[client] for client in group), group))[
+        :count
+    ]
     clusters: list[Distribution] = [{} for _ in range(count)]
     for cluster, group in zip(clusters, heaviest, strict=False):
         for client in group:
-            cluster[client] = min(mass[client], capacity)  # a client heavier than a cluster overflows into others
+            # a client heavier than a cluster overflows into others
+            cluster[client] = min(mass[client], capacity)
             mass[client] -= cluster[client]
     _pour(((client, mass[client]) for client in order), clusters, capacity)
     return clusters
 
 
 def _pour(masses: Iterable[tuple[int, int]], clusters: list[Distribution], capacity: int) -> None:
-    """Fill the clusters in order, each to `capacity`, with the clients' masses in order; a client may be split."""
+    """Fill the clusters in order, each to `capacity`, with the clients' masses in order; a client
+    may be split.
+    """
     room = [capacity - sum(cluster.values()) for cluster in clusters]
     k = 0
     for client, mass in masses:
@@ -205,7 +244,9 @@ def _draw(cluster: Distribution, generator: torch.Generator) -> int:
     return list(cluster)[bisect.bisect(ends, int(torch.randint(ends[-1], (), generator=generator)))]
 
 
-def _draw_distinct(clusters: list[Distribution], clients: int, generator: torch.Generator) -> tuple[int, ...]:
+def _draw_distinct(
+    clusters: list[Distribution], clients: int, generator: torch.Generator
+) -> tuple[int, ...]:
     """Draw one client from each cluster, all different, in a random order of slots."""
     taken: dict[int, None] = {}
     for cluster in clusters:

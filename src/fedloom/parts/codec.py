@@ -26,10 +26,10 @@ class Codec(Part):
     """Codes uploads.
 
     A client codes its update d_i = w_i - w of the trainable parameters, with w the model that it
-    received, and every tensor of that length (SCAFFOLD's variate). Batch-norm statistics, which would
-    stop being variances, travel in full as `rest`, and other tensors unchanged. The server continues
-    with w + decoded(d_i) as the client's model. With `feedback` a client adds the coding error e_i to
-    its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i - decoded(c_i).
+    received, and every tensor of that length (SCAFFOLD's variate). Batch-norm statistics, which
+    would stop being variances, travel in full as `rest`, and other tensors unchanged. The server
+    continues with w + decoded(d_i) as the client's model. With `feedback` a client adds the coding
+    error e_i to its next update: c_i = code(d_i + e_i), e_i <- d_i + e_i - decoded(c_i).
     """
 
     once: ClassVar[bool] = True
@@ -59,7 +59,9 @@ class Codec(Part):
         The numbers of another code, if there is one; else the model and tensors as long as it.
         """
         if self.recodes:
-            codes = {name: shape[0] for name, shape in shapes.items() if name.endswith(CODE_NUMBERS)}
+            codes = {
+                name: shape[0] for name, shape in shapes.items() if name.endswith(CODE_NUMBERS)
+            }
             if codes:
                 return codes
         return update_sizes(shapes, inner)
@@ -111,7 +113,9 @@ class Codec(Part):
 
 
 def update_sizes(shapes: Mapping[str, tuple[int, ...]], inner: Inner) -> dict[str, int]:
-    """Return which tensors are an update of the model or as long as one, and their trainable numbers."""
+    """Return which tensors are an update of the model or as long as one, and their trainable
+    numbers.
+    """
     plan = inner.algorithm.plan
     trainable = plan.layout.trainable
     sizes = {}
@@ -132,7 +136,9 @@ def packed(name: str, rows: Tensor, size: int, code: Mapping[str, Tensor]) -> Me
 
 
 def with_rest(message: Message, name: str, rows: Tensor) -> Tensor:
-    """Return decoded `rows` with the other numbers of the tensor, which are removed from the message."""
+    """Return decoded `rows` with the other numbers of the tensor, which are removed from the
+    message.
+    """
     if f"{name}.rest" in message:
         return torch.cat([rows, message.pop(f"{name}.rest")], 1)
     return rows

@@ -30,7 +30,8 @@ Choose = Callable[[Stages], int]
 def flatten(method: Method, choose: Choose, number: int = 0) -> Pipeline:
     """Return the pipeline of an expression, in which `choose` decides between stages.
 
-    Stages are a part of the pipeline where they end by themselves, since clients then return a loss.
+    Stages are a part of the pipeline where they end by themselves, since clients then return a
+    loss.
     """
     parts: list[Part] = []
     stage = None
@@ -69,7 +70,9 @@ def _choices(method: Method) -> Iterator[dict[int, int]]:
 
 
 def require_fitting(method: Method) -> None:
-    """Raise `InvalidValue` unless the parts of an expression fit each other and the algorithm, in all stages."""
+    """Raise `InvalidValue` unless the parts of an expression fit each other and the algorithm, in
+    all stages.
+    """
     all_pipelines = list(pipelines(method))
     for pipeline in all_pipelines:
         require_facts(pipeline)
@@ -88,8 +91,8 @@ def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
 class Course:
     """The pipelines of a run by round, and the state of all of them.
 
-    Parts around stages are the same objects in all stages, so their state goes on. A stage is set up
-    when it begins, from the global model of the stage before, and has no state before and after.
+    Parts around stages are the same objects in all stages, so their state goes on. A stage is set
+    up when it begins, from the global model of the stage before, and has no state before and after.
 
     Attributes:
         method: The expression as written.
@@ -102,7 +105,9 @@ class Course:
         self._made: dict[int, Pipeline] = {}  # pipelines of the present rounds, by number
 
     def setup(self, plan: Plan) -> None:
-        """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit together."""
+        """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit
+        together.
+        """
         self.plan = plan
         self._made = {}
         require_fitting(self.method)
@@ -153,7 +158,9 @@ class Course:
         """Raise `CheckpointError` for a saved state of another version. Call it after `setup`."""
         needed = set() if any(stages_in(self.method)) else self.state().keys()
         if missing := sorted(needed - state.keys()):
-            reason = f"has no {missing[0]!r}: another version of fedloom wrote it; use another folder"
+            reason = (
+                f"has no {missing[0]!r}: another version of fedloom wrote it; use another folder"
+            )
             raise CheckpointError(f"the state of {self.method} {reason}")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -199,7 +206,9 @@ class Course:
 
 
 def _pipeline_of(method: Method, number: int) -> Pipeline:
-    """Return the pipeline of a round. It does not refer to the course, so that a run is freed at once."""
+    """Return the pipeline of a round. It does not refer to the course, so that a run is freed at
+    once.
+    """
 
     def choose(stages: Stages) -> int:
         return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)

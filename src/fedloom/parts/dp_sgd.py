@@ -25,22 +25,28 @@ COUNTED = {"correction", "context", "learning_rate"}
 
 @algorithms.register("dp_sgd")
 class DPSGD(AccountedByClient):
-    """Differential privacy of single samples: every client trains by DP-SGD, so that its uploads do not reveal any sample.
+    """Differential privacy of single samples: every client trains by DP-SGD, so that its uploads do
+    not reveal any sample.
 
-    In each local step every one of the client's n samples enters the batch independently with probability q = B / n,
-    B = `batch_size` (at most n). With g_i the gradient of sample i alone, C = `clip`, z = `noise`, the step's gradient is
+    In each local step every one of the client's n samples enters the batch independently with
+    probability q = B / n, B = `batch_size` (at most n). With g_i the gradient of sample i alone, C
+    = `clip`, z = `noise`, the step's gradient is
 
         (sum_i g_i min(1, C / |g_i|) + z C m) / (q n),    m standard normal
 
-    A method's correction, weight decay, momentum and the optimizer follow as usual. Each step is one release of the sampled
-    Gaussian mechanism, for adding or removing one sample of a client whose n is known. `epsilon` is the largest of any
-    client, over all its steps in all rounds, and over real sites of the noisy statistics of the run's folder before them.
+    A method's correction, weight decay, momentum and the optimizer follow as usual. Each step is
+    one release of the sampled Gaussian mechanism, for adding or removing one sample of a client
+    whose n is known. `epsilon` is the largest of any client, over all its steps in all rounds, and
+    over real sites of the noisy statistics of the run's folder before them.
 
-    Training losses are not recorded, and evaluations of clients' data are not private. Batches and noise come from the run's
-    streams in a simulation, and from the system's cryptographic generator over real sites. Inner methods must train once a
-    round by `cohort.fit` and upload the model alone; other reads of clients' data are refused.
-    Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1; Mironov et al. 2019 (accounting).
-    Use it where clients are few and hold data of many people each: hospitals rather than telephones.
+    Training losses are not recorded, and evaluations of clients' data are not private. Batches and
+    noise come from the run's streams in a simulation, and from the system's cryptographic generator
+    over real sites. Inner methods must train once a round by `cohort.fit` and upload the model
+    alone; other reads of clients' data are refused.
+    Source: Abadi et al. 2016, "Deep learning with differential privacy", algorithm 1; Mironov et
+    al. 2019 (accounting).
+    Use it where clients are few and hold data of many people each: hospitals rather than
+    telephones.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("one fit", "only the model", "one update", "no integers")
@@ -52,7 +58,9 @@ class DPSGD(AccountedByClient):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         if any(isinstance(layer, _BatchNorm) for layer in plan.module.modules()):
-            raise InvalidValue("dp_sgd: batch norm mixes the samples of a batch: use group norm instead")
+            raise InvalidValue(
+                "dp_sgd: batch norm mixes the samples of a batch: use group norm instead"
+            )
         if plan.remote and self.noise is None:
             reason = "a site cannot choose it by the others' samples"
             raise InvalidValue(f"dp_sgd: over real sites give noise: {reason}")
@@ -61,14 +69,21 @@ class DPSGD(AccountedByClient):
         return (*selection.clients, *selection.idle)  # those that upload nothing too
 
     def cost(self, extra: int = 0) -> float:
-        """Return epsilon of the client that has spent most: among equal sizes, the one that trained most often."""
+        """Return epsilon of the client that has spent most: among equal sizes, the one that trained
+        most often.
+        """
         sizes, of = self.plan.sizes(torch.arange(self.plan.clients)).unique(return_inverse=True)
         most = torch.zeros_like(sizes).scatter_reduce(0, of, self.state["releases"], "amax") + extra
         noise = self.noise_multiplier()
-        return max(epsilon(noise, share, steps, self.delta, self.earlier) for share, steps in self._kinds(sizes, most))
+        return max(
+            epsilon(noise, share, steps, self.delta, self.earlier)
+            for share, steps in self._kinds(sizes, most)
+        )
 
     def solve(self, target: float, rounds: int) -> float:
-        """Return the noise for the client with the fewest samples, whose share is largest; more if another one spends more."""
+        """Return the noise for the client with the fewest samples, whose share is largest; more if
+        another one spends more.
+        """
         sizes = self.plan.sizes(torch.arange(self.plan.clients)).unique()
         noise, spent = 0.0, dict.fromkeys(self._kinds(sizes, torch.full_like(sizes, rounds)), 0.0)
         while noise == 0 or max(spent.values()) > target:
@@ -78,9 +93,15 @@ class DPSGD(AccountedByClient):
         return noise
 
     def _kinds(self, sizes: Tensor, rounds: Tensor) -> list[tuple[float, int]]:
-        """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]` rounds."""
+        """Return (q, steps) for clients with `sizes [s]` samples that have trained in `rounds [s]`
+        rounds.
+        """
         steps = self.plan.training.local_steps(sizes) * rounds
-        batch = sizes if self.plan.training.batch_size is None else sizes.clamp(max=self.plan.training.batch_size)
+        batch = (
+            sizes
+            if self.plan.training.batch_size is None
+            else sizes.clamp(max=self.plan.training.batch_size)
+        )
         return list(zip((batch / sizes.double()).tolist(), steps.long().tolist(), strict=True))
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
@@ -93,9 +114,13 @@ class DPSGD(AccountedByClient):
 
 
 class PrivateCohort(Cohort):
-    """One client whose `fit` is DP-SGD, once a round and by the settings; any other read of its samples is refused."""
+    """One client whose `fit` is DP-SGD, once a round and by the settings; any other read of its
+    samples is refused.
+    """
 
-    def __init__(self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str) -> None:
+    def __init__(
+        self, cohort: Cohort, clip: float, noise: float, remote: bool, method: str
+    ) -> None:
         vars(self).update(vars(cohort))
         self.clip, self.noise, self.remote, self.method = clip, noise, remote, method
         self.count = int(self.sizes)
@@ -108,13 +133,20 @@ class PrivateCohort(Cohort):
         raise InvalidValue(_uncounted(self.method))
 
     def fit(
-        self, start: Tensor, *, loss_fn: LossFn = data_loss, gradient_fn: GradientFn | None = None, **options: Any
+        self,
+        start: Tensor,
+        *,
+        loss_fn: LossFn = data_loss,
+        gradient_fn: GradientFn | None = None,
+        **options: Any,
     ) -> Trained:
         self._fits.append(start)
         if len(self._fits) > 1 or gradient_fn is not None or not options.keys() <= COUNTED:
             _ = self._samples
         if getattr(self.flat_module.objective, "class_weights", ()):
-            raise InvalidValue("dp_sgd: class_weights are divided by those of the whole batch: leave them out")
+            raise InvalidValue(
+                "dp_sgd: class_weights are divided by those of the whole batch: leave them out"
+            )
         stream = None if self.remote else self.round.stream("dp_sgd noise", self.clients[0])
 
         def noisy(rows: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
@@ -125,9 +157,16 @@ class PrivateCohort(Cohort):
                 chunk = Batch(batch.inputs[:, columns], batch.labels[:, columns], batch.step)
                 losses, gradients = self.flat_module.sample_gradients(rows, chunk, loss_fn, context)
                 shares, lengths = clip_factors(gradients, self.clip)
-                finite = lengths.isfinite()  # another sample counts as zero: a refused reply would show it
-                shares, gradients = shares.where(finite, 0).to(gradients), gradients.where(finite.unsqueeze(1), 0)
-                loss, total = loss + losses.where(finite, 0).sum(), total + shares.unsqueeze(0) @ gradients
+                # another sample counts as zero: a refused reply would show it
+                finite = lengths.isfinite()
+                shares, gradients = (
+                    shares.where(finite, 0).to(gradients),
+                    gradients.where(finite.unsqueeze(1), 0),
+                )
+                loss, total = (
+                    loss + losses.where(finite, 0).sum(),
+                    total + shares.unsqueeze(0) @ gradients,
+                )
             if self.noise:
                 total = total + (self.noise * self.clip * normal(total, stream)).to(total)
             return loss / self.expected, total / self.expected

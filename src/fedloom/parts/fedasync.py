@@ -13,9 +13,10 @@ class FedAsync(StaleReplies):
 
         w <- (1 - a) w + a w_i,   a = alpha (1 + tau)^-`staleness`
 
-    C clients train at a time (see `Arrivals`). The client half is that of the inner method: `fedasync(fedprox)` keeps the
-    paper's proximal term. Time is the clock's, `simulated_seconds`.
-    Source: Xie et al. 2019, "Asynchronous federated optimization", algorithm 1, polynomial weighting.
+    C clients train at a time (see `Arrivals`). The client half is that of the inner method:
+    `fedasync(fedprox)` keeps the paper's proximal term. Time is the clock's, `simulated_seconds`.
+    Source: Xie et al. 2019, "Asynchronous federated optimization", algorithm 1, polynomial
+    weighting.
     Use it when single clients are to count at once; `fedbuff` has less random steps.
 
     Args:

@@ -11,11 +11,14 @@ from fedloom.parts.loss_term import LossTerm
 
 @algorithms.register("feddecorr")
 class FedDecorr(LossTerm):
-    """Decorrelation: adds beta (mean over i != j of (Z^T Z)_ij^2) / b to the loss of a batch of b samples.
+    """Decorrelation: adds beta (mean over i != j of (Z^T Z)_ij^2) / b to the loss of a batch of b
+    samples.
 
-    Z `[b, d]` are the features that enter the classifier, each dimension standardised over the batch (unbiased variance
-    + 1e-8). A batch of one sample adds 0. Source: Shi et al. 2023 (FedDecorr), section 4, scaled as in the authors' code.
-    Use it when clients' labels are skewed and features are wide; it composes with any method and costs little.
+    Z `[b, d]` are the features that enter the classifier, each dimension standardised over the
+    batch (unbiased variance + 1e-8). A batch of one sample adds 0. Source: Shi et al. 2023
+    (FedDecorr), section 4, scaled as in the authors' code.
+    Use it when clients' labels are skewed and features are wide; it composes with any method and
+    costs little.
 
     Args:
         method: Method whose clients train, such as fedavg or fedmr.
@@ -26,7 +29,9 @@ class FedDecorr(LossTerm):
 
     facts = Facts(fits_once=False)
 
-    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    def change(
+        self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
+    ) -> Tensor:
         assert net.features is not None
         features = net.features.flatten(1)
         count, width = features.shape

@@ -16,7 +16,8 @@ from fedloom.records import Message
 
 @algorithms.register("fedlc")
 class FedLC(LossTerm):
-    """Logit calibration: clients train on the logits s_c - tau n_c^(-1/4), with n_c the client's samples of class c.
+    """Logit calibration: clients train on the logits s_c - tau n_c^(-1/4), with n_c the client's
+    samples of class c.
 
     A class that a client lacks is left out of the softmax. Models are scored by their own logits.
     Source: Zhang et al. 2022 (FedLC), equation 8, over all classes as every public code has it.
@@ -37,6 +38,8 @@ class FedLC(LossTerm):
         shift = counts.clamp_min(1) ** -0.25
         return {"shift": self.tau * torch.where(counts > 0, shift, 1e9)}
 
-    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    def change(
+        self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
+    ) -> Tensor:
         calibrated = net.objective.loss(net.outputs - context["shift"], batch.labels)
         return loss + calibrated - net.objective.loss(net.outputs, batch.labels)

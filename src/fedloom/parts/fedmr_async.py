@@ -31,11 +31,13 @@ class PoolOfArrivals(FedMR):
 
 @algorithms.register("fedmr_async")
 class FedMRAsync(Arrivals):
-    """Semi-asynchronous FedMR: the models of the first `k` clients that answer are recombined and sent on; the others travel on.
+    """Semi-asynchronous FedMR: the models of the first `k` clients that answer are recombined and
+    sent on; the others travel on.
 
-    The pool has C models, one at each client that trains. When k are back, every unit of layers is shuffled over these k alone
-    (as in `fedmr`), and each goes to a new client. The global model is the mean of the pool, in which a model that is under way
-    counts as it was sent. No reply is stale: a model returns to the pool that it left. k = C is FedMR, bit for bit.
+    The pool has C models, one at each client that trains. When k are back, every unit of layers is
+    shuffled over these k alone (as in `fedmr`), and each goes to a new client. The global model is
+    the mean of the pool, in which a model that is under way counts as it was sent. No reply is
+    stale: a model returns to the pool that it left. k = C is FedMR, bit for bit.
     Source: ours; FedMR is Hu et al., KDD 2024, algorithm 1.
     Use it where `fedmr` would, and a few slow clients hold up every round.
 

@@ -20,9 +20,11 @@ from fedloom.records import Message, server_model
 class FedNTD(LossTerm):
     """Not-true distillation: clients minimise L_i(w) + beta temperature^2 KL(q_t || q).
 
-    q and q_t are the softmaxes, at `temperature` and over the classes other than the label, of the trained and the received
-    model (in evaluation mode). With two classes the term is 0. Source: Lee et al. 2022 (FedNTD), equations 3 and 4.
-    Use it when clients hold few classes and local training forgets the others; a step costs one more forward pass.
+    q and q_t are the softmaxes, at `temperature` and over the classes other than the label, of the
+    trained and the received model (in evaluation mode). With two classes the term is 0. Source: Lee
+    et al. 2022 (FedNTD), equations 3 and 4.
+    Use it when clients hold few classes and local training forgets the others; a step costs one
+    more forward pass.
 
     Args:
         method: Method whose clients train, such as fedavg or fedmr.
@@ -40,7 +42,13 @@ class FedNTD(LossTerm):
     def context(self, cohort: Cohort, inbox: Message, inner: Inner) -> dict[str, Tensor]:
         return {"teacher": inner.algorithm.complete(cohort, server_model(inbox))}
 
-    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
-        true = torch.arange(net.outputs.shape[-1], device=batch.labels.device) == batch.labels.unsqueeze(-1)
+    def change(
+        self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
+    ) -> Tensor:
+        true = torch.arange(
+            net.outputs.shape[-1], device=batch.labels.device
+        ) == batch.labels.unsqueeze(-1)
         teacher = teacher_outputs(net, context["teacher"], batch)
-        return loss + self.beta * self.temperature**2 * divergence(teacher, net.outputs, self.temperature, true)
+        return loss + self.beta * self.temperature**2 * divergence(
+            teacher, net.outputs, self.temperature, true
+        )

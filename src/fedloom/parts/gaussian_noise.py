@@ -11,7 +11,8 @@ from torch import Tensor
 def clipped(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Return each row u of `updates [k, m]` as u min(1, `clip` / |u|), and the lengths |u| `[k]`.
 
-    A row that is not finite counts as zero: refusing it would reveal something of the client's data.
+    A row that is not finite counts as zero: refusing it would reveal something of the client's
+    data.
     """
     shares, lengths = clip_factors(updates, clip)
     scaled = updates.double() * shares.unsqueeze(1)
@@ -25,7 +26,9 @@ def clip_factors(updates: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return standard normal float64 like `like`: by `generator`, or else the system's cryptographic one (Box and Muller)."""
+    """Return standard normal float64 like `like`: by `generator`, or else the system's
+    cryptographic one (Box and Muller).
+    """
     if generator is not None:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
     count = like.numel()

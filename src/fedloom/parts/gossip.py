@@ -13,21 +13,25 @@ from fedloom.round import Round
 
 @algorithms.register("gossip")
 class Gossip(Part):
-    """Train without a server: every client is a node with a model of its own, and averages it with its neighbours.
+    """Train without a server: every client is a node with a model of its own, and averages it with
+    its neighbours.
 
-    In each round all N nodes train from their models, Y, and mix: X <- W Y, with Metropolis weights on the `graph`,
+    In each round all N nodes train from their models, Y, and mix: X <- W Y, with Metropolis weights
+    on the `graph`,
 
         W_ij = 1 / (1 + max(d_i, d_j)) for neighbours i and j,   W_ii = 1 - sum_j W_ij,
 
-    d the numbers of neighbours. Rows and columns of W have sum 1, so that the mean of the models stays. Nodes that do not
-    reply keep their model, and the others mix on the graph without them. The global model is the mean of all nodes; a
-    client uses its own. Bytes are those of the edges: each node sends its model to each of its neighbours.
-    Source: Xiao and Boyd 2004 (Metropolis weights); Lian et al. 2017 (D-PSGD); Sun et al. 2021 (DFedAvgM, for its order).
+    d the numbers of neighbours. Rows and columns of W have sum 1, so that the mean of the models
+    stays. Nodes that do not reply keep their model, and the others mix on the graph without them.
+    The global model is the mean of all nodes; a client uses its own. Bytes are those of the edges:
+    each node sends its model to each of its neighbours.
+    Source: Xiao and Boyd 2004 (Metropolis weights); Lian et al. 2017 (D-PSGD); Sun et al. 2021
+    (DFedAvgM, for its order).
     Use it to study federations without a server.
 
     Args:
-        graph: Nodes in the order of their numbers form a `ring`, a `path`, a `star` around node 0, or are all neighbours
-            (`complete`, which is FedAvg with equal weights).
+        graph: Nodes in the order of their numbers form a `ring`, a `path`, a `star` around node 0,
+            or are all neighbours (`complete`, which is FedAvg with equal weights).
     """
 
     graph: Literal["ring", "path", "star", "complete"] = "ring"
@@ -60,7 +64,9 @@ class Gossip(Part):
     def observe(self, round: Round, replies: Replies) -> None:
         nodes, clients = self.state["nodes"], replies.clients
         self.state["nodes"] = nodes.index_copy(0, clients.to(nodes.device), replies["model"])
-        self.state["replied"] = torch.zeros(len(nodes), dtype=torch.bool).index_fill(0, clients, True)
+        self.state["replied"] = torch.zeros(len(nodes), dtype=torch.bool).index_fill(
+            0, clients, True
+        )
 
     def mix(self, round: Round, algorithm: Algorithm) -> None:
         replied = self.state["replied"]
@@ -104,7 +110,9 @@ def adjacency(graph: str, nodes: int) -> Tensor:
 
 
 def metropolis(neighbours: Tensor) -> Tensor:
-    """Return the Metropolis weights `[N, N]` float64 of a graph; both row sums and column sums are 1."""
+    """Return the Metropolis weights `[N, N]` float64 of a graph; both row sums and column sums are
+    1.
+    """
     degrees = neighbours.sum(1)
     largest = torch.maximum(degrees.unsqueeze(0), degrees.unsqueeze(1)).double()
     weights = torch.where(neighbours, 1 / (1 + largest), 0.0)

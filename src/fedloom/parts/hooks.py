@@ -44,7 +44,8 @@ class Poll:
 
 
 class Part(Method):
-    """Something that happens around an algorithm: it overrides the hooks of the moments in which it acts.
+    """Something that happens around an algorithm: it overrides the hooks of the moments in which it
+    acts.
 
     A part has one state and one file, and imports no other part. The pipeline calls a hook over all
     parts, in the order of the expression; "outermost first" is the order of the text. In `train`,
@@ -70,7 +71,9 @@ class Part(Method):
 
     def hooks(self) -> frozenset[str]:
         """Return the names of the hooks in which the part acts: by default those that it overrides."""
-        return frozenset(name for name in HOOKS if getattr(type(self), name) is not getattr(Part, name))
+        return frozenset(
+            name for name in HOOKS if getattr(type(self), name) is not getattr(Part, name)
+        )
 
     # --- before training, on the server ---
 
@@ -86,7 +89,9 @@ class Part(Method):
         """Read the answers to the poll, at least one."""
 
     def select(self, round: Round, inner: Inner) -> Selection:
-        """Return the clients of the round. A function of the round and the state, called several times."""
+        """Return the clients of the round. A function of the round and the state, called several
+        times.
+        """
         return inner.select(round)
 
     def message(self, round: Round, message: Message) -> Message:
@@ -112,7 +117,9 @@ class Part(Method):
         return inbox
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        """Train the clients: change the cohort or the inbox, call `inner.train`, and look at the reply."""
+        """Train the clients: change the cohort or the inbox, call `inner.train`, and look at the
+        reply.
+        """
         return inner.train(cohort, inbox)
 
     def personalise(self, cohort: Cohort, inbox: Message, inner: Inner) -> Tensor:
@@ -138,11 +145,15 @@ class Part(Method):
         return specs
 
     def decode(self, round: Round, specs: Specs, message: Message, inner: Inner) -> Message:
-        """Return the replies, with these specifications, that were coded as `message`. Outermost first."""
+        """Return the replies, with these specifications, that were coded as `message`. Outermost
+        first.
+        """
         return message
 
     def exchange(self, round: Round, replies: Replies) -> Replies:
-        """Return the replies after clients have exchanged layers before the upload, in a simulation."""
+        """Return the replies after clients have exchanged layers before the upload, in a
+        simulation.
+        """
         return replies
 
     def close(self, exchange: Exchange, replies: Replies | None) -> Replies | None:
@@ -161,7 +172,9 @@ class Part(Method):
         raise NotImplementedError
 
     def release(self, round: Round, aggregate: Aggregate) -> Replies:
-        """Return replies instead of those in the aggregate, which only one part may read (`private`)."""
+        """Return replies instead of those in the aggregate, which only one part may read
+        (`private`).
+        """
         raise NotImplementedError
 
     def integers(self, rows: Tensor, current: Tensor) -> Tensor:
@@ -190,7 +203,9 @@ class Part(Method):
 
     @property
     def releases_once(self) -> bool:
-        """True if no round may be repeated after a failure, so each is saved before the next begins."""
+        """True if no round may be repeated after a failure, so each is saved before the next
+        begins.
+        """
         return False
 
 
@@ -231,7 +246,9 @@ def parts_of(method: Method) -> Iterator[Part]:
 
 
 def shared_trainable(inner: Inner) -> int:
-    """Return how many of the numbers that travel as "model" are trainable parameters; they come first."""
+    """Return how many of the numbers that travel as "model" are trainable parameters; they come
+    first.
+    """
     plan = inner.algorithm.plan
     trainable = plan.layout.trainable
     size = 0

@@ -13,16 +13,21 @@ from fedloom.records import Message
 
 @algorithms.register("local_private")
 class LocalPrivate(AccountedByClient):
-    """Local differential privacy: every client clips its update and adds noise before the upload, so no server need be trusted.
+    """Local differential privacy: every client clips its update and adds noise before the upload,
+    so no server need be trusted.
 
-    With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n standard normal, and no
-    figures of its training. One upload is private for any two data sets of a client: their updates differ by at most 2 C, so
-    that it costs as much as noise z / 2. `epsilon` is that of the client that was selected most often, over all its uploads.
+    With u the update, C = `clip` and z = `noise`, a client uploads w + u min(1, C / |u|) + z C n, n
+    standard normal, and no figures of its training. One upload is private for any two data sets of
+    a client: their updates differ by at most 2 C, so that it costs as much as noise z / 2.
+    `epsilon` is that of the client that was selected most often, over all its uploads.
 
-    It goes around any method whose clients return an update of the one model that they are sent, FedMR too. The same z costs
-    far more accuracy than in `private`: the mean of K models keeps noise z C / K^(1/2) where `private` adds z C / K.
-    Source: Kasiviswanathan et al. 2011 (local privacy); Dwork and Roth 2014, appendix A (Gaussian mechanism).
-    Use it when the server is not trusted, or when single models are passed on; expect to need very many clients.
+    It goes around any method whose clients return an update of the one model that they are sent,
+    FedMR too. The same z costs far more accuracy than in `private`: the mean of K models keeps
+    noise z C / K^(1/2) where `private` adds z C / K.
+    Source: Kasiviswanathan et al. 2011 (local privacy); Dwork and Roth 2014, appendix A (Gaussian
+    mechanism).
+    Use it when the server is not trusted, or when single models are passed on; expect to need very
+    many clients.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("only the model", "one update", "no integers")

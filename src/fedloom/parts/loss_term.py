@@ -1,4 +1,6 @@
-"""Base of parts that change the loss of local training, around any algorithm whose clients take gradients."""
+"""Base of parts that change the loss of local training, around any algorithm whose clients take
+gradients.
+"""
 
 from collections.abc import Mapping
 
@@ -14,7 +16,9 @@ from fedloom.records import Message
 class LossTerm(Part):
     """Clients train on `change(loss, ...)` instead of every loss."""
 
-    def change(self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
+    def change(
+        self, loss: Tensor, net: Observed, batch: Batch, context: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return the loss to train on.
 
         Args:

@@ -12,12 +12,14 @@ from fedloom.parts.codec import Codec, Streams
 
 @algorithms.register("lowrank")
 class LowRank(Codec):
-    """Updates of low rank: each matrix M [m, n] of an update travels as P [m, r] and Q [n, r], decoded as P Q^T.
+    """Updates of low rank: each matrix M [m, n] of an update travels as P [m, r] and Q [n, r],
+    decoded as P Q^T.
 
-    A convolution's weight is the matrix of its output channels by all else. From a random Q: P = orthonormal(M Q), Q = M^T P,
-    and both once more, which is near the best approximation of that rank. Vectors, and matrices with r (m + n) >= m n, travel
-    in full. Source: Vogels et al. 2019, "PowerSGD", algorithm 1, with a second step of the power iteration in place of a warm
-    start, since clients take part now and then; Konecny et al. 2016 (structured updates).
+    A convolution's weight is the matrix of its output channels by all else. From a random Q: P =
+    orthonormal(M Q), Q = M^T P, and both once more, which is near the best approximation of that
+    rank. Vectors, and matrices with r (m + n) >= m n, travel in full. Source: Vogels et al. 2019,
+    "PowerSGD", algorithm 1, with a second step of the power iteration in place of a warm start,
+    since clients take part now and then; Konecny et al. 2016 (structured updates).
     Use it for models with large linear layers, whose updates are nearly of low rank.
 
     Args:
@@ -30,9 +32,10 @@ class LowRank(Codec):
 
     requires: ClassVar[tuple[str, ...]] = ("one update", "whole replies")
 
-
     def matrices(self, size: int, layout: Layout) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield columns, height and width of each tensor in the first `size` columns of a row, and how many numbers travel."""
+        """Yield columns, height and width of each tensor in the first `size` columns of a row, and
+        how many numbers travel.
+        """
         for tensor in layout.slices:
             if tensor.stop <= size:
                 height = tensor.shape[0] if len(tensor.shape) > 1 else 1
@@ -48,7 +51,9 @@ class LowRank(Codec):
             if sent == height * width:
                 factors.append(rows[:, columns])
                 continue
-            start = torch.stack([torch.randn(width, self.rank, generator=stream) for stream in generators])
+            start = torch.stack(
+                [torch.randn(width, self.rank, generator=stream) for stream in generators]
+            )
             basis, factor = low_rank(rows[:, columns].reshape(-1, height, width), start.to(rows))
             factors += [basis.flatten(1), factor.flatten(1)]
         return {"factors": torch.cat(factors, 1)}
@@ -59,13 +64,17 @@ class LowRank(Codec):
             values, begin = code["factors"][:, begin : begin + sent], begin + sent
             if sent < height * width:
                 basis, factor = values.split([height * self.rank, width * self.rank], 1)
-                values = (basis.unflatten(1, (height, -1)) @ factor.unflatten(1, (width, -1)).mT).flatten(1)
+                values = (
+                    basis.unflatten(1, (height, -1)) @ factor.unflatten(1, (width, -1)).mT
+                ).flatten(1)
             rows.append(values)
         return torch.cat(rows, 1)
 
 
 def low_rank(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P `[k, m, r]`, orthonormal, and Q `[k, n, r]`, P Q^T near `matrix`, by two steps of power iteration from `start`."""
+    """Return P `[k, m, r]`, orthonormal, and Q `[k, n, r]`, P Q^T near `matrix`, by two steps of
+    power iteration from `start`.
+    """
     basis = torch.linalg.qr(matrix @ start).Q
     basis = torch.linalg.qr(matrix @ (matrix.mT @ basis)).Q
     return basis, matrix.mT @ basis

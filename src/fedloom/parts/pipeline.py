@@ -47,7 +47,8 @@ class Pipeline:
     Attributes:
         algorithm: The algorithm.
         parts: The parts around it, outermost first.
-        stage: Number of the stage if clients are told it, and how many parts are outside the stages.
+        stage: Number of the stage if clients are told it, and how many parts are outside the
+            stages.
         number: The round of the pipeline, where it changes from round to round.
         following: Returns the pipeline of another round, on the server.
         around: The part that this pipeline is inside of.
@@ -89,7 +90,9 @@ class Pipeline:
         yield self.algorithm
 
     def inside(self, part: Part) -> "Pipeline":
-        """Return the pipeline of the algorithm and the parts inside `part`; itself for another part."""
+        """Return the pipeline of the algorithm and the parts inside `part`; itself for another
+        part.
+        """
         return self._inside.get(id(part), self)
 
     @cached_property
@@ -227,18 +230,26 @@ class Pipeline:
         for name in (*message, *self.algorithm.expects(round)):
             if name.startswith("@"):
                 kind = type(self.algorithm)
-                location = in_brackets(code_location(kind.send if name in message else kind.expects))
+                location = in_brackets(
+                    code_location(kind.send if name in message else kind.expects)
+                )
                 reason = f"names that begin with @ are fedloom's own{location}"
                 raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
         return message
 
     def _with_stage(self, message: Message) -> Message:
-        return message if self.stage is None else {**message, STAGE: torch.tensor([[self.stage[0]]])}
+        return (
+            message if self.stage is None else {**message, STAGE: torch.tensor([[self.stage[0]]])}
+        )
 
     def _with_idle_row(self, round: Round, message: Message) -> Message:
-        """Add a row for idle clients, the global model, where each client is sent a model of its own."""
+        """Add a row for idle clients, the global model, where each client is sent a model of its
+        own.
+        """
         model = message.get("model")
-        if model is None or (len(model) == 1 and not (self.one_model_each and len(round.selected) == 1)):
+        if model is None or (
+            len(model) == 1 and not (self.one_model_each and len(round.selected) == 1)
+        ):
             return message
         rows = self.plan.empty_rows(len(model) + 1)
         torch.cat([model, self.model().unsqueeze(0)], out=rows)
@@ -277,7 +288,9 @@ class Pipeline:
 
     @cached_property
     def _coders(self) -> list[Part]:
-        """The parts that code replies in the order of coding: noise first, then codes, innermost first."""
+        """The parts that code replies in the order of coding: noise first, then codes, innermost
+        first.
+        """
         coders = list(reversed(self.acting("encode")))
         return sorted(coders, key=lambda part: "coded" in part.hooks())
 

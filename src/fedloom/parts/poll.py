@@ -11,7 +11,9 @@ from fedloom.round import Round
 
 
 class PollAlgorithm(Algorithm):
-    """Clients answer a part's poll, with one number each; they are sent what they would personalise from."""
+    """Clients answer a part's poll, with one number each; they are sent what they would personalise
+    from.
+    """
 
     def __post_init__(self) -> None:
         """Accept that the fields are not given by users."""

@@ -14,19 +14,22 @@ from fedloom.round import Round
 
 @algorithms.register("power_of_choice")
 class PowerOfChoice(Part):
-    """A method whose participants are the clients of highest loss among `candidates`, drawn by their numbers of samples.
+    """A method whose participants are the clients of highest loss among `candidates`, drawn by
+    their numbers of samples.
 
-    Before each round the candidates are sent the model that they would use, and answer its loss on their samples; who does not
-    answer comes last. Replies weigh alike, since clients with more samples are drawn more often. Traffic: the models of those
-    candidates that do not take part, down, and a number for each candidate, up; the simulated clock leaves out asking.
+    Before each round the candidates are sent the model that they would use, and answer its loss on
+    their samples; who does not answer comes last. Replies weigh alike, since clients with more
+    samples are drawn more often. Traffic: the models of those candidates that do not take part,
+    down, and a number for each candidate, up; the simulated clock leaves out asking.
     Source: Cho et al. 2020, section 4.
     Use it when rounds are few and some clients lag behind; it biases the model towards them.
 
     Args:
         method: Method whose clients are chosen.
-        candidates: Number of candidates d; none: twice as many as take part. As many as take part is sampling by size.
-        ask: Ask the candidates (pow-d); false takes the mean loss over the steps of their last training, infinite before, 0
-            without a step (rpow-d), so that nothing is asked.
+        candidates: Number of candidates d; none: twice as many as take part. As many as take part
+            is sampling by size.
+        ask: Ask the candidates (pow-d); false takes the mean loss over the steps of their last
+            training, infinite before, 0 without a step (rpow-d), so that nothing is asked.
         samples: Number of random samples on which a candidate takes its loss (cpow-d); none: all.
     """
 
@@ -44,17 +47,27 @@ class PowerOfChoice(Part):
         super().setup(plan, inner)
         if self.candidates is not None and self.candidates < plan.participants:
             least = f"{plan.participants}, the participants"
-            raise InvalidValue(f"power_of_choice: candidates must be at least {least}, not {self.candidates}")
+            raise InvalidValue(
+                f"power_of_choice: candidates must be at least {least}, not {self.candidates}"
+            )
         if self.ask and plan.remote:
-            raise InvalidValue("power_of_choice: sites are asked nothing before a round: give ask=false")
+            raise InvalidValue(
+                "power_of_choice: sites are asked nothing before a round: give ask=false"
+            )
         self.state["losses"] = torch.full((plan.clients,), torch.inf, dtype=torch.float64)
 
     def drawn(self, round: Round) -> tuple[int, ...]:
         """Return the candidates of a round."""
         count = min(self.candidates or 2 * round.participants, round.clients)
         sizes = self.plan.sizes(torch.arange(round.clients)).double()
-        # The largest of log(u) / n are a draw without replacement by n (Efraimidis and Spirakis 2006).
-        keys = torch.rand(round.clients, generator=round.stream("candidates"), dtype=torch.float64).log() / sizes
+        # The largest of log(u) / n are a draw without replacement by n (Efraimidis and Spirakis
+        # 2006).
+        keys = (
+            torch.rand(
+                round.clients, generator=round.stream("candidates"), dtype=torch.float64
+            ).log()
+            / sizes
+        )
         return tuple(keys.topk(count).indices.tolist())
 
     def poll(self, round: Round) -> Poll:

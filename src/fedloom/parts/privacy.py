@@ -27,7 +27,8 @@ class Accounted(Part):
         noise: Standard deviation of the noise in units of C; none chooses it before round 1 for
             `target_epsilon` after all rounds.
         delta: Probability of a larger loss, well below 1 over the number of clients.
-        target_epsilon: Largest epsilon; with `noise` the run ends before the round that would exceed it.
+        target_epsilon: Largest epsilon; with `noise` the run ends before the round that would
+            exceed it.
     """
 
     clip: Positive = 1.0
@@ -37,7 +38,9 @@ class Accounted(Part):
 
     counts_privacy: ClassVar[bool] = True
     earlier = 0.0
-    """Sum of 1 / noise^2 of the statistics of columns that were released of each row before round 1."""
+    """Sum of 1 / noise^2 of the statistics of columns that were released of each row before round
+    1.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +73,9 @@ class Accounted(Part):
         return self._solved
 
     def counted(self, selection: Selection) -> tuple[int, ...] | None:
-        """Return the clients that a round costs one release each; None if it is one release for all."""
+        """Return the clients that a round costs one release each; None if it is one release for
+        all.
+        """
         return None
 
     def report(self) -> dict[str, float]:
@@ -83,7 +88,8 @@ class Accounted(Part):
     def spent(self) -> bool:
         if self.target_epsilon is None:
             return False
-        # Over real sites a repeated round costs again, so the chosen noise may not last for all rounds.
+        # Over real sites a repeated round costs again, so the chosen noise may not last for all
+        # rounds.
         limited = self.noise is not None or self.plan.remote
         return limited and self.cost(extra=1) > self.target_epsilon
 

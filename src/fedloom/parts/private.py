@@ -17,27 +17,33 @@ from fedloom.round import Round
 
 @algorithms.register("private")
 class Private(Accounted):
-    """Central differential privacy of clients, around any method that averages: clipped updates, a noisy sum, a fixed divisor.
+    """Central differential privacy of clients, around any method that averages: clipped updates, a
+    noisy sum, a fixed divisor.
 
-    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected participants, every reply becomes
+    With u_k = w_k - w the update of client k, C = `clip`, z = `noise` and q N the expected
+    participants, every reply becomes
 
         w + (sum_k u_k min(1, C / |u_k|) + z C n) / (q N),    n standard normal
 
-    so that the models do not reveal whether a client took part. All clients count alike, whatever their samples. Each must
-    take part independently with probability q (`participation_mode = "poisson"`), or all in every round; empty rounds add noise.
+    so that the models do not reveal whether a client took part. All clients count alike, whatever
+    their samples. Each must take part independently with probability q (`participation_mode =
+    "poisson"`), or all in every round; empty rounds add noise.
 
-    Noise comes from the run's streams in a simulation, and from the system's cryptographic generator over real sites. The
-    server sees updates without noise, and is trusted. Losses and accuracies that it records are not private, and neither are
-    the participants of each round: publishing them gives up the amplification by sampling, and epsilon is then that of
+    Noise comes from the run's streams in a simulation, and from the system's cryptographic
+    generator over real sites. The server sees updates without noise, and is trusted. Losses and
+    accuracies that it records are not private, and neither are the participants of each round:
+    publishing them gives up the amplification by sampling, and epsilon is then that of
     participation 1.
-    Source: McMahan et al. 2018, "Learning differentially private recurrent language models", algorithm 1; Andrew et al. 2021,
-    "Differentially private learning with adaptive clipping", algorithm 1.
+    Source: McMahan et al. 2018, "Learning differentially private recurrent language models",
+    algorithm 1; Andrew et al. 2021, "Differentially private learning with adaptive clipping",
+    algorithm 1.
     Use it when the model is given to others, and hundreds of clients can take part in a round.
 
     Args:
-        quantile: g, the share of updates that C should not clip: with b_k = 1 where |u_k| <= C, else 0, each round ends with
-            C <- C exp(-`clip_learning_rate` (b - g)), b = 1/2 + (sum_k (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of
-            the sum is raised to (z^-2 - (2 s)^-2)^(-1/2), so that both together cost as much as z. None keeps C.
+        quantile: g, the share of updates that C should not clip: with b_k = 1 where |u_k| <= C,
+            else 0, each round ends with C <- C exp(-`clip_learning_rate` (b - g)), b = 1/2 + (sum_k
+            (b_k - 1/2) + s n) / (q N), s = q N / 20. The noise of the sum is raised to (z^-2 - (2
+            s)^-2)^(-1/2), so that both together cost as much as z. None keeps C.
         clip_learning_rate: Step size of C (Andrew et al.: 0.2).
     """
 
@@ -70,7 +76,9 @@ class Private(Accounted):
 
     def cost(self, extra: int = 0) -> float:
         share = self.plan.participants / self.plan.clients
-        return epsilon(self.noise_multiplier(), share, int(self.state["releases"]) + extra, self.delta)
+        return epsilon(
+            self.noise_multiplier(), share, int(self.state["releases"]) + extra, self.delta
+        )
 
     def solve(self, target: float, rounds: int) -> float:
         return noise_for(target, self.plan.participants / self.plan.clients, rounds, self.delta)
@@ -112,13 +120,17 @@ class Private(Accounted):
         return Replies({"model": rows}, slots, slots, torch.ones_like(slots), exchange)
 
     def _adapt(self, round: Round, quantile: float, multiplier: float, below: Tensor) -> float:
-        """Move the clip towards the quantile, and return the noise of the sum that is left beside that of the count `below`."""
+        """Move the clip towards the quantile, and return the noise of the sum that is left beside
+        that of the count `below`.
+        """
         spread = round.participants / 20
         if multiplier >= 2 * spread:
             least = f"more than {10 * multiplier:g} clients in a round, not {round.participants}"
             raise InvalidValue(f"private: quantile needs {least}")
         below = below + spread * self._normal(round, "clip", below)
-        factor = math.exp(-self.clip_learning_rate * (0.5 + float(below) / round.participants - quantile))
+        factor = math.exp(
+            -self.clip_learning_rate * (0.5 + float(below) / round.participants - quantile)
+        )
         self.state["clip"] = self.state["clip"] * factor
         return (multiplier**-2 - (2 * spread) ** -2) ** -0.5 if multiplier else 0.0
 

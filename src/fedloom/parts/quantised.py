@@ -19,21 +19,25 @@ Bits = Literal[1, 2, 4, 8]
 
 @algorithms.register("quantised")
 class Quantised(Codec):
-    """Quantisation: every number of an update takes `bits` bits, and what the server sends `down` bits.
+    """Quantisation: every number of an update takes `bits` bits, and what the server sends `down`
+    bits.
 
-    Of each `bucket` consecutive numbers the smallest and the largest, a and b, travel in full, and each x as the level
-    l of 2^bits - 1 steps: with s = (b - a) / (2^bits - 1), l = floor((x - a) / s + u), decoded a + l s. Levels are packed into
-    bytes; n numbers take ceil(n bits / 8) bytes and 2 floats for each bucket. `down` codes the model that is sent, and a
-    variate with it, by nearest levels; the server adds updates to the exact model, so errors of downloads do not add up.
-    Around `sparse` and `lowrank` it codes their values: `quantised(sparse(fedavg), bits=8, down=8)`. Models for evaluation
-    are sent in full.
-    Source: Suresh et al. 2017, "Distributed mean estimation with limited communication", section 2.2, in buckets as QSGD
-    (Alistarh et al. 2017); Reisizadeh et al. 2020 (FedPAQ).
-    Use it when traffic is scarce: 8 bits cost no accuracy; fewer need more clients in a round, over whom errors average out.
+    Of each `bucket` consecutive numbers the smallest and the largest, a and b, travel in full, and
+    each x as the level l of 2^bits - 1 steps: with s = (b - a) / (2^bits - 1), l = floor((x - a) /
+    s + u), decoded a + l s. Levels are packed into bytes; n numbers take ceil(n bits / 8) bytes and
+    2 floats for each bucket. `down` codes the model that is sent, and a variate with it, by nearest
+    levels; the server adds updates to the exact model, so errors of downloads do not add up. Around
+    `sparse` and `lowrank` it codes their values: `quantised(sparse(fedavg), bits=8, down=8)`.
+    Models for evaluation are sent in full.
+    Source: Suresh et al. 2017, "Distributed mean estimation with limited communication", section
+    2.2, in buckets as QSGD (Alistarh et al. 2017); Reisizadeh et al. 2020 (FedPAQ).
+    Use it when traffic is scarce: 8 bits cost no accuracy; fewer need more clients in a round, over
+    whom errors average out.
 
     Args:
         bits: Bits of a number in an upload.
-        stochastic: Draw u uniformly from [0, 1), so that E[decoded] = x; otherwise u = 1/2, the nearest level.
+        stochastic: Draw u uniformly from [0, 1), so that E[decoded] = x; otherwise u = 1/2, the
+            nearest level.
         down: Bits of a number in a download; none sends it in full.
         bucket: Numbers that share a scale.
     """
@@ -47,12 +51,17 @@ class Quantised(Codec):
     code_types: ClassVar[Mapping[str, torch.dtype]] = {"levels": torch.uint8}
 
     def code_shapes(self, size: int, layout: Layout) -> dict[str, tuple[int, ...]]:
-        return {"levels": (math.ceil(size * self.bits / 8),), "scales": (math.ceil(size / self.bucket), 2)}
+        return {
+            "levels": (math.ceil(size * self.bits / 8),),
+            "scales": (math.ceil(size / self.bucket), 2),
+        }
 
     def encode_rows(self, rows: Tensor, streams: Streams, layout: Layout) -> dict[str, Tensor]:
         drawn = None
         if self.stochastic:
-            drawn = torch.stack([torch.rand(rows.shape[1], generator=stream) for stream in streams()]).to(rows)
+            drawn = torch.stack(
+                [torch.rand(rows.shape[1], generator=stream) for stream in streams()]
+            ).to(rows)
         levels, scales = quantise(rows, self.bits, self.bucket, drawn)
         return {"levels": levels, "scales": scales}
 
@@ -85,14 +94,20 @@ class Quantised(Codec):
 
 
 def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the levels of `rows [k, n]`, packed `[k, ceil(n bits / 8)]` (uint8), and the smallest and largest number of each
-    bucket, `[k, ceil(n / bucket), 2]`. `drawn [k, n]` in [0, 1) rounds at random; None rounds to the nearest level."""
+    """Return the levels of `rows [k, n]`, packed `[k, ceil(n bits / 8)]` (uint8), and the smallest
+    and largest number of each bucket, `[k, ceil(n / bucket), 2]`. `drawn [k, n]` in [0, 1) rounds
+    at random; None rounds to the nearest level.
+    """
     size = rows.shape[1]
-    padded = torch.cat([rows, rows[:, -1:].expand(-1, -size % bucket)], 1).unflatten(1, (-1, bucket))
+    padded = torch.cat([rows, rows[:, -1:].expand(-1, -size % bucket)], 1).unflatten(
+        1, (-1, bucket)
+    )
     scales = torch.stack(torch.aminmax(padded, dim=2), 2)
     low, step = scales[..., :1], (scales[..., 1:] - scales[..., :1]) / (2**bits - 1)
     levels = ((padded - low) / torch.where(step == 0, 1, step)).flatten(1)[:, :size]
-    levels = (levels + (0.5 if drawn is None else drawn)).floor().clamp(0, 2**bits - 1).to(torch.uint8)
+    levels = (
+        (levels + (0.5 if drawn is None else drawn)).floor().clamp(0, 2**bits - 1).to(torch.uint8)
+    )
     in_byte = 8 // bits
     shifts = bits * torch.arange(in_byte, device=rows.device)
     grouped = F.pad(levels, (0, -size % in_byte)).unflatten(1, (-1, in_byte))
@@ -100,12 +115,12 @@ def quantise(rows: Tensor, bits: int, bucket: int, drawn: Tensor | None) -> tupl
 
 
 def dequantise(levels: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
-    """Return the rows `[k, size]` of a code of `quantise`: level l of a bucket is a + l (b - a) / (2^bits - 1)."""
+    """Return the rows `[k, size]` of a code of `quantise`: level l of a bucket is a + l (b - a) /
+    (2^bits - 1).
+    """
     shifts = bits * torch.arange(8 // bits, device=levels.device)
     numbers = (levels.int().unsqueeze(2) >> shifts & 2**bits - 1).flatten(1)[:, :size].to(scales)
     spread = F.pad(numbers, (0, -size % bucket)).unflatten(1, (-1, bucket))
     low, step = scales[..., :1], (scales[..., 1:] - scales[..., :1]) / (2**bits - 1)
     rows: Tensor = (low + spread * step).flatten(1)[:, :size]
     return rows
-
-

@@ -1,4 +1,6 @@
-"""Which parts fit which algorithms and each other: one table of requirements, and the rules for pairs of parts."""
+"""Which parts fit which algorithms and each other: one table of requirements, and the rules for
+pairs of parts.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -40,7 +42,11 @@ def _whole_model(pipeline: Pipeline) -> str:
 
 
 def _returns_whole_model(pipeline: Pipeline) -> str:
-    return "" if pipeline.returns_whole(pipeline.plan.opening()) else "clients of {0} do not return whole models"
+    return (
+        ""
+        if pipeline.returns_whole(pipeline.plan.opening())
+        else "clients of {0} do not return whole models"
+    )
 
 
 def _only_the_model(pipeline: Pipeline) -> str:
@@ -70,9 +76,7 @@ def _one_fit(pipeline: Pipeline) -> str:
     for method in pipeline.components():
         if not method.facts.fits_once:
             name = name_of(method)
-            return (
-                f"clients of {name} do more with their samples than one local training, which epsilon leaves out"
-            )
+            return f"clients of {name} do more with their samples than one local training, which epsilon leaves out"
     return ""
 
 
@@ -104,7 +108,9 @@ def _common_messages(pipeline: Pipeline) -> str:
     message = pipeline.algorithm.send(pipeline.plan.opening())
     addressed = sorted(name for name, rows in message.items() if name != "model" and len(rows) > 1)
     if addressed:
-        return f"clients of {{0}} are sent {addressed[0]!r} of their own, which idle clients cannot be"
+        return (
+            f"clients of {{0}} are sent {addressed[0]!r} of their own, which idle clients cannot be"
+        )
     return ""
 
 
@@ -139,7 +145,8 @@ def exchanges_models(pipeline: Pipeline) -> bool:
 
 
 def require_facts(pipeline: Pipeline) -> None:
-    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each other.
+    """Raise `InvalidValue`, in one line, unless the parts of a pipeline fit the algorithm and each
+    other.
 
     This needs no plan, so an expression can be refused before a run begins.
     """
@@ -152,7 +159,9 @@ def require_combination(pipeline: Pipeline) -> None:
     """Raise `InvalidValue`, in one line, unless a pipeline fits the plan of its algorithm."""
     for part in pipeline.parts:
         if pipeline.plan.poisson and not (part.facts.independent or part.facts.fixed_participants):
-            raise InvalidValue(f"{name_of(part)}: poisson participation chooses the clients by chance")
+            raise InvalidValue(
+                f"{name_of(part)}: poisson participation chooses the clients by chance"
+            )
     _require(pipeline, REQUIREMENTS)
 
 
@@ -160,27 +169,39 @@ def _require(pipeline: Pipeline, requirements: dict[str, Requirement]) -> None:
     for part in reversed(pipeline.parts):
         for name in (name for name in part.requires if name in requirements):
             if reason := requirements[name](pipeline):
-                raise InvalidValue(f"{name_of(part)}: {reason.format(pipeline.algorithm)}{part.hint}")
+                raise InvalidValue(
+                    f"{name_of(part)}: {reason.format(pipeline.algorithm)}{part.hint}"
+                )
 
 
 def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
-    """Raise `InvalidValue` unless the stages of an expression fit together and the parts around them."""
+    """Raise `InvalidValue` unless the stages of an expression fit together and the parts around
+    them.
+    """
     if len(pipelines) == 1:
         return
     for pipeline in pipelines:
         for part in pipeline.acting("close"):
-            raise InvalidValue(f"{part} decides who trains when: it cannot be in stages or around them")
+            raise InvalidValue(
+                f"{part} decides who trains when: it cannot be in stages or around them"
+            )
     for part in parts_of(method):
-        around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
+        around = [
+            pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)
+        ]
         name = name_of(part)
         if getattr(part, "counts_privacy", False) and len(around) < len(pipelines):
-            raise InvalidValue(f"{name}: other stages would have no privacy: put {name} around stages")
+            raise InvalidValue(
+                f"{name}: other stages would have no privacy: put {name} around stages"
+            )
 
 
 def require_units(method: Method, pipelines: list[Pipeline]) -> None:
     """Raise `InvalidValue` unless clients exchange the same units in all stages of one exchange."""
     for part in (part for part in parts_of(method) if "exchange" in part.hooks()):
-        around = [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
+        around = [
+            pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)
+        ]
         if any(pipeline.algorithm.units() != around[0].algorithm.units() for pipeline in around):
             remedy = "make each of its stages secure by itself"
             raise InvalidValue(f"{name_of(part)}: {part.method} moves different units; {remedy}")
@@ -193,7 +214,9 @@ def _no_part_twice(pipeline: Pipeline) -> None:
     for k, part in enumerate(pipeline.parts):
         for other in pipeline.parts[k + 1 :]:
             if part.once and (isinstance(other, type(part)) or isinstance(part, type(other))):
-                raise InvalidValue(f"{name_of(part)}({part.method}): {name_of(other)} acts once, not twice")
+                raise InvalidValue(
+                    f"{name_of(part)}({part.method}): {name_of(other)} acts once, not twice"
+                )
 
 
 def _one_sampler(pipeline: Pipeline) -> None:
@@ -210,7 +233,9 @@ def _closing_is_outermost(pipeline: Pipeline) -> None:
             outer = any(other is candidate for candidate in outside)
             rewrites = outer and "rewrite" in other.hooks()
             if other is not part and (rewrites or other.hooks() & changing):
-                reason = "decides who trains when, so nothing else may change the clients of a round"
+                reason = (
+                    "decides who trains when, so nothing else may change the clients of a round"
+                )
                 raise InvalidValue(f"{part} {reason}: leave out {name_of(other)}")
 
 
@@ -218,7 +243,9 @@ def _codes(pipeline: Pipeline) -> None:
     coders = pipeline.acting("coded")
     for outer, inner in pairwise(coders):
         if not getattr(outer, "recodes", False):
-            raise InvalidValue(f"{name_of(outer)}: {inner} is coded already; only quantised goes around it")
+            raise InvalidValue(
+                f"{name_of(outer)}: {inner} is coded already; only quantised goes around it"
+            )
     exchanging = pipeline.acting("exchange")
     if coders and exchanging:
         reason = f"clients of {exchanging[0]} upload layers of each other, no updates"
@@ -241,7 +268,9 @@ def _privacy(pipeline: Pipeline) -> None:
         raise InvalidValue(f"{outer}: {inner} counts an epsilon of its own: take one of them")
     for part in accounts:
         for poll in pipeline.acting("poll"):
-            raise InvalidValue(f"{name_of(poll)}: losses of clients would pass by the privacy of {part}")
+            raise InvalidValue(
+                f"{name_of(poll)}: losses of clients would pass by the privacy of {part}"
+            )
 
 
 def _release_is_outermost(pipeline: Pipeline) -> None:
@@ -291,7 +320,9 @@ def _closes(method: Method) -> bool:
 
 
 def require_participation(method: Method, poisson: bool, over_selected: bool) -> None:
-    """Raise `InvalidValue` unless a method accepts that the number of clients or replies varies by round."""
+    """Raise `InvalidValue` unless a method accepts that the number of clients or replies varies by
+    round.
+    """
     if not (poisson or over_selected):
         return
     inside_first = reversed(list(components(method)))
@@ -303,5 +334,9 @@ def require_participation(method: Method, poisson: bool, over_selected: bool) ->
             needs = "says itself whose replies it takes" if _closes(component) else needs
             raise InvalidValue(f"{draws if poisson else drops}, but {component} {needs}")
         if over_selected and component.facts.needs_every_reply:
-            reason = f"one client less lets another in, which the epsilon of {component} does not count"
-            raise InvalidValue(f"clock.over_selection takes the first replies of a round: {reason}: leave it out")
+            reason = (
+                f"one client less lets another in, which the epsilon of {component} does not count"
+            )
+            raise InvalidValue(
+                f"clock.over_selection takes the first replies of a round: {reason}: leave it out"
+            )

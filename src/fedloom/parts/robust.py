@@ -16,22 +16,25 @@ from fedloom.round import Round
 
 @algorithms.register("robust")
 class Robust(Part):
-    """Robust aggregation around any method that averages: an estimate of the mean replaces what clients sent.
+    """Robust aggregation around any method that averages: an estimate of the mean replaces what
+    clients sent.
 
-    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What clients send beside the model
-    (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same clients. All clients count alike, whatever
-    numbers of samples they claim; where honest clients differ much, unusual updates are lost with malicious ones. Methods that
-    need the single replies (FedMR, FedGen, those with a model for each client) are refused. The median and the trimmed mean
+    Of K models x_1 to x_K at most f = ceil(`malicious` K) are taken to be malicious. What clients
+    send beside the model (SCAFFOLD's variate) is estimated by the same rule, by Krum from the same
+    clients. All clients count alike, whatever numbers of samples they claim; where honest clients
+    differ much, unusual updates are lost with malicious ones. Methods that need the single replies
+    (FedMR, FedGen, those with a model for each client) are refused. The median and the trimmed mean
     do not depend on whose layer is whose, so `secure(robust(fedavg, rule=median))` works.
-    Source: Yin et al. 2018 (median, trimmed mean); Blanchard et al. 2017 (Krum); Sun et al. 2019 (norm clipping); Karimireddy et
-    al. 2021, equation 3 (centred clipping).
+    Source: Yin et al. 2018 (median, trimmed mean); Blanchard et al. 2017 (Krum); Sun et al. 2019
+    (norm clipping); Karimireddy et al. 2021, equation 3 (centred clipping).
     Use it over real sites that may be faulty or hostile.
 
     Args:
-        rule: `median` of each coordinate; `trimmed_mean`, of each coordinate the mean without the f largest and the f smallest
-            values; `krum`, the model nearest to others, argmin_k of the sum of its K - f - 2 smallest |x_k - x_j|^2;
-            `multi_krum`, the mean of the K - f models with the lowest such sums; `clipping`,
-            c + mean_k (x_k - c) min(1, r / |x_k - c|) around the model c that was sent.
+        rule: `median` of each coordinate; `trimmed_mean`, of each coordinate the mean without the f
+            largest and the f smallest values; `krum`, the model nearest to others, argmin_k of the
+            sum of its K - f - 2 smallest |x_k - x_j|^2; `multi_krum`, the mean of the K - f models
+            with the lowest such sums; `clipping`, c + mean_k (x_k - c) min(1, r / |x_k - c|) around
+            the model c that was sent.
         malicious: Largest share of malicious clients.
         radius: r of clipping; none is the median length of the round's updates.
         steps: Repetitions of clipping around the estimate so far (centred clipping).
@@ -47,7 +50,9 @@ class Robust(Part):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rule != "clipping" and (self.radius is not None or self.steps != 1):
-            raise InvalidValue(f"robust: radius and steps belong to rule=clipping, not to {self.rule}")
+            raise InvalidValue(
+                f"robust: radius and steps belong to rule=clipping, not to {self.rule}"
+            )
 
     @property
     def facts(self) -> Facts:
@@ -58,8 +63,12 @@ class Robust(Part):
         self.state["left_out"] = torch.zeros(1, dtype=torch.int64)
         awaited = plan.participants if plan.awaited is None else plan.awaited
         if awaited < (least := self.least(awaited)):
-            threat = f"rule={self.rule} against {self.expected_malicious(awaited)} malicious clients"
-            raise InvalidValue(f"robust: {threat} needs at least {least} replies in a round, not {awaited}")
+            threat = (
+                f"rule={self.rule} against {self.expected_malicious(awaited)} malicious clients"
+            )
+            raise InvalidValue(
+                f"robust: {threat} needs at least {least} replies in a round, not {awaited}"
+            )
 
     def expected_malicious(self, count: int) -> int:
         """Return the number of replies out of `count` that are taken to be malicious."""
@@ -91,16 +100,22 @@ class Robust(Part):
         return replies.with_matrices(matrices)
 
     def integers(self, rows: Tensor, current: Tensor) -> Tensor:
-        """Return the median of the clients' counters, which a minority cannot move far; `current` where too few replied."""
+        """Return the median of the clients' counters, which a minority cannot move far; `current`
+        where too few replied.
+        """
         enough = len(rows) >= self.least(len(rows))
-        return torch.maximum(current, rows.sort(0).values[(len(rows) - 1) // 2]) if enough else current
+        return (
+            torch.maximum(current, rows.sort(0).values[(len(rows) - 1) // 2]) if enough else current
+        )
 
     def diagnose(self) -> dict[str, float]:
         left_out = float(self.state["left_out"])
         return {"rounds_left_out": left_out} if left_out else {}
 
     def estimate(self, rows: Tensor, center: Tensor) -> Tensor:
-        """Return an estimate `[P]` of the mean of `rows [K, P]`, by coordinate or by clipping around `center`."""
+        """Return an estimate `[P]` of the mean of `rows [K, P]`, by coordinate or by clipping
+        around `center`.
+        """
         if self.rule == "median":
             return coordinate_median(rows)
         if self.rule == "trimmed_mean":
@@ -109,28 +124,39 @@ class Robust(Part):
 
 
 def coordinate_median(rows: Tensor) -> Tensor:
-    """Return median_k x_k[i] for every i; of an even number, the mean of the middle two. Source: Yin et al. 2018."""
+    """Return median_k x_k[i] for every i; of an even number, the mean of the middle two. Source:
+    Yin et al. 2018.
+    """
     return trimmed_mean(rows, (len(rows) - 1) // 2)
 
 
 def trimmed_mean(rows: Tensor, trimmed: int) -> Tensor:
-    """Return each coordinate's mean without its `trimmed` largest and smallest values (Yin et al. 2018, definition 2)."""
+    """Return each coordinate's mean without its `trimmed` largest and smallest values (Yin et al.
+    2018, definition 2).
+    """
     return rows.sort(0).values[trimmed : len(rows) - trimmed].mean(0)
 
 
 def krum(rows: Tensor, malicious: int, chosen: int = 1) -> Tensor:
-    """Return the indices of the `chosen` rows with the lowest sums of their K - `malicious` - 2 smallest squared distances.
-    Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen, multi-Krum."""
+    """Return the indices of the `chosen` rows with the lowest sums of their K - `malicious` - 2
+    smallest squared distances.
+    Source: Blanchard et al. 2017, "Machine learning with adversaries"; with several chosen,
+    multi-Krum.
+    """
     distances = squared_distances(rows).double().fill_diagonal_(torch.inf)
     nearest = distances.sort(1).values[:, : max(1, len(rows) - malicious - 2)]
     return nearest.sum(1).argsort(stable=True)[:chosen]
 
 
-def centered_clipping(rows: Tensor, center: Tensor, radius: float | None = None, steps: int = 1) -> Tensor:
-    """Return c after `steps` times c <- c + mean_k (x_k - c) min(1, r / |x_k - c|); r is `radius` or the median of |x_k - c|.
+def centered_clipping(
+    rows: Tensor, center: Tensor, radius: float | None = None, steps: int = 1
+) -> Tensor:
+    """Return c after `steps` times c <- c + mean_k (x_k - c) min(1, r / |x_k - c|); r is `radius`
+    or the median of |x_k - c|.
 
-    Source: Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization", equation 3; one step is the norm
-    clipping of Sun et al. 2019, "Can you really backdoor federated learning?".
+    Source: Karimireddy et al. 2021, "Learning from history for Byzantine robust optimization",
+    equation 3; one step is the norm clipping of Sun et al. 2019, "Can you really backdoor federated
+    learning?".
     """
     for _ in range(steps):
         updates = rows - center

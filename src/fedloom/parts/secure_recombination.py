@@ -15,25 +15,30 @@ from fedloom.secure.layers import layer_sizes
 
 @algorithms.register("secure")
 class Secure(Part):
-    """Secure recombination over FedMR: clients exchange layers before training and before upload, unseen by the server.
+    """Secure recombination over FedMR: clients exchange layers before training and before upload,
+    unseen by the server.
 
-    In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of the round at random, and for
-    each layer that it received returns a random one of the same index. Every layer stays in the round exactly once, so sums
-    and distances over the models are exact, and the server may recombine again. Layers are FedMR's `unit`. Clients that do
-    not reply take no part in the exchange before upload; a lost client takes the layers that it received along, and its slot
-    keeps the model that was sent. `peer_bytes` counts the clients' traffic among each other in the last round (equation 26,
-    without envelopes; over real sites all that was carried).
+    In each of `repeats` a client sends n layers, n uniform in [`low`, `high`], to other clients of
+    the round at random, and for each layer that it received returns a random one of the same index.
+    Every layer stays in the round exactly once, so sums and distances over the models are exact,
+    and the server may recombine again. Layers are FedMR's `unit`. Clients that do not reply take no
+    part in the exchange before upload; a lost client takes the layers that it received along, and
+    its slot keeps the model that was sent. `peer_bytes` counts the clients' traffic among each
+    other in the last round (equation 26, without envelopes; over real sites all that was carried).
 
-    Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)` qualify, in `stages`, `umf`,
-    `ala` and `clustered(by='size')` too. Sample counts, losses and integer buffers still travel with names on them.
-    Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; exchanging before training as well is this project's advice.
+    Averages must not depend on whose a model is: FedMR, Indep, FedMut and `fedavg(weighted=false)`
+    qualify, in `stages`, `umf`, `ala` and `clustered(by='size')` too. Sample counts, losses and
+    integer buffers still travel with names on them.
+    Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; exchanging before training as well
+    is this project's advice.
     Use it when the server must not see any client's model; a simulation shows what that costs.
 
     Args:
         repeats: Exchanges in a row.
         low: Fewest layers that a client sends.
         high: Most layers; none is a quarter of them in the first repeat and all of them later.
-        when: `before_upload` (alone, the server recognises layers of the models that it sent), `before_train` or `both`.
+        when: `before_upload` (alone, the server recognises layers of the models that it sent),
+            `before_train` or `both`.
     """
 
     repeats: int = 2
@@ -68,7 +73,8 @@ class Secure(Part):
     def move(self, round: Round, message: Message) -> Message:
         rows = message.get("model")
         count = len(round.selected)
-        # Rows of their own, for two clients or more; over real sites, clients exchange layers themselves.
+        # Rows of their own, for two clients or more; over real sites, clients exchange layers
+        # themselves.
         if self.plan.remote or rows is None or not len(rows) >= count > 1:
             return message
         # A row beyond those of the selected clients is for idle ones, which take no part.
@@ -88,7 +94,9 @@ class Secure(Part):
         self._count(self.state["carried"])
 
     def carried(self, count: int) -> None:
-        """Take note that clients exchanged layers in this round, and `count` bytes were carried between them."""
+        """Take note that clients exchanged layers in this round, and `count` bytes were carried
+        between them.
+        """
         self.state["carried"] = self.state["carried"] + count
 
     def _count(self, total: Tensor | int) -> None:
@@ -105,8 +113,12 @@ class Secure(Part):
         return {"peer_bytes": float(self.state["peer_bytes"])}
 
     def rehearse(self, round: Round, clients: Sequence[int], when: str) -> Rehearsal:
-        """Return the exchange `when` of this round among these clients; a pure function of its arguments."""
-        return rehearse(clients, len(self.units()), self.rules(), stream_choices(round.stream), when)
+        """Return the exchange `when` of this round among these clients; a pure function of its
+        arguments.
+        """
+        return rehearse(
+            clients, len(self.units()), self.rules(), stream_choices(round.stream), when
+        )
 
     def exchanges(self, when: str) -> bool:
         """Return True if clients exchange at this point: `before_train` or `before_upload`."""
@@ -117,9 +129,15 @@ class Secure(Part):
 
 
 def exchange_(
-    moved: Tensor, rows: Tensor, units: Sequence[Unit], sources: Sequence[Sequence[int]], slots: Tensor
+    moved: Tensor,
+    rows: Tensor,
+    units: Sequence[Unit],
+    sources: Sequence[Sequence[int]],
+    slots: Tensor,
 ) -> None:
-    """Set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]` in place; other rows stay."""
+    """Set `moved[slots[k], unit u]` to `rows[slots[sources[u][k]], unit u]` in place; other rows
+    stay.
+    """
     slots = slots.to(rows.device)
     for unit, source in zip(units, sources, strict=True):
         origins = slots[torch.tensor(source, dtype=torch.int64, device=rows.device)]

@@ -14,11 +14,14 @@ from fedloom.records import Message, Plan
 
 @algorithms.register("sign_flip")
 class SignFlip(Part):
-    """An attack in a simulation: malicious clients upload w - `scale` d_i instead of their model w + d_i.
+    """An attack in a simulation: malicious clients upload w - `scale` d_i instead of their model w
+    + d_i.
 
-    w is the model that the client was sent. round(`share` N) of the N clients are malicious in all rounds, drawn by the
-    run's seed. Batch-norm statistics stay honest, and clients remember their honest work.
-    Source: Li et al. 2019, "RSA: Byzantine-robust stochastic aggregation methods", sign-flipping attack.
+    w is the model that the client was sent. round(`share` N) of the N clients are malicious in all
+    rounds, drawn by the run's seed. Batch-norm statistics stay honest, and clients remember their
+    honest work.
+    Source: Li et al. 2019, "RSA: Byzantine-robust stochastic aggregation methods", sign-flipping
+    attack.
     Use it to see how much a method or a robust rule loses.
 
     Args:
@@ -34,7 +37,9 @@ class SignFlip(Part):
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
         if plan.remote:
-            raise InvalidValue("sign_flip: an attack is simulated only: leave it out over real sites")
+            raise InvalidValue(
+                "sign_flip: an attack is simulated only: leave it out over real sites"
+            )
         order = torch.randperm(plan.clients, generator=stream(plan.seed, "malicious"))
         self.malicious = frozenset(order[: round(self.share * plan.clients)].tolist())
 

@@ -32,12 +32,14 @@ Stage = tuple[Method, int | Literal["auto"] | None]
 class Stages(Part):
     """Several methods in turn: `stages(fedavg:100, fedmr)` is two-stage FedMR-100.
 
-    The number after a method's colon is its last round; the next method starts from the global model of that round.
-    `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when the mean held-out loss of the models that it
-    sends is not lower, by the share `improvement`, over the last `patience` rounds than over as many before. In such a stage
-    each client holds out a tenth of its training samples (the same in every round), trains on the others, and returns the
+    The number after a method's colon is its last round; the next method starts from the global
+    model of that round. `stages(fedavg:auto, fedmr)` lets the run choose: an `auto` stage ends when
+    the mean held-out loss of the models that it sends is not lower, by the share `improvement`,
+    over the last `patience` rounds than over as many before. In such a stage each client holds out
+    a tenth of its training samples (the same in every round), trains on the others, and returns the
     loss of the received model on the tenth. Source: FedMR, section 4.3 (two-stage training).
-    Use it to let averaging learn the coarse model fast and recombination finish it, or to change between any methods.
+    Use it to let averaging learn the coarse model fast and recombination finish it, or to change
+    between any methods.
 
     Args:
         stages: Methods with their last rounds; the last method runs to the end.
@@ -58,10 +60,16 @@ class Stages(Part):
         ends = [end for _, end in self.stages]
         if not ends or None in ends[:-1]:
             example = "stages(fedavg:100, fedmr)"
-            raise InvalidValue(f"stages needs methods, all but the last with last rounds: {example}")
+            raise InvalidValue(
+                f"stages needs methods, all but the last with last rounds: {example}"
+            )
         if ends[-1] == "auto":
-            raise InvalidValue("stages: the last method runs to the end of the run, so it takes no :auto")
-        nested = [c for method in self._inner() for c in components(method) if isinstance(c, Stages)]
+            raise InvalidValue(
+                "stages: the last method runs to the end of the run, so it takes no :auto"
+            )
+        nested = [
+            c for method in self._inner() for c in components(method) if isinstance(c, Stages)
+        ]
         if self.automatic and any(stages.automatic for stages in nested):
             raise InvalidValue("stages: of stages inside each other only one may end by :auto")
         rounds = [0, *(end for end in ends if isinstance(end, int))]
@@ -100,7 +108,9 @@ class Stages(Part):
         return self.stages[stage][1] == "auto"
 
     def stage_of(self, number: int, since: int = 0) -> int:
-        """Return the first stage, from `since` on, that lasts until round `number`; else the last one."""
+        """Return the first stage, from `since` on, that lasts until round `number`; else the last
+        one.
+        """
         last = len(self.stages) - 1
         for stage in range(since, last):
             end = self.stages[stage][1]
@@ -130,7 +140,9 @@ class Stages(Part):
                     component.state = {}
 
     def successor(self, number: int) -> int:
-        """Return the stage of the round after `number`. A stage whose last round has passed is skipped."""
+        """Return the stage of the round after `number`. A stage whose last round has passed is
+        skipped.
+        """
         stage = int(self.state["stage"])
         over = self.waits(stage) and has_stopped_improving(
             self.state["losses"], self.patience, self.improvement
@@ -146,7 +158,9 @@ class Stages(Part):
         return {**specs, HELD_OUT_LOSS: TensorSpec((), self.plan.layout.dtype)}
 
     def train(self, cohort: Cohort, inbox: Message, inner: Inner) -> Message:
-        held_out, training = divided(cohort, "held_out", lambda count: max(1, round(HELD_OUT * count)))
+        held_out, training = divided(
+            cohort, "held_out", lambda count: max(1, round(HELD_OUT * count))
+        )
         loss = held_out.loss(server_model(inbox))
         reply = inner.train(training, inbox)
         return reply | {HELD_OUT_LOSS: loss.to(inbox["model"].dtype)}
@@ -161,7 +175,9 @@ class Stages(Part):
 
 
 def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> bool:
-    """Return True if the mean of the last `patience` losses is not lower, by the share `improvement`, than before."""
+    """Return True if the mean of the last `patience` losses is not lower, by the share
+    `improvement`, than before.
+    """
     if len(losses) < 2 * patience:
         return False
     older, newer = losses[-2 * patience :].chunk(2)
@@ -171,5 +187,3 @@ def has_stopped_improving(losses: Tensor, patience: int, improvement: float) -> 
 def stages_in(method: Method) -> Iterator[Stages]:
     """Yield all stages in an expression."""
     return (component for component in components(method) if isinstance(component, Stages))
-
-

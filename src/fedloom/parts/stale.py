@@ -1,4 +1,6 @@
-"""Base of asynchronous parts around algorithms that average: stale replies are moved to the present model."""
+"""Base of asynchronous parts around algorithms that average: stale replies are moved to the present
+model.
+"""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -13,7 +15,8 @@ from fedloom.round import Round
 
 
 class StaleReplies(Arrivals):
-    """Hands the first k replies to the algorithm inside, as if they were replies to the present model.
+    """Hands the first k replies to the algorithm inside, as if they were replies to the present
+    model.
 
     `moved` gives the models that replace them, with tau the versions by which the model is ahead.
     """
@@ -60,4 +63,6 @@ class StaleReplies(Arrivals):
 
     @abstractmethod
     def moved(self, model: Tensor, sent: Tensor, rows: Tensor, stale: Tensor) -> Tensor:
-        """Return models in place of replies `rows [k, P]` to `sent`, `stale [k, 1]` versions behind `model [1, P]`."""
+        """Return models in place of replies `rows [k, P]` to `sent`, `stale [k, 1]` versions behind
+        `model [1, P]`.
+        """

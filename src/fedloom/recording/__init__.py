@@ -1,1 +1,3 @@
-"""Recorders: what a run writes down on request beside its figures, such as objectives, trajectories and similarities."""
+"""Recorders: what a run writes down on request beside its figures, such as objectives, trajectories
+and similarities.
+"""

@@ -17,9 +17,11 @@ from fedloom.rounds.federation import Federation
 @recorders.register("ala")
 @dataclass(frozen=True)
 class AlaLearning(Recorder):
-    """The loss of each epoch in which the client `client` learns its blending weights, in every round in which it does.
+    """The loss of each epoch in which the client `client` learns its blending weights, in every
+    round in which it does.
 
-    The loss of an epoch is ALA's own criterion (`epoch_loss`). Source: Zhang et al. 2023 (FedALA), figure 3.
+    The loss of an epoch is ALA's own criterion. Source: Zhang et al. 2023 (FedALA),
+    figure 3.
     """
 
     client: NonNegativeInt = 0
@@ -32,7 +34,11 @@ class AlaLearning(Recorder):
         context.client(self.client)
 
     def inapplicable(self, method: Method) -> str:
-        return "" if any(isinstance(inner, Ala) for inner in components(method)) else "it does not learn with ala"
+        return (
+            ""
+            if any(isinstance(inner, Ala) for inner in components(method))
+            else "it does not learn with ala"
+        )
 
     def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
         client = context.client(self.client)

@@ -1,4 +1,6 @@
-"""The loss around the final global model, in two directions that the model's own filters scale (FedMR, figure 6)."""
+"""The loss around the final global model, in two directions that the model's own filters scale
+(FedMR, figure 6).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,15 @@ from fedloom.data.dataset import Samples
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.randomness import stream
-from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+)
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.scoring import Evaluator
 from fedloom.task import Task
@@ -22,14 +32,17 @@ from fedloom.task import Task
 @recorders.register("landscape")
 @dataclass(frozen=True)
 class Landscape(Recorder):
-    """The loss of the final global model w and around it: L(w + a d1 + b d2) for a and b from -`radius` to `radius`.
+    """The loss of the final global model w and around it: L(w + a d1 + b d2) for a and b from
+    -`radius` to `radius`.
 
-    d1 and d2 are Gaussian, then scaled filter by filter to the model's own norms. They are drawn by `directions` alone, so that
-    runs of one architecture are seen in the same directions. L is the mean cross entropy in evaluation mode on `samples` evenly
-    spaced samples of the clients' training data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points.
-    Costs grid^2 * samples forward passes, once, after the last round.
+    d1 and d2 are Gaussian, then scaled filter by filter to the model's own norms. They are drawn by
+    `directions` alone, so that runs of one architecture are seen in the same directions. L is the
+    mean cross entropy in evaluation mode on `samples` evenly spaced samples of the clients'
+    training data (`data=train`) or of the test set (`data=test`), at `grid` x `grid` points. Costs
+    grid^2 * samples forward passes, once, after the last round.
 
-    Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7 in the KDD 2024 version).
+    Source: Li et al. 2018, arXiv 1712.09913, section 4; Hu et al. 2022 (FedMR), figure 6 (figure 7
+    in the KDD 2024 version).
     """
 
     grid: int = 21
@@ -42,13 +55,17 @@ class Landscape(Recorder):
         super().__post_init__()
         require_at_least("grid", self.grid, 3)
         if self.grid % 2 == 0:
-            raise InvalidValue(f"grid must be odd, so that the model itself lies on it, not {self.grid}")
+            raise InvalidValue(
+                f"grid must be odd, so that the model itself lies on it, not {self.grid}"
+            )
 
     def require(self, context: RunContext) -> None:
         if self.data == "test":
             context.require_test_samples()
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
         return Measurement({}) if number == context.rounds else None
 
     def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
@@ -58,16 +75,23 @@ class Landscape(Recorder):
         return dict(series[-1][1])
 
     def around(
-        self, model: Tensor, task: Task, integers: Tensor | None = None, evaluator: Evaluator | None = None
+        self,
+        model: Tensor,
+        task: Task,
+        integers: Tensor | None = None,
+        evaluator: Evaluator | None = None,
     ) -> dict[str, Any]:
         """Return the landscape around the model `[P]` on the task's samples, as reports draw it.
 
-        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where not finite; `loss` and `accuracy` are the model's own.
+        `surface[i][j]` is the loss at b = `y[i]`, a = `x[j]`, None where not finite; `loss` and
+        `accuracy` are the model's own.
         """
         judge = evaluator or Evaluator(task.model, task.layout, task.dataset)
         samples = self._samples(task)
         across, up = (
-            filter_normalised(gaussian(task.layout, self.directions, axis).to(model), model, task.layout)
+            filter_normalised(
+                gaussian(task.layout, self.directions, axis).to(model), model, task.layout
+            )
             for axis in ("first", "second")
         )
         ticks = np.linspace(-self.radius, self.radius, self.grid).tolist()
@@ -80,7 +104,9 @@ class Landscape(Recorder):
             "kind": "landscape",
             "x": ticks,
             "y": ticks,
-            "surface": [[value if np.isfinite(value) else None for value in line] for line in surface],
+            "surface": [
+                [value if np.isfinite(value) else None for value in line] for line in surface
+            ],
             "loss": score["loss"],
             task.objective.metric.name: score[task.objective.metric.name],
             "data": self.data,
@@ -90,21 +116,27 @@ class Landscape(Recorder):
 
     def _samples(self, task: Task) -> Samples:
         pool = np.arange(len(task.test)) if self.data == "test" else np.sort(task.partition.indices)
-        positions = np.linspace(0, len(pool) - 1, min(self.samples, len(pool))).round().astype(np.int64)
+        positions = (
+            np.linspace(0, len(pool) - 1, min(self.samples, len(pool))).round().astype(np.int64)
+        )
         source = task.test if self.data == "test" else task.train
         return source[torch.from_numpy(pool[positions]).to(source.labels.device)]
 
 
 def gaussian(layout: Layout, directions: int, axis: str) -> Tensor:
     """Draw a standard normal row `[P]` by its name: the same for every model of one architecture."""
-    return torch.randn(layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype)
+    return torch.randn(
+        layout.size, generator=stream(directions, f"landscape {axis}"), dtype=layout.dtype
+    )
 
 
 def filter_normalised(direction: Tensor, model: Tensor, layout: Layout) -> Tensor:
-    """Return the direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| / |d_f|.
+    """Return the direction `[P]` scaled filter by filter to the model's norms: d_f <- d_f |w_f| /
+    |d_f|.
 
-    A filter is one row of a weight along its first dimension: a convolution's output channel, a linear layer's neuron. Biases,
-    the parameters of batch norm and all buffers get 0. Source: Li et al. 2018, section 4, and their code's `biasbn`.
+    A filter is one row of a weight along its first dimension: a convolution's output channel, a
+    linear layer's neuron. Biases, the parameters of batch norm and all buffers get 0. Source: Li et
+    al. 2018, section 4, and their code's `biasbn`.
     """
     result = torch.zeros_like(direction)
     for tensor in layout.slices:

@@ -25,7 +25,9 @@ Tensors = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run as recorders see it. Clients are numbered as in `task`; `numbers` are the numbers that the user knows them by."""
+    """The run as recorders see it. Clients are numbered as in `task`; `numbers` are the numbers
+    that the user knows them by.
+    """
 
     task: Task
     rounds: int
@@ -34,7 +36,9 @@ class RunContext:
     evaluator: Evaluator
 
     def training_loss(self, row: Tensor, client: int, integers: Tensor | None) -> tuple[float, int]:
-        """Return the loss of the model `row [P]` in evaluation mode, summed over a client's training samples, and their count."""
+        """Return the loss of the model `row [P]` in evaluation mode, summed over a client's
+        training samples, and their count.
+        """
         tally = self.evaluator.tally(row, self.task.train, self.task.partition, [client], integers)
         samples = int(tally.samples[0])
         return tally.overall(self.task.objective)["loss"] * samples, samples
@@ -49,7 +53,9 @@ class RunContext:
         return self.evaluator.score(row, self.task.test, integers)
 
     def client(self, number: int) -> int:
-        """Return the client that the user calls by this number. Raises `InvalidValue` where none does or it never trains."""
+        """Return the client that the user calls by this number. Raises `InvalidValue` where none
+        does or it never trains.
+        """
         numbers = list(self.numbers)
         if number not in numbers:
             raise InvalidValue(f"client must be between 0 and {len(numbers) - 1}, not {number}")
@@ -60,7 +66,9 @@ class RunContext:
 
 @dataclass(frozen=True)
 class ClientExchange:
-    """The models `[P]` and integer buffers (if any) that a client, the round's `slot`-th, received and uploaded."""
+    """The models `[P]` and integer buffers (if any) that a client, the round's `slot`-th, received
+    and uploaded.
+    """
 
     slot: int
     client: int
@@ -83,7 +91,9 @@ class Recorder:
     """Writes down one thing, round by round."""
 
     def __post_init__(self) -> None:
-        """Check the options against the types of their fields, ranges included (`fedloom.config.fields`)."""
+        """Check the options against the types of their fields, ranges included
+        (`fedloom.config.fields`).
+        """
         require_fields(self)
 
     @property
@@ -107,28 +117,44 @@ class Recorder:
         return type(self).measure is not Recorder.measure
 
     def inapplicable(self, method: Method) -> str:
-        """Return the reason why this method, not yet set up, has nothing to record; empty where it has."""
+        """Return the reason why this method, not yet set up, has nothing to record; empty where it
+        has.
+        """
         return ""
 
     def require(self, context: RunContext) -> None:
         """Raise `InvalidValue` when this run has no such client or round."""
 
     def hook(self, federation: Federation, context: RunContext) -> Callable[[int], Any] | None:
-        """Hook into the method's code or the clients' work, if needed; the function returned gives a round's value, or its `Measurement`."""
+        """Hook into the method's code or the clients' work, if needed; the function returned gives
+        a round's value, or its `Measurement`.
+        """
         return None
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
-        """Return the measurement of round `number`, in which clients exchanged these models, in the order of the slots."""
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
+        """Return the measurement of round `number`, in which clients exchanged these models, in the
+        order of the slots.
+        """
         return None
 
     def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
-        """Return a measurement's value once the method has received the replies: figures of the aggregate may be added."""
+        """Return a measurement's value once the method has received the replies: figures of the
+        aggregate may be added.
+        """
         return value
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return all measurements as reports draw them: by default the rounds and, by name, the values, where there are any."""
+        """Return all measurements as reports draw them: by default the rounds and, by name, the
+        values, where there are any.
+        """
         curves = {name: [value[name] for _, value in series] for name in series[0][1]}
-        measured = {name: values for name, values in curves.items() if any(value is not None for value in values)}
+        measured = {
+            name: values
+            for name, values in curves.items()
+            if any(value is not None for value in values)
+        }
         return {"rounds": [number for number, _ in series], **measured}
 
 
@@ -136,7 +162,9 @@ recorders: Registry[type[Recorder]] = Registry("recorder", "fedloom.recording")
 
 
 def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
-    """Return the recorders of expressions such as `ala(client=8)`. Raises `InvalidValue` for two that would record the same."""
+    """Return the recorders of expressions such as `ala(client=8)`. Raises `InvalidValue` for two
+    that would record the same.
+    """
     built: list[Recorder] = []
     for text in expressions:
         recorder: Recorder = recorders.build(text)
@@ -148,12 +176,16 @@ def build_recorders(expressions: Sequence[str]) -> list[Recorder]:
 
 def expression(recorder: Recorder) -> str:
     """Return the expression that builds this recorder again, with every parameter."""
-    parameters = ", ".join(f"{field.name}={show(getattr(recorder, field.name))}" for field in fields(recorder))
+    parameters = ", ".join(
+        f"{field.name}={show(getattr(recorder, field.name))}" for field in fields(recorder)
+    )
     return f"{recorder.kind}({parameters})"
 
 
 def partial_models(method: Method) -> str:
-    """Return the reason why clients of the method, which is set up, do not exchange whole models; else ""."""
+    """Return the reason why clients of the method, which is set up, do not exchange whole models;
+    else "".
+    """
     for pipeline in pipelines(method):
         if not pipeline.algorithm.facts.one_download:
             return "its clients are not sent one model"

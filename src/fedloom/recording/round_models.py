@@ -1,4 +1,6 @@
-"""Recorders of a round's models: their accuracies, similarity and objectives, and the labels that the global model learned."""
+"""Recorders of a round's models: their accuracies, similarity and objectives, and the labels that
+the global model learned.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,15 @@ import torch
 from fedloom.config.fields import Count
 from fedloom.errors import InvalidValue
 from fedloom.flat.population import mean_cosine_similarity
-from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+)
 from fedloom.rounds.federation import Federation
 
 CURVES = ("right", "memorised", "corrected")
@@ -20,11 +30,13 @@ CURVES = ("right", "memorised", "corrected")
 @recorders.register("aggregate")
 @dataclass(frozen=True)
 class AggregateRecorder(Recorder):
-    """Test accuracy and loss of the models that the clients upload, and of the global model aggregated from them.
+    """Test accuracy and loss of the models that the clients upload, and of the global model
+    aggregated from them.
 
-    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool after local training. The
-    first `models` slots are recorded, all by default, in every round whose number `every` divides. Costs a pass over the test
-    set for each. Source: Hu et al. 2022 (FedMR), figure 4 (figure 5 in the KDD 2024 version).
+    Model k is the one in slot k: for methods with a pool (Indep, FedMR) the k-th model of the pool
+    after local training. The first `models` slots are recorded, all by default, in every round
+    whose number `every` divides. Costs a pass over the test set for each. Source: Hu et al. 2022
+    (FedMR), figure 4 (figure 5 in the KDD 2024 version).
     """
 
     every: Count = 10
@@ -33,11 +45,17 @@ class AggregateRecorder(Recorder):
     def require(self, context: RunContext) -> None:
         context.require_test_samples()
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
-        scored = [exchange for exchange in exchanges if self.models is None or exchange.slot < self.models]
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
+        scored = [
+            exchange for exchange in exchanges if self.models is None or exchange.slot < self.models
+        ]
         if number % self.every or not scored:
             return None
-        scores = [context.test_score(exchange.uploaded, exchange.uploaded_integers) for exchange in scored]
+        scores = [
+            context.test_score(exchange.uploaded, exchange.uploaded_integers) for exchange in scored
+        ]
         values = {measure: [score[measure] for score in scores] for measure in _measures(context)}
         return Measurement({"slots": [exchange.slot for exchange in scored], **values})
 
@@ -46,14 +64,19 @@ class AggregateRecorder(Recorder):
         return {**value, "global": {measure: score[measure] for measure in _measures(context)}}
 
     def result(self, series: Series, tensors: Tensors, context: RunContext) -> dict[str, Any]:
-        """Return `models[measure][slot]` with a value for each recorded round, None where no client replied in that slot."""
+        """Return `models[measure][slot]` with a value for each recorded round, None where no client
+        replied in that slot.
+        """
         slots = sorted({slot for _, value in series for slot in value["slots"]})
         models = {
             measure: [[dict(zip(value["slots"], value[measure], strict=True)).get(slot) for _, value in series] for slot in slots]
             for measure in _measures(context)
         }  # fmt: skip
         rounds, values = zip(*series, strict=True)
-        aggregated = {measure: [value["global"][measure] for value in values] for measure in _measures(context)}
+        aggregated = {
+            measure: [value["global"][measure] for value in values]
+            for measure in _measures(context)
+        }
         return {"rounds": list(rounds), "slots": slots, "models": models, "global": aggregated}
 
 
@@ -64,19 +87,26 @@ def _measures(context: RunContext) -> tuple[str, ...]:
 @recorders.register("similarity")
 @dataclass(frozen=True)
 class Similarity(Recorder):
-    """Mean cosine similarity of the models that the clients upload and, where the method keeps a pool, of the pool.
+    """Mean cosine similarity of the models that the clients upload and, where the method keeps a
+    pool, of the pool.
 
-    The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the models `uploaded` in the
-    round and for the `pool` after it, in every round whose number `every` divides and in which two models or more were uploaded.
-    Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in the KDD 2024 version); the authors' code averages over blocks.
+    The mean of w_i . w_j / (|w_i| |w_j|) over all pairs i < j, of the trainable parameters, for the
+    models `uploaded` in the round and for the `pool` after it, in every round whose number `every`
+    divides and in which two models or more were uploaded.
+    Source: Hu et al. 2022 (FedMR), figure 5 (figure 6 in the KDD 2024 version); the authors' code
+    averages over blocks.
     """
 
     every: Count = 1
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
         if number % self.every or len(exchanges) < 2:
             return None
-        rows = torch.stack([exchange.uploaded[: context.task.layout.trainable] for exchange in exchanges])
+        rows = torch.stack(
+            [exchange.uploaded[: context.task.layout.trainable] for exchange in exchanges]
+        )
         return Measurement({"uploaded": float(mean_cosine_similarity(rows))})
 
     def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
@@ -86,34 +116,44 @@ class Similarity(Recorder):
 @recorders.register("objective")
 @dataclass(frozen=True)
 class TrainingObjective(Recorder):
-    """The training objective over a round's clients, of the models they receive and of the models they upload.
+    """The training objective over a round's clients, of the models they receive and of the models
+    they upload.
 
-    F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each and f_i the mean cross
-    entropy on them in evaluation mode; w_i is the model received (`before`) or the model uploaded (`after`; under `ala` the step
-    includes the blending). Recorded in every round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
+    F = sum_i n_i f_i(w_i) / sum_i n_i over the clients that replied, with n_i training samples each
+    and f_i the mean cross entropy on them in evaluation mode; w_i is the model received (`before`)
+    or the model uploaded (`after`; under `ala` the step includes the blending). Recorded in every
+    round whose number `every` divides. Source: Zhang et al. 2023 (FedALA), figure 5.
     """
 
     every: Count = 10
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
         if number % self.every or not exchanges:
             return None
         received, uploaded, total = 0.0, 0.0, 0
         for exchange in exchanges:
-            loss, samples = context.training_loss(exchange.received, exchange.client, exchange.received_integers)
+            loss, samples = context.training_loss(
+                exchange.received, exchange.client, exchange.received_integers
+            )
             received, total = received + loss, total + samples
-            uploaded += context.training_loss(exchange.uploaded, exchange.client, exchange.uploaded_integers)[0]
+            uploaded += context.training_loss(
+                exchange.uploaded, exchange.client, exchange.uploaded_integers
+            )[0]
         return Measurement({"before": received / total, "after": uploaded / total})
 
 
 @recorders.register("memorisation")
 @dataclass(frozen=True)
 class Memorisation(Recorder):
-    """Accuracy of the global model on training samples whose labels are right, and on those whose labels are wrong.
+    """Accuracy of the global model on training samples whose labels are right, and on those whose
+    labels are wrong.
 
-    Over the training samples of all clients that train: `right`, where the given label is the true one; where it is wrong, the
-    share that the model classifies as given (`memorised`) and by the true label (`corrected`). Recorded in every round whose
-    number `every` divides. Costs a pass over the training set.
+    Over the training samples of all clients that train: `right`, where the given label is the true
+    one; where it is wrong, the share that the model classifies as given (`memorised`) and by the
+    true label (`corrected`). Recorded in every round whose number `every` divides. Costs a pass
+    over the training set.
     """
 
     every: Count = 10
@@ -122,7 +162,9 @@ class Memorisation(Recorder):
         if not context.task.objective.classes:
             raise InvalidValue(f"the targets of {context.task.dataset.name!r} are no classes")
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
         return None if number % self.every else Measurement({})
 
     def complete(self, value: Any, federation: Federation, context: RunContext) -> Any:
@@ -134,5 +176,10 @@ class Memorisation(Recorder):
         wrong = samples.labels != true
         groups = (samples[~wrong], samples[wrong], replace(samples, labels=true)[wrong])
         model, score, integers = federation.model(), context.evaluator.score, federation.integers
-        scores = [score(model, group, integers)["accuracy"] if len(group) else None for group in groups]
-        return {"samples": [len(groups[0]), len(groups[1])], **dict(zip(CURVES, scores, strict=True))}
+        scores = [
+            score(model, group, integers)["accuracy"] if len(group) else None for group in groups
+        ]
+        return {
+            "samples": [len(groups[0]), len(groups[1])],
+            **dict(zip(CURVES, scores, strict=True)),
+        }

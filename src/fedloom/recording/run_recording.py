@@ -1,7 +1,8 @@
-"""The recording of one run: it observes the rounds and stores the measurements, also when the run is killed.
+"""The recording of one run: it observes the rounds and stores the measurements, also when the run
+is killed.
 
-In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, recorded models;
-`recording.json`, all of it as reports draw it, when the run is finished.
+In the run's directory: `recorded.jsonl`, a line a round; `recorded/round-*.safetensors`, recorded
+models; `recording.json`, all of it as reports draw it, when the run is finished.
 """
 
 import json
@@ -13,7 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, partial_models
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    partial_models,
+)
 from fedloom.records import INTEGERS, Replies
 from fedloom.round import Round
 from fedloom.rounds.checkpoint import RoundLog, below
@@ -35,7 +42,9 @@ class MeasurementLog(RoundLog):
         self.unsynced: list[Path] = []
 
     def complete(self, records: list[dict[str, Any]]) -> int:
-        """Return how many rounds, from the first on, have all their measurements and models on the disk."""
+        """Return how many rounds, from the first on, have all their measurements and models on the
+        disk.
+        """
         complete = super().complete(records)
         if self.directory is not None:
             for line in records[:complete]:
@@ -53,8 +62,8 @@ class MeasurementLog(RoundLog):
 class Recording:
     """Recorders at work in a run, which is the same with and without them.
 
-    A round's measurements are stored when the round succeeds, so that a run that is resumed records the same bytes. `notices`
-    names the recorders that do not apply to this method, a line each.
+    A round's measurements are stored when the round succeeds, so that a run that is resumed records
+    the same bytes. `notices` names the recorders that do not apply to this method, a line each.
     """
 
     def __init__(self, recorders: Sequence[Recorder], directory: Path | None = None) -> None:
@@ -62,20 +71,27 @@ class Recording:
         self.directory = directory
         self.notices: list[str] = []
         self.log = MeasurementLog(directory)
-        self._tensors: dict[int, dict[str, Tensor]] = {}  # of all rounds, where there is no directory
+        # of all rounds, where there is no directory
+        self._tensors: dict[int, dict[str, Tensor]] = {}
         self._pending: dict[str, Measurement] = {}
 
     def begin(self, federation: Federation) -> None:
-        """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what it cannot have."""
+        """Take the federation, which is set up. Raises `InvalidValue` when a recorder asks for what
+        it cannot have.
+        """
         in_process = federation.engine.in_process
         if in_process is None:
             place = "simulations on one machine, which has the clients' samples"
-            raise InvalidValue(f"record works in {place}, not in {type(federation.engine).__name__}")
+            raise InvalidValue(
+                f"record works in {place}, not in {type(federation.engine).__name__}"
+            )
         self._federation = federation
         task, method = federation.task, federation.algorithm
         evaluator = Evaluator(task.model, task.layout, task.dataset)
         trainers = task.clients - federation.schedule.newcomers(task.clients)
-        self._context = RunContext(task, federation.schedule.rounds, trainers, federation.numbers, evaluator)
+        self._context = RunContext(
+            task, federation.schedule.rounds, trainers, federation.numbers, evaluator
+        )
         partial, applicable = partial_models(method), []
         for recorder in self.recorders:
             try:
@@ -88,7 +104,9 @@ class Recording:
             else:
                 applicable.append(recorder)
         self.recorders = applicable
-        hooks = {recorder.name: recorder.hook(federation, self._context) for recorder in self.recorders}
+        hooks = {
+            recorder.name: recorder.hook(federation, self._context) for recorder in self.recorders
+        }
         self._hooks = {name: reported for name, reported in hooks.items() if reported is not None}
         if self._hooks and not in_process:
             reason = "it hooks client training, which is in other processes here"
@@ -97,25 +115,37 @@ class Recording:
             remove_unfinished(self.directory / "recorded")
 
     def observe(self, round: Round, jobs: Sequence[Job], replies: Replies) -> None:
-        """Let the recorders measure this round, which may still fail. Changes no argument and stores none without a copy."""
+        """Let the recorders measure this round, which may still fail. Changes no argument and
+        stores none without a copy.
+        """
         exchanges = _exchanges(jobs, replies)
         self._pending = {}
         for recorder in self.recorders:
-            reported = self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
+            reported = (
+                self._hooks[recorder.name](round.number) if recorder.name in self._hooks else None
+            )
             measurement = recorder.measure(round.number, exchanges, self._context)
             if reported is not None:
-                measurement = reported if isinstance(reported, Measurement) else Measurement(reported)
+                measurement = (
+                    reported if isinstance(reported, Measurement) else Measurement(reported)
+                )
             if measurement is not None:
                 self._pending[recorder.name] = measurement
 
     def commit(self, number: int) -> None:
-        """Store the measurements of a round that has succeeded, models before the line that refers to them."""
+        """Store the measurements of a round that has succeeded, models before the line that refers
+        to them.
+        """
         values = {
             recorder.name: _plain(recorder.complete(pending.value, self._federation, self._context))
             for recorder in self.recorders
             if (pending := self._pending.get(recorder.name)) is not None
         }
-        tensors = {f"{name}/{key}": t for name, pending in self._pending.items() for key, t in pending.tensors.items()}
+        tensors = {
+            f"{name}/{key}": t
+            for name, pending in self._pending.items()
+            for key, t in pending.tensors.items()
+        }
         line = {"round": number, "kept": bool(tensors), "values": values}
         self._pending = {}
         if self.directory is None:
@@ -128,14 +158,20 @@ class Recording:
         self.log.append(line)
 
     def results(self) -> list[dict[str, Any]]:
-        """Return each recorder's result, ready for JSON and for reports; recorders without a single measurement are left out."""
+        """Return each recorder's result, ready for JSON and for reports; recorders without a single
+        measurement are left out.
+        """
         results, records = [], self.log.read()
         for recorder in self.recorders:
             lines = [line for line in records if recorder.name in line["values"]]
             if series := [(line["round"], line["values"][recorder.name]) for line in lines]:
                 stored = [line["round"] for line in lines if line["kept"]]
                 tensors = {number: self._models(recorder.name, number) for number in stored}
-                results.append(_plain({"kind": recorder.kind, **recorder.result(series, tensors, self._context)}))
+                results.append(
+                    _plain(
+                        {"kind": recorder.kind, **recorder.result(series, tensors, self._context)}
+                    )
+                )
         return results
 
     def write(self, results: Sequence[Mapping[str, Any]]) -> None:
@@ -155,12 +191,16 @@ def models_file(directory: Path, number: int) -> Path:
 
 
 def recorded_tensors(directory: Path, recorder: str, number: int) -> dict[str, Tensor]:
-    """Return the tensors that a recorder stored in a round. Raises `DamagedCheckpoint` when they cannot be read."""
+    """Return the tensors that a recorder stored in a round. Raises `DamagedCheckpoint` when they
+    cannot be read.
+    """
     return below(f"{recorder}/", read_tensors(models_file(directory, number), round=str(number))[0])
 
 
 def _exchanges(jobs: Sequence[Job], replies: Replies) -> list[ClientExchange]:
-    """Return the models of the clients that replied, in the order of the slots; none where it is not one model each."""
+    """Return the models of the clients that replied, in the order of the slots; none where it is
+    not one model each.
+    """
     if "model" not in replies.matrices or any("model" not in job.inbox for job in jobs):
         return []
     inboxes = {job.slot: job.inbox for job in jobs if job.slot is not None}

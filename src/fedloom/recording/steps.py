@@ -1,4 +1,6 @@
-"""Everything that goes into and comes out of clients and their local steps, to be held against another implementation."""
+"""Everything that goes into and comes out of clients and their local steps, to be held against
+another implementation.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,12 +23,14 @@ from fedloom.rounds.federation import Federation
 @recorders.register("steps")
 @dataclass(frozen=True)
 class Steps(Recorder):
-    """A trace: what goes into and comes out of every client and every local step of the rounds `begin` to `end`.
+    """A trace: what goes into and comes out of every client and every local step of the rounds
+    `begin` to `end`.
 
-    `fedloom referee` compares it with the trace of another implementation. A round's file in `recorded/` holds, of client 3,
-    what it is sent and sends (`steps/3/in/model/fc.weight`, `steps/3/out/...`), and of its local step 0 the `samples`
-    (positions in the training data), the `loss`, and the weights `before` and `after`; `steps/server/end/...` is the
-    server's state after the round. Steps are those of `Cohort.fit`.
+    `fedloom referee` compares it with the trace of another implementation. A round's file in
+    `recorded/` holds, of client 3, what it is sent and sends (`steps/3/in/model/fc.weight`,
+    `steps/3/out/...`), and of its local step 0 the `samples` (positions in the training data), the
+    `loss`, and the weights `before` and `after`; `steps/server/end/...` is the server's state after
+    the round. Steps are those of `Cohort.fit`.
     """
 
     begin: Count = 1
@@ -82,7 +86,9 @@ class _Trace:
             copied = row.detach().clone()
             if row.shape in ((layout.size,), (layout.trainable,)):
                 for entry in (entry for entry in layout.slices if entry.stop <= len(row)):
-                    self.tensors[f"{name}/{key}/{entry.name}"] = copied[entry.slice].view(entry.shape)
+                    self.tensors[f"{name}/{key}/{entry.name}"] = copied[entry.slice].view(
+                        entry.shape
+                    )
             else:
                 self.tensors[f"{name}/{key}"] = copied
 
@@ -94,7 +100,9 @@ class _Trace:
         self.sizes |= dict(zip(names, cohort.sizes.tolist(), strict=True))
         numbers = [count() for _ in names]
 
-        def watch(step: Callable[[Batch], Tensor], rows: Tensor, group: LockStep) -> Callable[[Batch], Tensor]:
+        def watch(
+            step: Callable[[Batch], Tensor], rows: Tensor, group: LockStep
+        ) -> Callable[[Batch], Tensor]:
             members, batches = group.members(), count()
 
             def watched(batch: Batch) -> Tensor:
@@ -104,8 +112,15 @@ class _Trace:
                 for k, member in enumerate(members):
                     index = group.orders[k][start : start + size]
                     real = slice(None) if batch.share is None else batch.share[k] > 0
-                    samples = self._samples(cohort.clients[member], index[real], batch.labels[k][real])
-                    rows_of_step = {"before": weights[k], "after": rows[k], "loss": loss[k], **samples}
+                    samples = self._samples(
+                        cohort.clients[member], index[real], batch.labels[k][real]
+                    )
+                    rows_of_step = {
+                        "before": weights[k],
+                        "after": rows[k],
+                        "loss": loss[k],
+                        **samples,
+                    }
                     self.add(f"{names[member]}/{next(numbers[member])}", rows_of_step)
                 return loss
 
@@ -118,12 +133,21 @@ class _Trace:
             cohort.flat_module.watch = None
         for k, name in enumerate(names):
             for direction, message in (("in", inbox), ("out", reply)):
-                self.add(f"{name}/{direction}", {key: rows[k if len(rows) > 1 else 0] for key, rows in message.items()})
+                self.add(
+                    f"{name}/{direction}",
+                    {key: rows[k if len(rows) > 1 else 0] for key, rows in message.items()},
+                )
         return reply
 
     def _samples(self, client: int, index: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the positions of a batch's samples; nothing where the client trains on others than its own."""
+        """Return the positions of a batch's samples; nothing where the client trains on others than
+        its own.
+        """
         task = self.context.task
         positions = torch.from_numpy(task.partition[client])
         chosen = positions[index.cpu().clamp(max=len(positions) - 1)]
-        return {"samples": chosen} if torch.equal(task.train.labels[chosen.to(labels.device)], labels) else {}
+        return (
+            {"samples": chosen}
+            if torch.equal(task.train.labels[chosen.to(labels.device)], labels)
+            else {}
+        )

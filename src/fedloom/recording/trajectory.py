@@ -9,20 +9,32 @@ from torch import Tensor
 
 from fedloom.config.fields import Count, NonNegativeInt, require_at_least
 from fedloom.errors import InvalidValue
-from fedloom.recording.recorder import ClientExchange, Measurement, Recorder, RunContext, Series, Tensors, recorders
+from fedloom.recording.recorder import (
+    ClientExchange,
+    Measurement,
+    Recorder,
+    RunContext,
+    Series,
+    Tensors,
+    recorders,
+)
 
 MARGIN = 0.2  # width of the surface beyond the path on each side, as a share of the path's extent
-FLAT = 1e-6  # a second component whose singular value is below this share of the first is rounding, not a direction
+# a second component whose singular value is below this share of the first is rounding, not a
+# direction
+FLAT = 1e-6
 
 
 @recorders.register("trajectory")
 @dataclass(frozen=True)
 class Trajectory(Recorder):
-    """The trained models of `client` in the rounds `first` to `last`, and its local loss in the plane of their main directions.
+    """The trained models of `client` in the rounds `first` to `last`, and its local loss in the
+    plane of their main directions.
 
-    After the run: the models' trainable parameters in the plane of their two principal components (`principal_plane`), and the
-    client's mean training loss in evaluation mode on `grid` x `grid` points of that plane, which reach 20 % beyond the path on
-    each side. Floating-point buffers are, on the grid, the mean of the recorded models'. `last`: by default the last round.
+    After the run: the models' trainable parameters in the plane of their two principal components
+    (`principal_plane`), and the client's mean training loss in evaluation mode on `grid` x `grid`
+    points of that plane, which reach 20 % beyond the path on each side. Floating-point buffers are,
+    on the grid, the mean of the recorded models'. `last`: by default the last round.
     Source: Zhang et al. 2023 (FedALA), figure 4.
     """
 
@@ -45,9 +57,13 @@ class Trajectory(Recorder):
         context.client(self.client)
         for key, number in (("first", self.first), ("last", self.last)):
             if number is not None and number > context.rounds:
-                raise InvalidValue(f"{key} must be at most {context.rounds}, the number of rounds, not {number}")
+                raise InvalidValue(
+                    f"{key} must be at most {context.rounds}, the number of rounds, not {number}"
+                )
 
-    def measure(self, number: int, exchanges: Sequence[ClientExchange], context: RunContext) -> Measurement | None:
+    def measure(
+        self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
+    ) -> Measurement | None:
         if number < self.first or (self.last is not None and number > self.last):
             return None
         client = context.client(self.client)
@@ -72,14 +88,24 @@ class Trajectory(Recorder):
 
 
 def surroundings(
-    plane: "Plane", grid: int, model: Tensor, integers: Tensor | None, client: int, context: RunContext
+    plane: "Plane",
+    grid: int,
+    model: Tensor,
+    integers: Tensor | None,
+    client: int,
+    context: RunContext,
 ) -> dict[str, Any]:
-    """Return the variance that the plane explains, a grid `x`, `y` around its points, and the loss on it, a line for each y."""
+    """Return the variance that the plane explains, a grid `x`, `y` around its points, and the loss
+    on it, a line for each y.
+    """
     index, trainable = context.client(client), context.task.layout.trainable
     low, high = plane.points.amin(0), plane.points.amax(0)
     margin = MARGIN * (high - low)
     low, high = low - margin, high + margin
-    x, y = (torch.linspace(float(low[k]), float(high[k]), grid, dtype=torch.float64).tolist() for k in (0, 1))
+    x, y = (
+        torch.linspace(float(low[k]), float(high[k]), grid, dtype=torch.float64).tolist()
+        for k in (0, 1)
+    )
     row = model.clone()
 
     def loss_at(a: float, b: float) -> float:
@@ -92,7 +118,9 @@ def surroundings(
 
 
 class Plane(NamedTuple):
-    """A plane in float64: `centre [D]`, orthonormal `axes [2, D]`, coordinates `points [n, 2]`, variance explained `[2]`."""
+    """A plane in float64: `centre [D]`, orthonormal `axes [2, D]`, coordinates `points [n, 2]`,
+    variance explained `[2]`.
+    """
 
     centre: Tensor
     axes: Tensor
@@ -101,10 +129,11 @@ class Plane(NamedTuple):
 
 
 def principal_plane(rows: Tensor) -> Plane | None:
-    """Return the first two principal components of `rows [n, D]`; None where the rows span no plane.
+    """Return the first two principal components of `rows [n, D]`; None where the rows span no
+    plane.
 
-    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = X V. Each axis points where its largest entry by
-    magnitude is positive, so that the signs are settled.
+    X = rows - mean = U S V^T; axes = the first two rows of V^T, points = X V. Each axis points
+    where its largest entry by magnitude is positive, so that the signs are settled.
     """
     if len(rows) < 3:
         return None

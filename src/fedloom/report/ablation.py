@@ -1,4 +1,6 @@
-"""The effect of a parameter or a setting: accuracy over each value that differs between the runs (FedMR, figures 9 to 11)."""
+"""The effect of a parameter or a setting: accuracy over each value that differs between the runs
+(FedMR, figures 9 to 11).
+"""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,8 @@ GREY = "#7f7f7f"  # of lines that join several methods
 NAME = 34  # letters of a line's name on one line, so that a legend fits the screen of a phone
 
 METHOD = "method"  # the feature that names a run's method without its parameters
-STAGE = "last round of "  # begins the feature that says when a stage ends; the method's name follows
+# begins the feature that says when a stage ends; the method's name follows
+STAGE = "last round of "
 
 # Keys of a configuration that are no settings, or that change nothing that is measured.
 _IGNORED = ("algorithm", "seed", "command", "targets", "record", "engine", "name", "directory")
@@ -31,7 +34,9 @@ _Trained = tuple[dict[str, Any], RunSummary, float]
 
 @dataclass(frozen=True)
 class AblationLine:
-    """Spreads over seeds by value, in the order of the values, and the method of the runs with each value, if it is one."""
+    """Spreads over seeds by value, in the order of the values, and the method of the runs with each
+    value, if it is one.
+    """
 
     label: str
     spreads: Mapping[Any, Spread]
@@ -44,41 +49,62 @@ class AblationLine:
 
 
 def ablations(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[AblationLine]]:
-    """Return, by name, the parameters in which runs differ that agree in all else but the seed: a line of accuracies over the
-    values for each combination of the others. Configuration keys count, and parameters of methods with their defaults; a method
-    beside `stages(first:n, method)` counts as the one whose first stage has 0 rounds."""
+    """Return, by name, the parameters in which runs differ that agree in all else but the seed: a
+    line of accuracies over the values for each combination of the others. Configuration keys count,
+    and parameters of methods with their defaults; a method beside `stages(first:n, method)` counts
+    as the one whose first stage has 0 rounds.
+    """
     calls = [_call(run) for run in runs]
     two_staged = [call for call in calls if call.name == "stages" and len(call.positional) == 2]
-    staged = {str(call.positional[1]): call for call in two_staged if {*map(type, call.positional)} == {Call}}
+    staged = {
+        str(call.positional[1]): call
+        for call in two_staged
+        if {*map(type, call.positional)} == {Call}
+    }
     trained: list[_Trained] = []
     without_stage: list[_Trained] = []
     for run, call in zip(runs, calls, strict=True):
         if (accuracy := by.of(run)) is None:
             continue
-        settings = dotted({key: value for key, value in run.configuration.items() if key not in _IGNORED})
+        settings = dotted(
+            {key: value for key, value in run.configuration.items() if key not in _IGNORED}
+        )
         trained.append((settings | _parameters(call), run, accuracy))
         if like := staged.get(str(call)):
             stage = like.positional[0]
-            alias = Call(like.name, (Call(stage.name, stage.positional, stage.named, 0), call), like.named)
+            alias = Call(
+                like.name, (Call(stage.name, stage.positional, stage.named, 0), call), like.named
+            )
             without_stage.append((settings | _parameters(alias), run, accuracy))
     values: dict[str, set[Any]] = {}
     for features, *_ in trained + without_stage:
         for name, value in features.items():
             values.setdefault(name, set()).add(_key(value))
     varying = [name for name, distinct in values.items() if name != METHOD and len(distinct) > 1]
-    lines = {name: _lines(name, varying, trained + without_stage * name.startswith(STAGE)) for name in varying}
+    lines = {
+        name: _lines(name, varying, trained + without_stage * name.startswith(STAGE))
+        for name in varying
+    }
     return {name: drawn for name, drawn in lines.items() if drawn}
 
 
-def ablation_figure(name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]) -> go.Figure:
-    """Draw accuracy over the values, mean over seeds ± one standard deviation, in the methods' colours (grey: several)."""
+def ablation_figure(
+    name: str, lines: Sequence[AblationLine], by: Criterion, looks: Mapping[str, Style]
+) -> go.Figure:
+    """Draw accuracy over the values, mean over seeds ± one standard deviation, in the methods'
+    colours (grey: several).
+    """
     methods, share = [line.method for line in lines], by.metric.share
     by_method = None not in methods and len(set(methods)) == len(methods)
     values = list(dict.fromkeys(value for line in lines for value in line.spreads))
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    numeric = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
     traces: list[go.Scatter | go.Bar] = []
     for k, line in enumerate(lines[:LINES]):
-        trace = _trace(line, looks, methods[:k].count(line.method), numeric, ".2%" if share else ".4~g")
+        trace = _trace(
+            line, looks, methods[:k].count(line.method), numeric, ".2%" if share else ".4~g"
+        )
         label = line.method if by_method and line.method else line.label
         traces.append(trace.update(name=wrapped(label, NAME), legendgroup=line.method))
     across: dict[str, Any] = {"title": html.escape(name), "type": "category"}
@@ -86,8 +112,13 @@ def ablation_figure(name: str, lines: Sequence[AblationLine], by: Criterion, loo
         wide = min(values) > 0 and max(values) / min(values) >= 20
         across["type"] = "log" if wide else "linear"
         if wide or len(values) <= 8:
-            across |= {"tickvals": sorted(values), "ticktext": [_text(value) for value in sorted(values)]}
-    legend = sum(10 + 17 * (1 + trace.name.count("<br>")) for trace in traces) if len(traces) > 1 else 0
+            across |= {
+                "tickvals": sorted(values),
+                "ticktext": [_text(value) for value in sorted(values)],
+            }
+    legend = (
+        sum(10 + 17 * (1 + trace.name.count("<br>")) for trace in traces) if len(traces) > 1 else 0
+    )
     return framed(
         traces,
         max(360 + legend, 2 * legend),  # a legend that is taller than the plot would be cut
@@ -100,17 +131,29 @@ def ablation_figure(name: str, lines: Sequence[AblationLine], by: Criterion, loo
         barmode="group",
         hovermode="closest",
         showlegend=len(traces) > 1,
-        legend={"orientation": "h", "xref": "container", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom"},
+        legend={
+            "orientation": "h",
+            "xref": "container",
+            "x": 0,
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+        },
     )
 
 
 def _trace(
     line: AblationLine, looks: Mapping[str, Style], earlier: int, numeric: bool, form: str
 ) -> go.Scatter | go.Bar:
-    """Return a line's points; `earlier` lines of the same method have other dashes, or a deeper colour."""
+    """Return a line's points; `earlier` lines of the same method have other dashes, or a deeper
+    colour.
+    """
     spreads = list(line.spreads.values())
     colours = [looks[method].colour if method else GREY for method in line.methods]
-    error = {"array": [spread.std for spread in spreads], "visible": any(spread.count > 1 for spread in spreads)}
+    error = {
+        "array": [spread.std for spread in spreads],
+        "visible": any(spread.count > 1 for spread in spreads),
+    }
     common: dict[str, Any] = {
         "y": [spread.mean for spread in spreads],
         "error_y": {"type": "data", **error, "thickness": 1.5, "width": 4},
@@ -120,9 +163,15 @@ def _trace(
     if not numeric:
         shade = {"color": colours, "opacity": 1 / (1 + 0.6 * earlier)}
         return go.Bar(x=[wrapped(_text(value)) for value in line.spreads], marker=shade, **common)
-    stroke = {"color": colours[0] if line.method else GREY, "width": 2, "dash": DASHES[earlier % len(DASHES)]}
+    stroke = {
+        "color": colours[0] if line.method else GREY,
+        "width": 2,
+        "dash": DASHES[earlier % len(DASHES)],
+    }
     marker = {"size": 9, "color": colours}
-    return go.Scatter(x=list(line.spreads), mode="lines+markers", line=stroke, marker=marker, **common)
+    return go.Scatter(
+        x=list(line.spreads), mode="lines+markers", line=stroke, marker=marker, **common
+    )
 
 
 def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> list[AblationLine]:
@@ -130,7 +179,9 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
     fixed = [METHOD, *(feature for feature in varying if feature != name)]
     for run in trained:
         if name in (features := run[0]):
-            group = tuple((feature, _text(features[feature])) for feature in fixed if feature in features)
+            group = tuple(
+                (feature, _text(features[feature])) for feature in fixed if feature in features
+            )
             groups.setdefault(group, {}).setdefault(_key(features[name]), []).append(run)
     groups = {group: line for group, line in groups.items() if len(line) > 1}
     shared = set.intersection(*(set(group) for group in groups)) if groups else set()
@@ -139,17 +190,27 @@ def _lines(name: str, varying: Sequence[str], trained: Sequence[_Trained]) -> li
     lines = []
     for group, line in groups.items():
         differing = [(feature, value) for feature, value in group if (feature, value) not in shared]
-        label = [value if feature == METHOD else f"{feature}={value}" for feature, value in differing]
-        values = sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
+        label = [
+            value if feature == METHOD else f"{feature}={value}" for feature, value in differing
+        ]
+        values = (
+            sorted(line) if all(isinstance(value, int | float) for value in line) else list(line)
+        )
         spreads = {value: Spread.of([accuracy for *_, accuracy in line[value]]) for value in values}
         names = [{run.algorithm for _, run, _ in line[value]} for value in values]
         methods = [next(iter(methods)) if len(methods) == 1 else None for methods in names]
-        lines.append(AblationLine(", ".join(label), {k: spread for k, spread in spreads.items() if spread}, methods))
+        lines.append(
+            AblationLine(
+                ", ".join(label), {k: spread for k, spread in spreads.items() if spread}, methods
+            )
+        )
     return lines
 
 
 def _call(run: RunSummary) -> Call:
-    """Return the run's method as its configuration gives it; a name that is no expression stands for itself."""
+    """Return the run's method as its configuration gives it; a name that is no expression stands
+    for itself.
+    """
     try:
         return parse(str(run.configuration.get("algorithm", run.algorithm)))
     except FedloomError:
@@ -161,7 +222,9 @@ def _parameters(call: Call) -> dict[str, Any]:
     values = (*call.positional, *call.named.values())
     features: dict[str, Any] = {}
     names: list[str] = []
-    for inner in [value for value in values if isinstance(value, Call) and value.name in algorithms]:
+    for inner in [
+        value for value in values if isinstance(value, Call) and value.name in algorithms
+    ]:
         nested = _parameters(inner)
         names.append(str(nested.pop(METHOD)))
         features |= nested
@@ -172,7 +235,9 @@ def _parameters(call: Call) -> dict[str, Any]:
         for name, parameter in entry.parameters.items():
             if name not in method_fields(entry.make) and parameter.default is not parameter.empty:
                 value = call.named.get(name, parameter.default)
-                features[f"{name} of {call.name}"] = str(value) if isinstance(value, Call) else value
+                features[f"{name} of {call.name}"] = (
+                    str(value) if isinstance(value, Call) else value
+                )
     return features | {METHOD: f"{call.name}({', '.join(names)})" if names else call.name}
 
 
@@ -181,4 +246,10 @@ def _key(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else show(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else value
+        if isinstance(value, str)
+        else show(value)
+    )

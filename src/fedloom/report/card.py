@@ -1,4 +1,6 @@
-"""The model card: what a model was trained on, how, and how good it is, in Markdown; it holds no sample of anybody's."""
+"""The model card: what a model was trained on, how, and how good it is, in Markdown; it holds no
+sample of anybody's.
+"""
 
 import statistics
 from collections.abc import Mapping
@@ -12,23 +14,38 @@ from fedloom.report.summary import RunSummary
 _LISTED = 50  # categories and classes, at most
 
 
-def model_card(run: RunSummary, preprocessing: Preprocessing, model: str, task: Mapping[str, Any]) -> str:
+def model_card(
+    run: RunSummary, preprocessing: Preprocessing, model: str, task: Mapping[str, Any]
+) -> str:
     """Return the card of the model of a finished run; `task` has the sizes in its `task.json`."""
     epsilon = figures.epsilon(run)
     sections = {
         "Data": _data(run, preprocessing, task),
         "Training": [
             f"method `{run.algorithm}`, seed {run.seed}, {len(run.records)} rounds; {task['parameters']:,} parameters",
-            ", ".join(f"{key} {value}" for key, value in run.configuration["training"].items() if value),
-            *dict.fromkeys(notice for timing in run.timings for notice in timing.get("notices", ())),
+            ", ".join(
+                f"{key} {value}" for key, value in run.configuration["training"].items() if value
+            ),
+            *dict.fromkeys(
+                notice for timing in run.timings for notice in timing.get("notices", ())
+            ),
         ],
         "Figures": _figures(run),
-        "Privacy": ["no differential privacy was asked for" if epsilon is None else f"epsilon spent: {epsilon:.3g}"],
+        "Privacy": [
+            "no differential privacy was asked for"
+            if epsilon is None
+            else f"epsilon spent: {epsilon:.3g}"
+        ],
         "Versions": [
-            f"{key} {run.environment[key]}" for key in ("fedloom", "python", "torch") if key in run.environment
+            f"{key} {run.environment[key]}"
+            for key in ("fedloom", "python", "torch")
+            if key in run.environment
         ],
     }
-    text = [f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines) for title, lines in sections.items()]
+    text = [
+        f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines)
+        for title, lines in sections.items()
+    ]
     return "\n".join([f"# `{model}` trained by `{run.algorithm}`\n", *text])
 
 
@@ -47,16 +64,24 @@ def _data(run: RunSummary, preprocessing: Preprocessing, task: Mapping[str, Any]
 
 
 def _figures(run: RunSummary) -> list[str]:
-    last: Mapping[str, Any] = next((record for record in reversed(run.records) if run.metric.name in record), {})
+    last: Mapping[str, Any] = next(
+        (record for record in reversed(run.records) if run.metric.name in record), {}
+    )
     lines = [f"{name}: {value:.4g}" for name, value in last.items() if isinstance(value, float)]
     for kind, table in (run.clients[-1] if run.clients else {}).items():
         if kind != "round":
             values = table[run.metric.name]
-            low, middle, high = map(run.metric.text, (min(values), statistics.median(values), max(values)))
+            low, middle, high = map(
+                run.metric.text, (min(values), statistics.median(values), max(values))
+            )
             spread = f"{low} to {high}{run.metric.unit}, median {middle}"
-            lines.append(f"{kind} {run.metric.noun}, client by client: {spread} ({len(values)} clients)")
+            lines.append(
+                f"{kind} {run.metric.noun}, client by client: {spread} ({len(values)} clients)"
+            )
     return lines
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return ", ".join(f"`{name}`" for name in names[:_LISTED]) + (
+        ", ..." if len(names) > _LISTED else ""
+    )

@@ -1,4 +1,6 @@
-"""The comparison as a table of cells: the text to show and the number to sort by. Terminal, page and files show these tables."""
+"""The comparison as a table of cells: the text to show and the number to sort by. Terminal, page
+and files show these tables.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +25,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's title, its best value (the `largest`, the `smallest` or none, `""`), and how a page sorts by it at first
-    (`ascending`, `descending` or never, `""`)."""
+    """A column's title, its best value (the `largest`, the `smallest` or none, `""`), and how a
+    page sorts by it at first (`ascending`, `descending` or never, `""`).
+    """
 
     title: str
     best: str = ""
@@ -56,21 +59,38 @@ class Table:
 
     @property
     def best_lines(self) -> list[set[int]]:
-        """The lines with the best value, column by column: none unless two values differ as they are shown."""
+        """The lines with the best value, column by column: none unless two values differ as they
+        are shown.
+        """
         best: list[set[int]] = []
         for k, column in enumerate(self.columns):
-            values = {row: line[k].value for row, line in enumerate(self.lines) if not line[k].partial}
-            numbers = {row: float(f"{value:.4g}") for row, value in values.items() if isinstance(value, int | float)}
+            values = {
+                row: line[k].value for row, line in enumerate(self.lines) if not line[k].partial
+            }
+            numbers = {
+                row: float(f"{value:.4g}")
+                for row, value in values.items()
+                if isinstance(value, int | float)
+            }
             compared = column.best and len(set(numbers.values())) > 1
             extreme = max if column.best == "largest" else min
-            best.append({row for row, value in numbers.items() if compared and value == extreme(numbers.values())})
+            best.append(
+                {
+                    row
+                    for row, value in numbers.items()
+                    if compared and value == extreme(numbers.values())
+                }
+            )
         return best
 
 
 def comparison(
-    rows: Sequence[Row], marks: Mapping[str, Mapping[str, str]] | None = None, evaluations: int = LAST
+    rows: Sequence[Row],
+    marks: Mapping[str, Mapping[str, str]] | None = None,
+    evaluations: int = LAST,
 ) -> Table:
-    """Return rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds; mean ± std over seeds.
+    """Return rows of `summarise` as a table for people: per cent, bytes in decimal units, seconds;
+    mean ± std over seeds.
 
     `marks` go behind the accuracies, by measure and method.
     """
@@ -81,17 +101,26 @@ def comparison(
 
     def score(title: str, measure: str, order: tuple[str, str] = best) -> Filled:
         marked = (marks or {}).get(measure, {})
-        cells = [score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows]
+        cells = [
+            score_cell(getattr(row, measure), metric, marked.get(row.algorithm, "")) for row in rows
+        ]
         return Column(f"{title}{in_percent}", *order, score=True), cells
 
     def to_targets(cost: str) -> Iterator[Filled]:
         for k, reach in enumerate(reaches):
-            column = Column(f"{cost.capitalize()} to {target_text(metric, reach.target)}", *smallest)
+            column = Column(
+                f"{cost.capitalize()} to {target_text(metric, reach.target)}", *smallest
+            )
             yield column, [_cost_to(cost, row.reaches[k], reach) for row in rows]
 
-    def means(title: str, name: str, text: Callable[[float], str], order: str = "descending") -> Filled:
+    def means(
+        title: str, name: str, text: Callable[[float], str], order: str = "descending"
+    ) -> Filled:
         spreads: list[Spread | None] = [getattr(row, name) for row in rows]
-        cells = [Cell(text(spread.mean), spread.mean) if spread else Cell("–", None) for spread in spreads]
+        cells = [
+            Cell(text(spread.mean), spread.mean) if spread else Cell("–", None)
+            for spread in spreads
+        ]
         return Column(title, order=order), cells
 
     filled: list[Filled] = [
@@ -125,7 +154,9 @@ def comparison(
 
 
 def halves(table: Table) -> tuple[Table, Table]:
-    """Split a comparison into accuracies and costs, without seeds and rounds, which a caption says, and faults of none."""
+    """Split a comparison into accuracies and costs, without seeds and rounds, which a caption says,
+    and faults of none.
+    """
     accuracy = [k for k, column in enumerate(table.columns) if column.score]
     last = len(table.columns) - all(line[-1].text == "0" for line in table.lines)  # faults
     cost = [k for k in range(3, last) if k not in accuracy]
@@ -133,7 +164,9 @@ def halves(table: Table) -> tuple[Table, Table]:
 
 
 def score_cell(spread: Spread | None, metric: Metric, mark: str = "") -> Cell:
-    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, and a mark behind it."""
+    """Return the cell of a metric over seeds, a share in per cent: `87.21 ± 0.48`, and a mark
+    behind it.
+    """
     if spread is None:
         return Cell("–", None)
     several, mean, std = spread.count > 1, spread.mean, spread.std
@@ -152,11 +185,17 @@ def target_text(metric: Metric, target: TargetValue) -> str:
     limit = Target.of(target, metric)
     share = metric.share and limit.figure == metric.name
     value = f"{percent(limit.value)} %" if share else f"{limit.value:g}"
-    return f"{limit.figure} {'≥' if limit.upwards else '≤'} {value}" if isinstance(target, str) else value
+    return (
+        f"{limit.figure} {'≥' if limit.upwards else '≤'} {value}"
+        if isinstance(target, str)
+        else value
+    )
 
 
 def _cost_to(cost: str, reach: Reach, baseline: Reach) -> Cell:
-    """Return the rounds, bytes or seconds to a target; rounds with their speed-up over the `baseline`."""
+    """Return the rounds, bytes or seconds to a target; rounds with their speed-up over the
+    `baseline`.
+    """
     spread: Spread | None = getattr(reach, cost)
     if spread is None:
         return Cell(NEVER if reach.measured else "–", None)
@@ -169,6 +208,10 @@ def _cost_to(cost: str, reach: Reach, baseline: Reach) -> Cell:
         text = f"{mean:.1f} ± {spread.std:.1f}" if several else f"{mean:.0f}"
         if partial:
             return Cell(f"{text} ({reach.reached} of {reach.seeds} seeds)", mean, partial=True)
-        if reach is not baseline and baseline.rounds is not None and baseline.reached == baseline.seeds:
+        if (
+            reach is not baseline
+            and baseline.rounds is not None
+            and baseline.reached == baseline.seeds
+        ):
             text += f" ({baseline.rounds.mean / mean:.1f}×)"
     return Cell(text + (SOME if partial else ""), mean, partial)

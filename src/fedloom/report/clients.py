@@ -13,8 +13,10 @@ LABELS = 4  # classes of a client that are named, those with the most samples fi
 
 @dataclass(frozen=True)
 class Client:
-    """One client: its training samples of each class, and shares of its own test samples that are classified right, by what
-    they are the accuracies of; the last of these, or with several methods the mean, is its `score`."""
+    """One client: its training samples of each class, and shares of its own test samples that are
+    classified right, by what they are the accuracies of; the last of these, or with several methods
+    the mean, is its `score`.
+    """
 
     number: int
     counts: Sequence[int]
@@ -23,40 +25,58 @@ class Client:
 
 
 def worst_first(runs: Sequence[RunSummary]) -> list[Client]:
-    """Return the clients of the first seed whose clients were measured, by their score; those not measured last, by samples.
+    """Return the clients of the first seed whose clients were measured, by their score; those not
+    measured last, by samples.
 
-    Of several methods: the accuracy of the model that a client would use; of one method, that of the global model beside it.
+    Of several methods: the accuracy of the model that a client would use; of one method, that of
+    the global model beside it.
     """
     comparable = same_data(runs)
     if not comparable:
         return []
     several = len(comparable) > 1
-    tables = {name: table for run in comparable for name, table in _accuracies(run, several).items()}
+    tables = {
+        name: table for run in comparable for name, table in _accuracies(run, several).items()
+    }
     clients = []
     for number, counts in enumerate(comparable[0].label_counts):
         accuracies = {name: table[number] for name, table in tables.items() if number in table}
         scored = list(accuracies.values()) if several else list(accuracies.values())[-1:]
-        clients.append(Client(number, counts, accuracies, statistics.fmean(scored) if scored else None))
+        clients.append(
+            Client(number, counts, accuracies, statistics.fmean(scored) if scored else None)
+        )
     sign = 1 if comparable[0].metric.higher_is_better else -1
     return sorted(
         clients,
-        key=lambda client: (client.score is None, sign * (client.score or 0.0), sum(client.counts), client.number),
+        key=lambda client: (
+            client.score is None,
+            sign * (client.score or 0.0),
+            sum(client.counts),
+            client.number,
+        ),
     )
 
 
 def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Return the runs, one a method, that share clients and samples with the first one whose clients were measured (or with the
-    first whose label counts are known)."""
+    """Return the runs, one a method, that share clients and samples with the first one whose
+    clients were measured (or with the first whose label counts are known).
+    """
     counted = [run for run in runs if run.label_counts]
     leader = next((run for run in counted if run.clients), counted[0] if counted else None)
     if leader is None:
         return []
-    alike = [run for run in counted if run.seed == leader.seed and run.label_counts == leader.label_counts]
+    alike = [
+        run
+        for run in counted
+        if run.seed == leader.seed and run.label_counts == leader.label_counts
+    ]
     return list({run.algorithm: run for run in reversed(alike)}.values())[::-1]
 
 
 def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
-    """Return the title, which names the order, the table of what each client holds and how well it is served, and its caption."""
+    """Return the title, which names the order, the table of what each client holds and how well it
+    is served, and its caption.
+    """
     clients, comparable, metric = worst_first(runs), same_data(runs), runs[0].metric
     names = list(dict.fromkeys(name for client in clients for name in client.accuracies))
     listed, several = clients[:LISTED], len(comparable) > 1
@@ -68,23 +88,36 @@ def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
 
     columns = [counts("Client", [client.number for client in listed])]
     for name, values in scores:
-        cells = [Cell("", None) if value is None else Cell(metric.text(value, 1), value) for value in values]
+        cells = [
+            Cell("", None) if value is None else Cell(metric.text(value, 1), value)
+            for value in values
+        ]
         columns.append((Column(name + (", %" if metric.share else ""), order="ascending"), cells))
     columns.append(counts("Samples", [sum(client.counts) for client in listed]))
     if any(len(client.counts) > 1 for client in clients):
-        labels = [Cell(_labels(client.counts, comparable[0].class_names), None) for client in listed]
-        columns.append(counts("Classes", [sum(count > 0 for count in client.counts) for client in listed]))
+        labels = [
+            Cell(_labels(client.counts, comparable[0].class_names), None) for client in listed
+        ]
+        columns.append(
+            counts("Classes", [sum(count > 0 for count in client.counts) for client in listed])
+        )
         columns.append((Column("Most frequent", order=""), labels))
     title = f"Clients, the {f'worst {metric.noun}' if names else 'fewest samples'} first"
-    return title, Table.of(columns), _caption(comparable, len(clients), bool(names)) if clients else ""
+    return (
+        title,
+        Table.of(columns),
+        _caption(comparable, len(clients), bool(names)) if clients else "",
+    )
 
 
 def _caption(comparable: Sequence[RunSummary], clients: int, measured: bool) -> str:
     run, several = comparable[0], len(comparable) > 1
-    models = (
-        f"the {'' if several else 'global model and of the '}model that it would use{' with each method' * several}"
+    models = f"the {'' if several else 'global model and of the '}model that it would use{' with each method' * several}"
+    wrong = (
+        f", by the labels given, of which {run.wrong_labels:,} are wrong"
+        if run.wrong_labels
+        else ""
     )
-    wrong = f", by the labels given, of which {run.wrong_labels:,} are wrong" if run.wrong_labels else ""
     scores = "No accuracies: they need local test data (local_test) and personal_every."
     if measured:
         scores = f"{run.metric.title} on the client's own test data, of {models}."
@@ -100,10 +133,20 @@ def _accuracies(run: RunSummary, several: bool) -> dict[str, dict[int, float]]:
         if kind != "round"
     }
     personal = tables.get("personal", {}) | tables.get("new_client", {})
-    return {run.algorithm: personal} if several else {"Global model": tables.get("client", {}), "Own model": personal}
+    return (
+        {run.algorithm: personal}
+        if several
+        else {"Global model": tables.get("client", {}), "Own model": personal}
+    )
 
 
 def _labels(counts: Sequence[int], class_names: Sequence[str] | None) -> str:
-    order = sorted((label for label, count in enumerate(counts) if count), key=lambda label: (-counts[label], label))
-    named = [f"{class_names[label] if class_names else label}\u00a0({counts[label]:,})" for label in order[:LABELS]]
+    order = sorted(
+        (label for label, count in enumerate(counts) if count),
+        key=lambda label: (-counts[label], label),
+    )
+    named = [
+        f"{class_names[label] if class_names else label}\u00a0({counts[label]:,})"
+        for label in order[:LABELS]
+    ]
     return ", ".join(named) + (f" and {len(order) - LABELS} more" if len(order) > LABELS else "")

@@ -13,13 +13,20 @@ NAMED = 3  # methods that a sentence names, those with the smallest differences;
 
 
 def conclusions(sheets: Sequence[Sheet]) -> list[str]:
-    """Return for each setting with a figure which method is ahead, by how much, and whether the seeds show it."""
+    """Return for each setting with a figure which method is ahead, by how much, and whether the
+    seeds show it.
+    """
     return [text for sheet in sheets if (text := _conclusion(sheet))]
 
 
 def situation(changes: Mapping[str, Any]) -> str:
-    """Return the keys that a setting changes in words: `With 40 % symmetric label noise and partition iid`; empty without any."""
-    words = [_in_words(key.rpartition(".")[2].replace("_", " "), str(value)) for key, value in changes.items()]
+    """Return the keys that a setting changes in words: `With 40 % symmetric label noise and
+    partition iid`; empty without any.
+    """
+    words = [
+        _in_words(key.rpartition(".")[2].replace("_", " "), str(value))
+        for key, value in changes.items()
+    ]
     return f"With {' and '.join(words)}" if words else ""
 
 
@@ -32,11 +39,17 @@ def _in_words(key: str, value: str) -> str:
 
 def _conclusion(sheet: Sheet) -> str:
     metric, name, start = sheet.criterion.metric, sheet.criterion.name, situation(sheet.changes)
-    spreads = {row.algorithm: spread for row in sheet.rows if (spread := spread_of(row, sheet.measure)) is not None}
+    spreads = {
+        row.algorithm: spread
+        for row in sheet.rows
+        if (spread := spread_of(row, sheet.measure)) is not None
+    }
     if not spreads:
         return ""
     start = start and f"{start}, "
-    best = (max if metric.higher_is_better else min)(spreads, key=lambda method: spreads[method].mean)
+    best = (max if metric.higher_is_better else min)(
+        spreads, key=lambda method: spreads[method].mean
+    )
     level = f"{score_cell(spreads[best], metric).text}{metric.unit}"
     tests = sheet.tests[sheet.measure]
     if len(spreads) == 1:
@@ -53,14 +66,28 @@ def _conclusion(sheet: Sheet) -> str:
 
 
 def _difference(sheet: Sheet, test: Difference) -> str:
-    """Return a method's difference from the reference with its interval, the larger p of both tests, and the verdict."""
+    """Return a method's difference from the reference with its interval, the larger p of both
+    tests, and the verdict.
+    """
     if test.verdict == "equal":
         return f"{test.method} equals {test.other} with every seed"
     metric = sheet.criterion.metric
-    unit = f" {metric.name}" if metric.name in ("rounds", "seconds") else " points" if metric.share else ""
+    unit = (
+        f" {metric.name}"
+        if metric.name in ("rounds", "seconds")
+        else " points"
+        if metric.share
+        else ""
+    )
 
     def text(value: float) -> str:
-        return byte_text(value) if metric.name == "bytes" else f"{100 * value:.1f}" if metric.share else f"{value:.3g}"
+        return (
+            byte_text(value)
+            if metric.name == "bytes"
+            else f"{100 * value:.1f}"
+            if metric.share
+            else f"{value:.3g}"
+        )
 
     evidence, sign = [], -1 if test.mean < 0 else 1
     if test.low is not None and test.high is not None:
@@ -74,4 +101,6 @@ def _difference(sheet: Sheet, test: Difference) -> str:
     p = p_text(max(value for value in values if value is not None))
     evidence += [f"p = {p}".replace("= <", "<"), verdict]
     side = "above" if test.mean > 0 else "below"
-    return f"{test.method} is {text(abs(test.mean))}{unit} {side} {test.other} ({', '.join(evidence)})"
+    return (
+        f"{test.method} is {text(abs(test.mean))}{unit} {side} {test.other} ({', '.join(evidence)})"
+    )

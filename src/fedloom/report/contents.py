@@ -16,12 +16,15 @@ from fedloom.report.summary import RunSummary, by_algorithm
 from fedloom.state.files import slug
 
 LIMIT = {"curves": 8, "effects": 6, "labels": 6, "settings": 6}
-"""Most figures of a kind: of further figures in the records, of parameters that differ between runs, of label distributions, of
-settings by their curves."""
+"""Most figures of a kind: of further figures in the records, of parameters that differ between
+runs, of label distributions, of settings by their curves.
+"""
 
 
 def report_figures(runs: Sequence[RunSummary], by: Criterion) -> dict[str, list[ReportFigure]]:
-    """Return all figures by the section of the report that shows them; `effects` are judged `by` a criterion."""
+    """Return all figures by the section of the report that shows them; `effects` are judged `by` a
+    criterion.
+    """
     return {
         "result": _seeds(runs),
         "effects": effect_figures(runs, by),
@@ -53,7 +56,9 @@ def effect_figures(runs: Sequence[RunSummary], by: Criterion) -> list[ReportFigu
 
 
 def setting_curves(by_setting: Mapping[str, Sequence[RunSummary]]) -> list[ReportFigure]:
-    """Draw accuracy by round in each of the first settings, by its label; then the share of wrong labels that was learned."""
+    """Draw accuracy by round in each of the first settings, by its label; then the share of wrong
+    labels that was learned.
+    """
     shown = list(by_setting.items())[: LIMIT["settings"]]
     noisy = [(label, runs) for label, runs in shown if any(run.wrong_labels for run in runs)]
     panels = (
@@ -87,10 +92,14 @@ def _seeds(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
     usual = measures(runs[0].metric)
     records = [record for run in runs for record in run.records]
-    numbers = {key for record in records for key, value in record.items() if isinstance(value, float)}
+    numbers = {
+        key for record in records for key, value in record.items() if isinstance(value, float)
+    }
     extra = sorted(numbers - usual.keys())[: LIMIT["curves"]]
     curves: list[ReportFigure] = []
-    for measure, (title, caption) in (usual | {name: (title_of(name), "as recorded.") for name in extra}).items():
+    for measure, (title, caption) in (
+        usual | {name: (title_of(name), "as recorded.") for name in extra}
+    ).items():
         if not any(measure in record for record in records):
             continue
         drawn = {x: learning_curves(runs, measure, x) for x in AXES}
@@ -103,7 +112,9 @@ def _curves(runs: Sequence[RunSummary]) -> list[ReportFigure]:
 
 
 def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Draw each label distribution: by seed, or by run where a seed has several (different partitions, different data)."""
+    """Draw each label distribution: by seed, or by run where a seed has several (different
+    partitions, different data).
+    """
     different: list[RunSummary] = []
     for run in runs:
         labelled = run.label_counts and len(run.label_counts[0]) > 1
@@ -113,7 +124,9 @@ def _labels(runs: Sequence[RunSummary]) -> list[ReportFigure]:
         return []
     by_seed = len({run.seed for run in different}) == len(different)
     variants = {
-        f"seed {run.seed}" if by_seed else f"{run.algorithm}, seed {run.seed}": figures.label_distribution(
+        f"seed {run.seed}"
+        if by_seed
+        else f"{run.algorithm}, seed {run.seed}": figures.label_distribution(
             run.label_counts, run.class_names
         )
         for run in different[: LIMIT["labels"]]

@@ -1,4 +1,6 @@
-"""Learning curves: a measure over rounds, bytes or seconds as mean and standard deviation over seeds, and their figure."""
+"""Learning curves: a measure over rounds, bytes or seconds as mean and standard deviation over
+seeds, and their figure.
+"""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,9 @@ from fedloom.report.units import byte_unit
 Floats = npt.NDArray[np.float64]
 
 AXES = {"round": "Round", "bytes": "Sent, down and up, {unit}", "seconds": "Seconds"}
-"""Axes of a curve with their titles: the round, or the cost until its end. Seconds are those of the simulated clock where there
-is one."""
+"""Axes of a curve with their titles: the round, or the cost until its end. Seconds are those of the
+simulated clock where there is one.
+"""
 
 MEASURES = {
     "accuracy": ("Test accuracy", "of the global model."),
@@ -39,7 +42,9 @@ FEW = 8  # methods that share one hover box
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's curve; all arrays are `[points]`. `std` is the sample standard deviation over `seeds` runs, 0 for one run."""
+    """A method's curve; all arrays are `[points]`. `std` is the sample standard deviation over
+    `seeds` runs, 0 for one run.
+    """
 
     rounds: npt.NDArray[np.int64]
     x: Floats
@@ -48,36 +53,53 @@ class Curve:
     seeds: int
 
     def thinned(self, points: int) -> "Curve":
-        """Return about `points` of the measured points: both ends, and the lowest and the highest of each of equal stretches."""
+        """Return about `points` of the measured points: both ends, and the lowest and the highest
+        of each of equal stretches.
+        """
         if len(self.x) <= points:
             return self
         drawn = {0, len(self.x) - 1}
         for stretch in np.array_split(np.arange(len(self.x)), max(1, points // 2)):
-            drawn |= {int(stretch[self.mean[stretch].argmin()]), int(stretch[self.mean[stretch].argmax()])}
+            drawn |= {
+                int(stretch[self.mean[stretch].argmin()]),
+                int(stretch[self.mean[stretch].argmax()]),
+            }
         index = np.array(sorted(drawn))
-        return Curve(self.rounds[index], self.x[index], self.mean[index], self.std[index], self.seeds)
+        return Curve(
+            self.rounds[index], self.x[index], self.mean[index], self.std[index], self.seeds
+        )
 
 
 def curve(runs: Sequence[RunSummary], measure: str = "accuracy", x: str = "round") -> Curve | None:
-    """Return the curve of one method's `runs` over one of `AXES`, of the rounds for which every run with the measure has a finite
-    value, so that a run that stopped early does not bend the mean; None without such a round, or without times for `x`."""
+    """Return the curve of one method's `runs` over one of `AXES`, of the rounds for which every run
+    with the measure has a finite value, so that a run that stopped early does not bend the mean;
+    None without such a round, or without times for `x`.
+    """
     require_one_of("x", x, tuple(AXES))
     recorded = {k: series for k, run in enumerate(runs) if (series := by_round(run, measure))}
     if not recorded:
         return None
     rounds = sorted(set.intersection(*(set(series) for series in recorded.values())))
-    rounds = [number for number in rounds if all(np.isfinite(series[number]) for series in recorded.values())]
+    rounds = [
+        number
+        for number in rounds
+        if all(np.isfinite(series[number]) for series in recorded.values())
+    ]
     positions = [_positions(runs[k], x) for k in recorded]
     if not rounds or any(number not in position for position in positions for number in rounds):
         return None
-    along = np.array([[position[number] for number in rounds] for position in positions], dtype=np.float64)
+    along = np.array(
+        [[position[number] for number in rounds] for position in positions], dtype=np.float64
+    )
     values = np.array([[series[number] for number in rounds] for series in recorded.values()])
     std = values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
     return Curve(np.array(rounds, dtype=np.int64), along.mean(0), values.mean(0), std, len(values))
 
 
 def measures(metric: Metric) -> dict[str, tuple[str, str]]:
-    """Return title and caption of the figures that records are known to have where runs are judged by this metric."""
+    """Return title and caption of the figures that records are known to have where runs are judged
+    by this metric.
+    """
     return {
         name.replace("accuracy", metric.name): (
             title.replace("accuracy", metric.noun).replace("Accuracy", metric.title),
@@ -98,21 +120,34 @@ def is_share(measure: str, metric: Metric = ACCURACY) -> bool:
     return "accuracy" in measure or (metric.share and metric.name in measure)
 
 
-def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS) -> go.Figure:
-    """Draw a measure of the records, by default the metric, over one of `AXES`: mean over seeds, with a band of ± one standard
-    deviation. A curve of more than `points` is thinned; runs without the measure or the axis are left out."""
+def learning_curves(
+    runs: Sequence[RunSummary], measure: str = "", x: str = "round", points: int = POINTS
+) -> go.Figure:
+    """Draw a measure of the records, by default the metric, over one of `AXES`: mean over seeds,
+    with a band of ± one standard deviation. A curve of more than `points` is thinned; runs without
+    the measure or the axis are left out.
+    """
     traces: list[go.Scatter] = []
     metric = runs[0].metric if runs else ACCURACY
     measure = measure or metric.name
     share = is_share(measure, metric)
     form = ".1%" if share else ".4~g"
     looks = styles(runs)
-    curves = {name: line for name, group in by_algorithm(runs).items() if (line := curve(group, measure, x))}
-    size, unit = byte_unit(max((line.x[-1] for line in curves.values()), default=0.0)) if x == "bytes" else (1, "")
+    curves = {
+        name: line
+        for name, group in by_algorithm(runs).items()
+        if (line := curve(group, measure, x))
+    }
+    size, unit = (
+        byte_unit(max((line.x[-1] for line in curves.values()), default=0.0))
+        if x == "bytes"
+        else (1, "")
+    )
     for name, line in curves.items():
         drawn = replace(line, x=line.x / size).thinned(points)
         traces += [
-            trace.update(name=html.escape(name), legendgroup=name) for trace in _traces(looks[name], drawn, form)
+            trace.update(name=html.escape(name), legendgroup=name)
+            for trace in _traces(looks[name], drawn, form)
         ]
     simulated = x == "seconds" and simulated_seconds(runs[0]) is not None
     title = "Simulated seconds" if simulated else AXES[x].format(unit=unit)
@@ -120,7 +155,11 @@ def learning_curves(runs: Sequence[RunSummary], measure: str = "", x: str = "rou
         traces,
         380,
         xaxis={"title": title, "rangemode": "tozero", "hoverformat": ".4~g"},
-        yaxis={"title": html.escape(title_of(measure, metric)), "hoverformat": form, **(SHARES if share else {})},
+        yaxis={
+            "title": html.escape(title_of(measure, metric)),
+            "hoverformat": form,
+            **(SHARES if share else {}),
+        },
         hovermode="x unified" if len(looks) <= FEW and x == "round" else "closest",
     )
 

@@ -1,4 +1,6 @@
-"""A comparison as files: CSV and JSON with plain numbers for machines, Markdown and LaTeX (booktabs) for papers and pages."""
+"""A comparison as files: CSV and JSON with plain numbers for machines, Markdown and LaTeX
+(booktabs) for papers and pages.
+"""
 
 import csv
 import dataclasses
@@ -43,27 +45,43 @@ _AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{
 
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
-    """Return a line for each setting and method: accuracies as shares, bytes, seconds; empty where there is no value."""
-    return csv_text([line | _plain(row) for line, sheet in _settings(sheets) for row in sheet.rows], ["algorithm"])
+    """Return a line for each setting and method: accuracies as shares, bytes, seconds; empty where
+    there is no value.
+    """
+    return csv_text(
+        [line | _plain(row) for line, sheet in _settings(sheets) for row in sheet.rows],
+        ["algorithm"],
+    )
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
     """Return a line for each setting, measure and difference, with both tests."""
-    return csv_text([line | test for line, sheet in _settings(sheets) for test in _differences(sheet)], ["measure"])
+    return csv_text(
+        [line | test for line, sheet in _settings(sheets) for test in _differences(sheet)],
+        ["measure"],
+    )
 
 
 def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
     """Return rows and differences as plain values for JSON, each with its setting."""
     return {
         "methods": [
-            {**dataclasses.asdict(row), "setting": dict(sheet.changes)} for sheet in sheets for row in sheet.rows
+            {**dataclasses.asdict(row), "setting": dict(sheet.changes)}
+            for sheet in sheets
+            for row in sheet.rows
         ],
-        "differences": [{"setting": dict(sheet.changes), **line} for sheet in sheets for line in _differences(sheet)],
+        "differences": [
+            {"setting": dict(sheet.changes), **line}
+            for sheet in sheets
+            for line in _differences(sheet)
+        ],
     }
 
 
 def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Return a page: all settings in one table where there are several, then two tables and the differences of each."""
+    """Return a page: all settings in one table where there are several, then two tables and the
+    differences of each.
+    """
     blocks = [f"# {title}\n"]
     if len(sheets) > 1:
         blocks += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
@@ -77,20 +95,35 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
 
 
 def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
-    """Return tables for a paper, the best value of a column in bold; they need the packages booktabs and graphicx."""
+    """Return tables for a paper, the best value of a column in bold; they need the packages
+    booktabs and graphicx.
+    """
     note = " ".join([*explained(sheets), *reading(sheets)])
     tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
     for number, sheet in enumerate(sheets, start=1):
         name = f"{title}, {sheet.setting}" if sheet.setting else title
         suffix = f"-{number}" if sheet.setting else ""
         accuracy, cost = halves(sheet.table)
-        tables.append(_latex(accuracy, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}", "" if tables else note))
-        tables.append(_latex(cost, f"{name}: cost. Rounds and bytes until the target; * never.", f"cost{suffix}"))
+        tables.append(
+            _latex(
+                accuracy,
+                f"{name}: {sheet.metric.noun}.",
+                f"accuracy{suffix}",
+                "" if tables else note,
+            )
+        )
+        tables.append(
+            _latex(
+                cost, f"{name}: cost. Rounds and bytes until the target; * never.", f"cost{suffix}"
+            )
+        )
     return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return CSV with the keys of `lines[0]`, or `names` without lines, as its header; empty where a value is None."""
+    """Return CSV with the keys of `lines[0]`, or `names` without lines, as its header; empty where
+    a value is None.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]) if lines else names, lineterminator="\n")
     writer.writeheader()
@@ -98,8 +131,12 @@ def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def markdown_table(heads: Sequence[str], lines: Iterable[Sequence[str]], texts: Collection[int] = (0,)) -> str:
-    """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for the `texts`."""
+def markdown_table(
+    heads: Sequence[str], lines: Iterable[Sequence[str]], texts: Collection[int] = (0,)
+) -> str:
+    """Return a Markdown table of cells that are Markdown already; columns are right-aligned but for
+    the `texts`.
+    """
     rule = ["---" if k in texts else "---:" for k in range(len(heads))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *lines))
 
@@ -115,7 +152,9 @@ def escape_markdown(text: str) -> str:
 
 
 def _settings(sheets: Sequence[Sheet]) -> list[tuple[dict[str, Any], Sheet]]:
-    return [({name: sheet.changes.get(name, "") for name in keys(sheets)}, sheet) for sheet in sheets]
+    return [
+        ({name: sheet.changes.get(name, "") for name in keys(sheets)}, sheet) for sheet in sheets
+    ]
 
 
 def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
@@ -126,7 +165,11 @@ def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
 def _plain(row: Row) -> dict[str, Any]:
     line: dict[str, Any] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
     spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
-    spreads |= {"personal": row.personal, "client_spread": row.client_std, "client_worst": row.client_worst}
+    spreads |= {
+        "personal": row.personal,
+        "client_spread": row.client_std,
+        "client_worst": row.client_worst,
+    }
     for reach in row.reaches:
         name = target_key(reach.target)
         line[f"reached_{name}"] = reach.reached
@@ -157,11 +200,16 @@ def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
     )
 
 
-def _heads_and_lines(table: Table, escape: Callable[[str], str], bold: str) -> tuple[list[str], list[list[str]]]:
+def _heads_and_lines(
+    table: Table, escape: Callable[[str], str], bold: str
+) -> tuple[list[str], list[list[str]]]:
     """Return titles and escaped cells, the best of a column in the format `bold`."""
     best = table.best_lines
     lines = [
-        [bold.format(escape(cell.text)) if k in best[column] else escape(cell.text) for column, cell in enumerate(line)]
+        [
+            bold.format(escape(cell.text)) if k in best[column] else escape(cell.text)
+            for column, cell in enumerate(line)
+        ]
         for k, line in enumerate(table.lines)
     ]
     return [_flat(column.title) for column in table.columns], lines

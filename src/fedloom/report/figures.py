@@ -1,7 +1,9 @@
-"""Layout and colours of all figures, and the figures of whole runs, as Plotly figures for notebooks, files and the report.
+"""Layout and colours of all figures, and the figures of whole runs, as Plotly figures for
+notebooks, files and the report.
 
-A method keeps its colour and its line style in every figure made from the same runs; every trace carries its method as
-`legendgroup`. Names that come from users are escaped, since Plotly reads tags in text.
+A method keeps its colour and its line style in every figure made from the same runs; every trace
+carries its method as `legendgroup`. Names that come from users are escaped, since Plotly reads tags
+in text.
 """
 
 import html
@@ -18,19 +20,24 @@ from fedloom.objectives import ACCURACY
 from fedloom.report.summary import RunSummary, by_algorithm, final
 from fedloom.state.files import slug
 
-# After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near black alike.
+# After Okabe and Ito (2008): distinguishable with any common colour blindness, on white and on near
+# black alike.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d4f", "#8a8f98")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SEQUENCE = "Viridis"  # from early to late, and from low to high
 
 SHARES = {"tickformat": ".2~%", "autorangeoptions": {"clipmin": -0.02, "clipmax": 1.02}}
-"""An axis of shares in per cent. Plotly extends the range of a constant curve beyond 0 and 100 %; this prevents it."""
+"""An axis of shares in per cent. Plotly extends the range of a constant curve beyond 0 and 100 %;
+this prevents it.
+"""
 
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A figure with its name (of the image file and of the page's element), title and caption, and its Plotly figures by the
-    value of the `choice`, a row of buttons that selects one; without a choice there is only a variant ""."""
+    """A figure with its name (of the image file and of the page's element), title and caption, and
+    its Plotly figures by the value of the `choice`, a row of buttons that selects one; without a
+    choice there is only a variant "".
+    """
 
     name: str
     title: str
@@ -58,7 +65,9 @@ class Style:
 
 
 def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
-    """Return a style for each method, in order of first appearance; with more methods than colours, line styles differ."""
+    """Return a style for each method, in order of first appearance; with more methods than colours,
+    line styles differ.
+    """
     return {
         name: Style(COLOURS[k % len(COLOURS)], DASHES[k // len(COLOURS) % len(DASHES)])
         for k, name in enumerate(by_algorithm(runs))
@@ -66,31 +75,50 @@ def styles(runs: Sequence[RunSummary]) -> dict[str, Style]:
 
 
 def accuracy_by_seed(runs: Sequence[RunSummary]) -> go.Figure:
-    """Draw each seed's final test accuracy as a dot, the mean over seeds as a bar across; one line a method."""
+    """Draw each seed's final test accuracy as a dot, the mean over seeds as a bar across; one line
+    a method.
+    """
     metric = runs[0].metric if runs else ACCURACY
     shown = f"%{{x:{'.2%' if metric.share else '.4~g'}}}<extra>%{{fullData.name}}</extra>"
     traces: list[go.Scatter] = []
     for name, group in by_algorithm(runs).items():
         scores = {run.seed: value for run in group if (value := final(run)) is not None}
         if scores:
-            colour, y, x = styles(runs)[name].colour, [wrapped(name)] * len(scores), list(scores.values())
+            colour, y, x = (
+                styles(runs)[name].colour,
+                [wrapped(name)] * len(scores),
+                list(scores.values()),
+            )
             bar = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": colour}}
             dot = {"size": 10, "color": colour, "opacity": 0.55}
             seeds = {"customdata": list(scores), "hovertemplate": f"seed %{{customdata}}: {shown}"}
-            look = {"legendgroup": name, "name": html.escape(name), "showlegend": False, "mode": "markers"}
-            traces.append(go.Scatter(x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look))
+            look = {
+                "legendgroup": name,
+                "name": html.escape(name),
+                "showlegend": False,
+                "mode": "markers",
+            }
+            traces.append(
+                go.Scatter(
+                    x=[sum(x) / len(x)], y=y[:1], marker=bar, hovertemplate=f"mean {shown}", **look
+                )
+            )
             traces.append(go.Scatter(x=x, y=y, marker=dot, **seeds, **look))
     names = [wrapped(name) for name in by_algorithm(runs)]
     height = 110 + len(names) * (24 + 15 * max((name.count("<br>") for name in names), default=0))
     ticks = {"tickformat": ".2~%"} if metric.share else {}
     yaxis = {"autorange": "reversed", "type": "category"}
-    return framed(traces, height, xaxis={"title": f"Final test {metric.noun}", **ticks}, yaxis=yaxis)
+    return framed(
+        traces, height, xaxis={"title": f"Final test {metric.noun}", **ticks}, yaxis=yaxis
+    )
 
 
 def label_distribution(
     label_counts: Sequence[Sequence[int]], class_names: Sequence[str] | None = None, limit: int = 60
 ) -> go.Figure:
-    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, for at most `limit` clients."""
+    """Draw a bubble for the samples `[clients][classes]` that a client has of a class, for at most
+    `limit` clients.
+    """
     counts = np.array(label_counts, dtype=np.int64)
     classes = counts.shape[1]
     names = [html.escape(name) for name in class_names or map(str, range(classes))]
@@ -98,7 +126,11 @@ def label_distribution(
     client, label = counts[shown].nonzero()
     samples = counts[shown][client, label]
     largest = 26 if len(shown) <= 30 else 18
-    area = {"size": samples, "sizemode": "area", "sizeref": 2 * float(samples.max(initial=1)) / largest**2}
+    area = {
+        "size": samples,
+        "sizemode": "area",
+        "sizeref": 2 * float(samples.max(initial=1)) / largest**2,
+    }
     bubbles = go.Scatter(
         x=[str(shown[k]) for k in client],
         y=[names[k] for k in label],
@@ -119,14 +151,24 @@ def label_distribution(
 
 
 def evenly_spaced(count: int, limit: int = 60) -> list[int]:
-    """Return up to `limit` of the numbers below `count`, evenly spaced, the first and the last among them."""
-    return sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit)).round()}) if count else []
+    """Return up to `limit` of the numbers below `count`, evenly spaced, the first and the last
+    among them.
+    """
+    return (
+        sorted({int(k) for k in np.linspace(0, count - 1, min(count, limit)).round()})
+        if count
+        else []
+    )
 
 
 def wrapped(name: str, width: int = 24) -> str:
-    """Return a name as escaped lines of about `width` characters, broken at commas and brackets, then at dots and equals."""
+    """Return a name as escaped lines of about `width` characters, broken at commas and brackets,
+    then at dots and equals.
+    """
     text = re.sub(r"([,(])(?=\S)", r"\1 ", name)
-    text = re.sub(rf"\S{{{width + 1},}}", lambda word: re.sub(r"([=.])(?=\D)", r"\1 ", word[0]), text)
+    text = re.sub(
+        rf"\S{{{width + 1},}}", lambda word: re.sub(r"([=.])(?=\D)", r"\1 ", word[0]), text
+    )
     lines = textwrap.wrap(text, width, break_long_words=True) or [""]
     return "<br>".join(html.escape(re.sub(r"([(=.]) ", r"\1", line)) for line in lines)
 
@@ -138,9 +180,16 @@ def pale(colour: str, opacity: float) -> str:
 
 
 def framed(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
-    """Return a figure with the layout that all share, on the page's own background, made at once: changing it later is slow."""
+    """Return a figure with the layout that all share, on the page's own background, made at once:
+    changing it later is slow.
+    """
     title = {"standoff": 10, "font": {"size": 13}}
-    axis = {"gridcolor": "rgba(128,128,128,0.22)", "zeroline": False, "automargin": True, "title": title}
+    axis = {
+        "gridcolor": "rgba(128,128,128,0.22)",
+        "zeroline": False,
+        "automargin": True,
+        "title": title,
+    }
     common = {
         "template": {"layout": {"xaxis": axis, "yaxis": axis}},
         "height": height,

@@ -1,4 +1,6 @@
-"""Figures as image files, drawn offline by a Chromium on this machine (the extra `images`: Kaleido)."""
+"""Figures as image files, drawn offline by a Chromium on this machine (the extra `images`:
+Kaleido).
+"""
 
 import html
 import textwrap
@@ -28,7 +30,9 @@ def write_images(
     *,
     captions: bool = True,
 ) -> list[Path]:
-    """Write every figure that the runs have data for in all `formats`; return the files, such as `curve-accuracy.png`."""
+    """Write every figure that the runs have data for in all `formats`; return the files, such as
+    `curve-accuracy.png`.
+    """
     require_images(formats)
     images = {figure.name: standalone(figure, captions) for figure in image_figures(runs, by)}
     return save_figures(folder, images, formats)
@@ -41,22 +45,33 @@ def require_images(formats: Sequence[str]) -> None:
     _kaleido()
 
 
-def save_figures(folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)) -> list[Path]:
+def save_figures(
+    folder: Path, figures: Mapping[str, go.Figure], formats: Sequence[str] = ("png",)
+) -> list[Path]:
     """Write figures by name into `folder`; return the files, figure by figure."""
     kaleido = _kaleido()
     folder.mkdir(parents=True, exist_ok=True)
     images = [
-        {"fig": figure, "path": folder / f"{name}.{form}", "opts": {"format": form, "scale": 1 + (form == "png")}}
+        {
+            "fig": figure,
+            "path": folder / f"{name}.{form}",
+            "opts": {"format": form, "scale": 1 + (form == "png")},
+        }
         for name, figure in figures.items()
         for form in dict.fromkeys(formats)
     ]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from libraries below, about nothing that a user could change
-            kaleido.write_fig_from_object_sync(images, kopts={"mathjax": False}, cancel_on_error=True)
+            # from libraries below, about nothing that a user could change
+            warnings.simplefilter("ignore")
+            kaleido.write_fig_from_object_sync(
+                images, kopts={"mathjax": False}, cancel_on_error=True
+            )
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InvalidValue(f"images cannot be drawn, which takes a Chromium or Chrome: {reason}") from None
+        raise InvalidValue(
+            f"images cannot be drawn, which takes a Chromium or Chrome: {reason}"
+        ) from None
     return [Path(image["path"]) for image in images]
 
 
@@ -65,17 +80,22 @@ def _kaleido() -> Any:
 
 
 def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
-    """Return the first variant of a figure on white with a legend and, with `captions`, its title and caption."""
+    """Return the first variant of a figure on white with a legend and, with `captions`, its title
+    and caption.
+    """
     figure = go.Figure(next(iter(report_figure.variants.values())))
     surface = any(trace.type == "contour" for trace in figure.data)
     width = 560 if surface else WIDTH
     lines = textwrap.wrap(report_figure.caption, width // 8) if captions else []
     heading = f"<b>{html.escape(report_figure.title)}</b><br>{'<br>'.join(map(html.escape, lines))}"
     top = 55 + 19 * len(lines) if captions else 14
-    if surface or figure.layout.yaxis.type == "category":  # colours and names along an axis say what a legend would
+    # colours and names along an axis say what a legend would
+    if surface or figure.layout.yaxis.type == "category":
         figure.update_layout(showlegend=False)
     elif figure.layout.showlegend is None:
-        named = {trace.name for trace in figure.data if trace.showlegend is not False and trace.name}
+        named = {
+            trace.name for trace in figure.data if trace.showlegend is not False and trace.name
+        }
         figure.update_layout(showlegend=len(named) > 1)
     figure.update_layout(
         width=width,
@@ -84,7 +104,13 @@ def standalone(report_figure: ReportFigure, captions: bool = True) -> go.Figure:
         plot_bgcolor="#ffffff",
         font_color="#1b2026",
         margin={"l": 16, "r": 20, "t": top, "b": 14},
-        title={"text": heading if captions else "", "font": {"size": 14}, "x": 0, "y": 1, "pad": {"l": 16, "t": 18}},
+        title={
+            "text": heading if captions else "",
+            "font": {"size": 14},
+            "x": 0,
+            "y": 1,
+            "pad": {"l": 16, "t": 18},
+        },
         title_xref="container",
         title_yanchor="top",
         legend={

@@ -1,5 +1,6 @@
-"""Loss surfaces as Plotly figures: around final models (FedMR, figure 6), and under the trajectory of a client's models
-(FedALA, figure 4)."""
+"""Loss surfaces as Plotly figures: around final models (FedMR, figure 6), and under the trajectory
+of a client's models (FedALA, figure 4).
+"""
 
 import html
 import math
@@ -26,8 +27,12 @@ _EDGE = {"width": 1.5, "color": "#ffffff"}
 
 
 def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
-    """Draw a result of the recorder `landscape`; the losses of `scale` bound contour lines and colours, which are logarithmic."""
-    losses = [value for other in scale for line in other["surface"] for value in line if value is not None] or [1.0]
+    """Draw a result of the recorder `landscape`; the losses of `scale` bound contour lines and
+    colours, which are logarithmic.
+    """
+    losses = [
+        value for other in scale for line in other["surface"] for value in line if value is not None
+    ] or [1.0]
     low, high = _log(min(losses)), _log(max(losses))
     high = max(high, low + 1e-3)
     ticks = np.linspace(low, high, 5)
@@ -55,27 +60,48 @@ def landscape(method: str, entry: Entry, scale: Sequence[Entry]) -> go.Figure:
         **common,
     )
     edge = {"showgrid": False, "constrain": "domain", "range": [entry["x"][0], entry["x"][-1]]}
-    across, up = {**edge, "title": "First direction"}, {**edge, "title": "Second direction", "scaleanchor": "x"}
-    return framed([surface, model], 440, xaxis=across, yaxis=up, hovermode="closest", showlegend=False)
+    across, up = (
+        {**edge, "title": "First direction"},
+        {**edge, "title": "Second direction", "scaleanchor": "x"},
+    )
+    return framed(
+        [surface, model], 440, xaxis=across, yaxis=up, hovermode="closest", showlegend=False
+    )
 
 
 def cross_sections(entries: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
-    """Draw landscapes by method, cut through the model: the loss along the first direction (solid) and the second (dotted)."""
+    """Draw landscapes by method, cut through the model: the loss along the first direction (solid)
+    and the second (dotted).
+    """
     traces = []
     for name, entry in entries.items():
         middle = len(entry["x"]) // 2
         cuts = entry["surface"][middle], [line[middle] for line in entry["surface"]]
-        for direction, dash, values in zip(("first", "second"), ("solid", "dot"), cuts, strict=True):
+        for direction, dash, values in zip(
+            ("first", "second"), ("solid", "dot"), cuts, strict=True
+        ):
             line = {"color": looks[name].colour, "width": 2.5, "dash": dash}
-            label, hover = f"{html.escape(name)}, {direction}", "%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>"
-            cut = go.Scatter(x=entry["x"], y=values, mode="lines", line=line, name=label, hovertemplate=hover)
+            label, hover = (
+                f"{html.escape(name)}, {direction}",
+                "%{y:.4~g} at %{x:.3~g}<extra>%{fullData.name}</extra>",
+            )
+            cut = go.Scatter(
+                x=entry["x"], y=values, mode="lines", line=line, name=label, hovertemplate=hover
+            )
             traces.append(cut.update(legendgroup=name))
-    xaxis, yaxis = {"title": "Distance from the model, in filter norms"}, {"title": "Loss", "rangemode": "tozero"}
+    xaxis, yaxis = (
+        {"title": "Distance from the model, in filter norms"},
+        {"title": "Loss", "rangemode": "tozero"},
+    )
     return framed(traces, 380, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
 
 
-def trajectories(surface: Entry, paths: Mapping[str, Entry], looks: Mapping[str, Style]) -> go.Figure:
-    """Draw the trajectories of one client's models, by method, over its local loss in the plane of their principal components."""
+def trajectories(
+    surface: Entry, paths: Mapping[str, Entry], looks: Mapping[str, Style]
+) -> go.Figure:
+    """Draw the trajectories of one client's models, by method, over its local loss in the plane of
+    their principal components.
+    """
     contour = go.Contour(
         x=surface["x"],
         y=surface["y"],
@@ -86,14 +112,19 @@ def trajectories(surface: Entry, paths: Mapping[str, Entry], looks: Mapping[str,
         legendgroup=next(iter(paths)) if len(paths) == 1 else None,
         **_SURFACE,
     )
-    traces = [contour, *(trace for name, path in paths.items() for trace in _path(name, path, looks[name].colour))]
+    traces = [
+        contour,
+        *(trace for name, path in paths.items() for trace in _path(name, path, looks[name].colour)),
+    ]
     axes = {
         axis: {
             "title": f"{name} component ({share:.0%} of the variance)",
             "showgrid": False,
             "range": [surface[axis[0]][0], surface[axis[0]][-1]],
         }
-        for axis, name, share in zip(("xaxis", "yaxis"), ("First", "Second"), surface["explained"], strict=True)
+        for axis, name, share in zip(
+            ("xaxis", "yaxis"), ("First", "Second"), surface["explained"], strict=True
+        )
     }
     return framed(traces, 460, **axes, hovermode="closest")
 
@@ -103,10 +134,14 @@ def _log(loss: float) -> float:
 
 
 def _path(method: str, recorded: Entry, colour: str) -> list[go.Scatter]:
-    """Draw a path with its points, from a circle to a star, on a white outline so that it is visible on any background."""
+    """Draw a path with its points, from a circle to a star, on a white outline so that it is
+    visible on any background.
+    """
     x, y = zip(*recorded["points"], strict=True)
     common: dict[str, Any] = {"x": x, "y": y, "legendgroup": method, "showlegend": False}
-    outline = go.Scatter(mode="lines", line={"color": "#ffffff", "width": 5}, hoverinfo="skip", **common)
+    outline = go.Scatter(
+        mode="lines", line={"color": "#ffffff", "width": 5}, hoverinfo="skip", **common
+    )
     middle = len(x) - 2
     path = go.Scatter(
         customdata=list(zip(recorded["rounds"], recorded["losses"], strict=True)),

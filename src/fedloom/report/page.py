@@ -1,7 +1,8 @@
-"""The report: one HTML page that holds all it needs, so that it opens from disk, on a phone and on paper.
+"""The report: one HTML page that holds all it needs, so that it opens from disk, on a phone and on
+paper.
 
-This module computes the contents as plain values; `templates/` lays them out, `assets/` styles them and draws the figures.
-Templates escape all text.
+This module computes the contents as plain values; `templates/` lays them out, `assets/` styles them
+and draws the figures. Templates escape all text.
 """
 
 import dataclasses
@@ -28,7 +29,15 @@ from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
 from fedloom.report.sheet import sheet as sheet_of
-from fedloom.report.summary import LAST, Row, RunSummary, TargetValue, dotted, elapsed_seconds, faults
+from fedloom.report.summary import (
+    LAST,
+    Row,
+    RunSummary,
+    TargetValue,
+    dotted,
+    elapsed_seconds,
+    faults,
+)
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
 
@@ -91,16 +100,23 @@ def render(
 ) -> str:
     """Return the report of runs (at least one, or methods x seeds on the same task) as a page.
 
-    Targets and the `command` that repeats the runs are by default those of the configuration of `runs[0]`, or of the `sheet`
-    that compares them. The page begins with the section `opening`: `recorded`, `clients`, `curves` or `effects`. Effects of
-    parameters and settings are judged `by` a criterion, by default the sheet's measure.
+    Targets and the `command` that repeats the runs are by default those of the configuration of
+    `runs[0]`, or of the `sheet` that compares them. The page begins with the section `opening`:
+    `recorded`, `clients`, `curves` or `effects`. Effects of parameters and settings are judged `by`
+    a criterion, by default the sheet's measure.
     """
     if not runs:
         raise InvalidValue("a report needs at least one run")
     settings = runs[0].configuration
     if sheet is None:
-        measure = "personal" if settings.get("personal_every") and any(run.clients for run in runs) else "last"
-        sheet = sheet_of(runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure)
+        measure = (
+            "personal"
+            if settings.get("personal_every") and any(run.clients for run in runs)
+            else "last"
+        )
+        sheet = sheet_of(
+            runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure
+        )
     sections = report_figures(runs, by or sheet.criterion)
     axes = [x for x in AXES if any(x in figure.variants for figure in sections["curves"])]
     return _page(
@@ -130,7 +146,9 @@ def render_overview(
     pages: Mapping[str, str],
     command: str,
 ) -> str:
-    """Return the page over all settings: the sheet of each, and by its label its runs and the path of its report."""
+    """Return the page over all settings: the sheet of each, and by its label its runs and the path
+    of its report.
+    """
     runs = [run for group in by_setting.values() for run in group]
     curves = setting_curves(by_setting)
     rows = [row for sheet in sheets for row in sheet.rows]
@@ -143,7 +161,10 @@ def render_overview(
         [*curves, *drawn],
         curves=curves,
         conclusions=conclusions(sheets),
-        tiles=[*((name, str(count), "") for name, count in counts.items()), *_cost_tiles(runs, rows)],
+        tiles=[
+            *((name, str(count), "") for name, count in counts.items()),
+            *_cost_tiles(runs, rows),
+        ],
         table=overall(sheets),
         captions=[caption(sheets), *explained(sheets)[:1], *reading(sheets)],
         pages=[(sheet.setting, pages[sheet.setting], faults_in(sheet)) for sheet in sheets],
@@ -156,17 +177,28 @@ def templates() -> Environment:
     """Return the templates of all pages, which escape their values."""
     loader = PackageLoader("fedloom.report")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    environment.globals["asset"] = lambda name: Markup((files("fedloom.report") / "assets" / name).read_text("utf-8"))
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # without sorting the keys
+    environment.globals["asset"] = lambda name: Markup(
+        (files("fedloom.report") / "assets" / name).read_text("utf-8")
+    )
+    # without sorting the keys
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {"breakable": _breakable, "lines": _lines}
     environment.filters["nobreak"] = lambda text: text.replace(" ", NO_BREAK)
     return environment
 
 
 def _page(
-    template: str, options: ReportOptions, runs: Sequence[RunSummary], drawn: Sequence[ReportFigure], **contents: Any
+    template: str,
+    options: ReportOptions,
+    runs: Sequence[RunSummary],
+    drawn: Sequence[ReportFigure],
+    **contents: Any,
 ) -> str:
     return templates().get_template(template).render(
         options=dataclasses.asdict(options),
@@ -190,7 +222,9 @@ def _page(
 
 
 def _breakable(text: str) -> Markup:
-    """Return a key or a name that may be broken after its dots, underscores, brackets and equals signs, but in no number."""
+    """Return a key or a name that may be broken after its dots, underscores, brackets and equals
+    signs, but in no number.
+    """
     return Markup(re.sub(r"([_(=]|\.(?!\d))", r"\1<wbr>", str(escape(text))))
 
 
@@ -206,12 +240,18 @@ def _with_signs(text: str) -> str:
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
     rows, tiles, metric = sheet.rows, [], sheet.metric
-    for title, spread in (("Final", rows[0].final), ("Best", rows[0].best)) if len(rows) == 1 else ():
+    for title, spread in (
+        (("Final", rows[0].final), ("Best", rows[0].best)) if len(rows) == 1 else ()
+    ):
         if spread is not None:
             score = f"{score_cell(spread, metric).text}{metric.unit}"
             tiles.append((f"{title} {metric.noun}", score.replace(" ", NO_BREAK), ""))
     for k, target in enumerate(reach.target for reach in rows[0].reaches):
-        costs = {row.algorithm: row.reaches[k].rounds for row in rows if row.reaches[k].reached == row.seeds}
+        costs = {
+            row.algorithm: row.reaches[k].rounds
+            for row in rows
+            if row.reaches[k].reached == row.seeds
+        }
         if rounds := {method: spread for method, spread in costs.items() if spread}:
             fewest = min(rounds.values(), key=lambda spread: spread.mean)
             methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
@@ -223,13 +263,26 @@ def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
 
 def _cost_tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[Tile]:
     """Return the bytes of all runs and their time: by the clock on the wall, and summed over them."""
-    sent = sum(spread.mean * row.seeds for row in rows for spread in (row.bytes_down, row.bytes_up) if spread)
+    sent = sum(
+        spread.mean * row.seeds
+        for row in rows
+        for spread in (row.bytes_down, row.bytes_up)
+        if spread
+    )
     tiles = [("Sent in all", byte_text(sent), "down and up")]
     if any(row.seconds for row in rows):
         total = time_text(sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds))
         elapsed = elapsed_seconds(runs)
-        summed = f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
-        tiles.append(("Time", total if elapsed is None else time_text(elapsed), summed if len(runs) > 1 else ""))
+        summed = (
+            f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
+        )
+        tiles.append(
+            (
+                "Time",
+                total if elapsed is None else time_text(elapsed),
+                summed if len(runs) > 1 else "",
+            )
+        )
     return tiles
 
 
@@ -239,7 +292,11 @@ def _sentence(text: str) -> str:
 
 def _lead(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     reference = configurations[0]
-    shared = {key: value for key, value in reference.items() if all(run.get(key) == value for run in configurations)}
+    shared = {
+        key: value
+        for key, value in reference.items()
+        if all(run.get(key) == value for run in configurations)
+    }
     clients, share = shared.get("data.clients", shared.get("clients")), shared.get("participation")
     words = [
         shared.get("data.name", shared.get("data")),
@@ -264,25 +321,39 @@ def _unfinished(runs: Sequence[RunSummary]) -> str:
 
 
 def _notices(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the runs' notices, each text once for all seeds of a method, with the rounds, and the limits of their privacy."""
+    """Return the runs' notices, each text once for all seeds of a method, with the rounds, and the
+    limits of their privacy.
+    """
     rounds: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         for timing in run.timings:
             for text in timing.get("notices", ()):
-                rounds.setdefault((run.algorithm, text), []).append(f"seed {run.seed} in round {timing['round']}")
-    notices = [f"{method} ({_listed(numbers, 6)}): {text}" for (method, text), numbers in rounds.items()]
-    private = [run.algorithm for run in runs if re.search(r"\bprivate\(", str(run.configuration.get("algorithm", "")))]
+                rounds.setdefault((run.algorithm, text), []).append(
+                    f"seed {run.seed} in round {timing['round']}"
+                )
+    notices = [
+        f"{method} ({_listed(numbers, 6)}): {text}" for (method, text), numbers in rounds.items()
+    ]
+    private = [
+        run.algorithm
+        for run in runs
+        if re.search(r"\bprivate\(", str(run.configuration.get("algorithm", "")))
+    ]
     return notices + [f"{method}: {PRIVATE}" for method in dict.fromkeys(private)]
 
 
 def _faults(runs: Sequence[RunSummary]) -> dict[str, Any]:
-    """Return `lines` of method, reason, times, clients and rounds, the most frequent first, and the number of the `unlisted`."""
+    """Return `lines` of method, reason, times, clients and rounds, the most frequent first, and the
+    number of the `unlisted`.
+    """
     by_reason: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for run in runs:
         for number, client, reason in faults(run):
             by_reason.setdefault((run.algorithm, reason), []).append((number, client))
     lines = []
-    for (method, reason), cases in sorted(by_reason.items(), key=lambda item: -len(item[1]))[:FAULTS]:
+    for (method, reason), cases in sorted(by_reason.items(), key=lambda item: -len(item[1]))[
+        :FAULTS
+    ]:
         clients = Counter(client for _, client in cases).most_common()
         names = [f"{client} ({times}×)" if times > 1 else str(client) for client, times in clients]
         span = " to ".join(map(str, sorted({min(cases)[0], max(cases)[0]})))

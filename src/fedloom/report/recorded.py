@@ -10,22 +10,33 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from fedloom.report.curves import is_share, learning_curves, title_of
-from fedloom.report.figures import SEQUENCE, SHARES, ReportFigure, Style, evenly_spaced, framed, pale, styles
+from fedloom.report.figures import (
+    SEQUENCE,
+    SHARES,
+    ReportFigure,
+    Style,
+    evenly_spaced,
+    framed,
+    pale,
+    styles,
+)
 from fedloom.report.landscapes import Entry, cross_sections, landscape, trajectories
 from fedloom.report.summary import RunSummary, by_algorithm
 
 LOCAL_MODELS = 10  # of a method, drawn as lines of their own
 ROUNDS = 12  # of ALA's learning that are drawn, evenly spaced, the first and the last among them
 LIMIT = 24  # figures of recorded values on one page
-EARLY, LATE = 0.35, 0.88  # the part of the colour scale that is visible on white and on near black alike
+# the part of the colour scale that is visible on white and on near black alike
+EARLY, LATE = 0.35, 0.88
 
 Recorded = tuple[RunSummary, Entry]
 """A run with the result of one of its recorders."""
 
 
 def recorded_figures(runs: Sequence[RunSummary]) -> list[ReportFigure]:
-    """Return the figures of all recorders, for each method of the first seed that recorded anything, up to `LIMIT` figures;
-    objectives, similarity and memorisation are over all seeds."""
+    """Return the figures of all recorders, for each method of the first seed that recorded
+    anything, up to `LIMIT` figures; objectives, similarity and memorisation are over all seeds.
+    """
     groups = by_algorithm(runs).values()
     chosen = [run for group in groups for run in [run for run in group if run.recorded][:1]]
     looks = styles(runs)
@@ -52,7 +63,9 @@ def of_kind(runs: Sequence[RunSummary], kind: str) -> list[Recorded]:
 
 
 def _ala_losses(run: RunSummary, recorded: Entry) -> ReportFigure:
-    """Draw the loss of each epoch of ALA's learning, a line a round from early to late; up to `ROUNDS` rounds."""
+    """Draw the loss of each epoch of ALA's learning, a line a round from early to late; up to
+    `ROUNDS` rounds.
+    """
     rounds, losses = recorded["rounds"], recorded["losses"]
     shown = evenly_spaced(len(rounds), ROUNDS)
     low, high = rounds[shown[0]], rounds[shown[-1]]
@@ -70,30 +83,57 @@ def _ala_losses(run: RunSummary, recorded: Entry) -> ReportFigure:
         )
         for k, colour in zip(shown, sample_colorscale(SEQUENCE, shares), strict=True)
     ]
-    xaxis = {"title": "Epoch of learning the weights", "dtick": 1 if max(map(len, losses)) <= 12 else None}
-    figure = framed(lines, 380, xaxis=xaxis, yaxis={"title": "Training loss"}, hovermode="closest", showlegend=True)
+    xaxis = {
+        "title": "Epoch of learning the weights",
+        "dtick": 1 if max(map(len, losses)) <= 12 else None,
+    }
+    figure = framed(
+        lines,
+        380,
+        xaxis=xaxis,
+        yaxis={"title": "Training loss"},
+        hovermode="closest",
+        showlegend=True,
+    )
     client, source = recorded["client"], f"{run.algorithm}, seed {run.seed}"
     caption = f"of client {client} over the epochs, a line a round. {source}."
-    return ReportFigure.of(f"ala-{client}-{run.algorithm}", "Loss while learning ALA's weights", caption, figure)
+    return ReportFigure.of(
+        f"ala-{client}-{run.algorithm}", "Loss while learning ALA's weights", caption, figure
+    )
 
 
 def _curves(
-    runs: Sequence[RunSummary], kind: str, lines: Mapping[str, tuple[str, str]], measure: str, yaxis: Mapping[str, Any]
+    runs: Sequence[RunSummary],
+    kind: str,
+    lines: Mapping[str, tuple[str, str]],
+    measure: str,
+    yaxis: Mapping[str, Any],
 ) -> go.Figure:
-    """Draw the values of the recorder of this `kind` as curves of the `measure`; `lines` gives for each of its keys the ending of
-    the method's name, and the dash."""
+    """Draw the values of the recorder of this `kind` as curves of the `measure`; `lines` gives for
+    each of its keys the ending of the method's name, and the dash.
+    """
     traces: list[go.Scatter] = []
     for key, (ending, dash) in lines.items():
         series = []  # of every run, so that methods stay in their colours
         for run in runs:
             entry = next((entry for _, entry in of_kind([run], kind)), {})
             pairs = zip(entry.get("rounds", ()), entry.get(key, ()), strict=False)
-            series.append(replace(run, records=[{"round": k, measure: value} for k, value in pairs], timings=[]))
+            series.append(
+                replace(
+                    run, records=[{"round": k, measure: value} for k, value in pairs], timings=[]
+                )
+            )
         for trace in learning_curves(series, measure).data:
             if ending and trace.hoverinfo != "skip":
                 trace.update(name=f"{trace.name}{ending}", line={"dash": dash}, mode="lines")
             traces.append(trace)
-    return framed(traces, 380, xaxis={"title": "Round", "rangemode": "tozero"}, yaxis=yaxis, hovermode="closest")
+    return framed(
+        traces,
+        380,
+        xaxis={"title": "Round", "rangemode": "tozero"},
+        yaxis=yaxis,
+        hovermode="closest",
+    )
 
 
 def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
@@ -109,8 +149,14 @@ def _objectives(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 
 def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
     if recorded := of_kind(runs, "similarity"):
-        dotted = "; dotted, of the pool that the server keeps" if any("pool" in entry for _, entry in recorded) else ""
-        caption = f"over all pairs of models that the clients uploaded in a round{dotted}.{_band(runs)}"
+        dotted = (
+            "; dotted, of the pool that the server keeps"
+            if any("pool" in entry for _, entry in recorded)
+            else ""
+        )
+        caption = (
+            f"over all pairs of models that the clients uploaded in a round{dotted}.{_band(runs)}"
+        )
         lines = {"uploaded": ("", "solid"), "pool": (", pool", "dot")}
         yaxis = {"title": "Mean cosine similarity", "hoverformat": ".5~g"}
         figure = _curves(runs, "similarity", lines, "pool_cosine", yaxis)
@@ -118,16 +164,16 @@ def _similarity(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
 
 
 def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
-    """Yield the figure of the right and the wrong labels that runs learned, where that was recorded."""
+    """Yield the figure of the right and the wrong labels that runs learned, where that was
+    recorded.
+    """
     if recorded := of_kind(runs, "memorisation"):
         wrong = max(int(np.reshape(entry["samples"], (-1, 2))[0, 1]) for _, entry in recorded)
         explained = (
             f"; solid, those with right labels; of the up to {wrong:,} with wrong ones, the share that is classified by the "
             "true label (dashed) and as given, that is, memorised (dotted)."
         )
-        samples = (
-            f"of the global model on training samples{explained if wrong else ', all of which have right labels.'}"
-        )
+        samples = f"of the global model on training samples{explained if wrong else ', all of which have right labels.'}"
         lines = {
             "right": (", right", "solid"),
             "corrected": (", wrong, true label", "dash"),
@@ -135,20 +181,32 @@ def memorisation_figures(runs: Sequence[RunSummary]) -> Iterator[ReportFigure]:
         }
         yaxis = {"title": "Share of training samples", **SHARES}
         figure = _curves(runs, "memorisation", lines, "accuracy", yaxis)
-        yield ReportFigure.of("memorisation", "Right and wrong labels", f"{samples}{_band(runs)}", figure)
+        yield ReportFigure.of(
+            "memorisation", "Right and wrong labels", f"{samples}{_band(runs)}", figure
+        )
 
 
-def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
+def _local_models(
+    chosen: Sequence[RunSummary], looks: Mapping[str, Style]
+) -> Iterator[ReportFigure]:
     recorded = of_kind(chosen, "aggregate")
     for measure in dict.fromkeys(name for run, _ in recorded for name in (run.metric.name, "loss")):
-        lines = [line for _, entry in recorded for line in (*entry["models"][measure], entry["global"][measure])]
+        lines = [
+            line
+            for _, entry in recorded
+            for line in (*entry["models"][measure], entry["global"][measure])
+        ]
         values = [value for line in lines for value in line if value is not None]
         low, high = min(values, default=0.0), max(values, default=1.0)
         margin = 0.05 * ((high - low) or 1.0)
         for run, entry in recorded:
             name, share = run.algorithm, is_share(measure, run.metric)
             number = f"%{{y:{'.1%' if share else '.4~g'}}}"
-            common: dict[str, Any] = {"mode": "lines+markers", "connectgaps": True, "legendgroup": name}
+            common: dict[str, Any] = {
+                "mode": "lines+markers",
+                "connectgaps": True,
+                "legendgroup": name,
+            }
             traces = [
                 go.Scatter(
                     x=entry["rounds"],
@@ -160,7 +218,9 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
                     showlegend=False,
                     **common,
                 )
-                for slot, values in zip(entry["slots"][:LOCAL_MODELS], entry["models"][measure], strict=False)
+                for slot, values in zip(
+                    entry["slots"][:LOCAL_MODELS], entry["models"][measure], strict=False
+                )
             ]
             thick = go.Scatter(
                 x=entry["rounds"],
@@ -176,25 +236,37 @@ def _local_models(chosen: Sequence[RunSummary], looks: Mapping[str, Style]) -> I
             xaxis = {"title": "Round", "rangemode": "tozero"}
             figure = framed([*traces, thick], 340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")
             count = len(entry["slots"])
-            models = f"the first {LOCAL_MODELS} of {count} models" if count > LOCAL_MODELS else "models"
+            models = (
+                f"the first {LOCAL_MODELS} of {count} models" if count > LOCAL_MODELS else "models"
+            )
             caption = (
                 f"of the {models} that the clients of {name} upload (thin) and of the global model aggregated from them (thick). "
                 f"Seed {run.seed}."
             )
-            yield ReportFigure.of(f"local-{measure}-{name}", f"Local models: test {measure}", caption, figure)
+            yield ReportFigure.of(
+                f"local-{measure}-{name}", f"Local models: test {measure}", caption, figure
+            )
 
 
 def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Iterator[ReportFigure]:
-    """Draw each method's landscape, but for those of other points, data or directions than the first, and cross-sections."""
+    """Draw each method's landscape, but for those of other points, data or directions than the
+    first, and cross-sections.
+    """
     recorded = of_kind(runs, "landscape")
     by_method: dict[str, Recorded] = {}
     for run, entry in recorded:
         if all(entry[key] == recorded[0][1][key] for key in ("x", "data", "directions")):
             by_method.setdefault(run.algorithm, (run, entry))
     entries = {name: entry for name, (_, entry) in by_method.items()}
-    alike = " Directions, axes and contour lines are the same for all methods." if len(entries) > 1 else ""
+    alike = (
+        " Directions, axes and contour lines are the same for all methods."
+        if len(entries) > 1
+        else ""
+    )
     for name, (run, entry) in by_method.items():
-        samples = f"{entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples"
+        samples = (
+            f"{entry['samples']:,} {'test' if entry['data'] == 'test' else 'training'} samples"
+        )
         caption = (
             f"around the final model of {name}, on {samples}, in two random filter-normalised directions.{alike} "
             f"Seed {run.seed}."
@@ -203,7 +275,9 @@ def _landscapes(runs: Sequence[RunSummary], looks: Mapping[str, Style]) -> Itera
         yield ReportFigure.of(f"landscape-{name}", "Loss landscape", caption, figure)
     if entries:
         caption = "in cross-section through the model, along the first direction (solid) and the second (dotted)."
-        yield ReportFigure.of("landscape-cuts", "Loss landscape", caption, cross_sections(entries, looks))
+        yield ReportFigure.of(
+            "landscape-cuts", "Loss landscape", caption, cross_sections(entries, looks)
+        )
 
 
 def _trajectories(
@@ -214,9 +288,17 @@ def _trajectories(
         f"with {', '.join(paths)} over its training loss in the plane of the two principal components of all, each from its "
         f"first recorded round (circle) to its last (star). Seed {run.seed}."
     )
-    name = f"trajectories-{client}" if entry["kind"] == "trajectories" else f"trajectory-{client}-{run.algorithm}"
+    name = (
+        f"trajectories-{client}"
+        if entry["kind"] == "trajectories"
+        else f"trajectory-{client}-{run.algorithm}"
+    )
     return ReportFigure.of(name, f"Models of client {client}", caption, figure)
 
 
 def _band(runs: Sequence[RunSummary]) -> str:
-    return " Mean over seeds, band ± one standard deviation." if len({run.seed for run in runs}) > 1 else ""
+    return (
+        " Mean over seeds, band ± one standard deviation."
+        if len({run.seed for run in runs}) > 1
+        else ""
+    )

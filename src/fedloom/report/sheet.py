@@ -1,4 +1,6 @@
-"""One setting of a comparison: a row for each method, and which of their differences are significant."""
+"""One setting of a comparison: a row for each method, and which of their differences are
+significant.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,8 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.objectives import ACCURACY, Metric
-from fedloom.report.cells import NEVER, SOME, Cell, Column, Filled, Table, comparison, score_cell, target_text
-from fedloom.report.significance import Difference, comparisons, differences, seeds_needed, smallest_exact
+from fedloom.report.cells import (
+    NEVER,
+    SOME,
+    Cell,
+    Column,
+    Filled,
+    Table,
+    comparison,
+    score_cell,
+    target_text,
+)
+from fedloom.report.significance import (
+    Difference,
+    comparisons,
+    differences,
+    seeds_needed,
+    smallest_exact,
+)
 from fedloom.report.summary import (
     LAST,
     MEASURES,
@@ -25,7 +43,9 @@ from fedloom.report.summary import (
 from fedloom.report.units import byte_text
 
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
-"""Follow an accuracy whose difference from the reference is not significant, or is so by the t-test only."""
+"""Follow an accuracy whose difference from the reference is not significant, or is so by the t-test
+only.
+"""
 
 RANKED = 3  # settings from which on the ranks of a method have a mean
 
@@ -35,7 +55,9 @@ DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Ho
 
 @dataclass(frozen=True)
 class Criterion:
-    """A measure that runs are judged by: its name, its value for a run (None where it was not measured), and its metric."""
+    """A measure that runs are judged by: its name, its value for a run (None where it was not
+    measured), and its metric.
+    """
 
     name: str
     of: Callable[[RunSummary], float | None]
@@ -49,8 +71,10 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The methods of one setting. `tests` holds, by measure, the differences from the reference (`against`); `last` is the number
-    of evaluations that are averaged, `requested` the number that was asked for."""
+    """The methods of one setting. `tests` holds, by measure, the differences from the reference
+    (`against`); `last` is the number of evaluations that are averaged, `requested` the number that
+    was asked for.
+    """
 
     rows: tuple[Row, ...]
     tests: Mapping[str, Sequence[Difference]]
@@ -63,10 +87,13 @@ class Sheet:
 
     @property
     def marks(self) -> dict[str, dict[str, str]]:
-        """Signs behind accuracies, by measure and method; none where the difference is significant or not tested."""
+        """Signs behind accuracies, by measure and method; none where the difference is significant
+        or not tested.
+        """
         signs = {"t-test only": T_TEST_ONLY, "not significant": NOT_SIGNIFICANT}
         return {
-            name: {test.method: signs.get(test.verdict, "") for test in tests} for name, tests in self.tests.items()
+            name: {test.method: signs.get(test.verdict, "") for test in tests}
+            for name, tests in self.tests.items()
         }
 
     @property
@@ -87,12 +114,20 @@ class Sheet:
 
     @property
     def differences(self) -> tuple[str, Table]:
-        """The title and the table of the differences in the measure, without lines where nothing was tested."""
+        """The title and the table of the differences in the measure, without lines where nothing
+        was tested.
+        """
         tests, name, metric = self.tests[self.measure], self.criterion.name, self.criterion.metric
-        title = f"Differences from {tests[0].other} in the {name}{', in points' * metric.share}" if tests else ""
+        title = (
+            f"Differences from {tests[0].other} in the {name}{', in points' * metric.share}"
+            if tests
+            else ""
+        )
         lines = [(test.method, *difference_cells(test, metric)) for test in tests]
         columns = tuple(Column(head, order="") for head in ("Method", *DIFFERENCE_HEADS))
-        return title, Table(columns, tuple(tuple(Cell(text, None) for text in line) for line in lines))
+        return title, Table(
+            columns, tuple(tuple(Cell(text, None) for text in line) for line in lines)
+        )
 
 
 def sheet(
@@ -105,12 +140,17 @@ def sheet(
     setting: str = "",
     changes: Mapping[str, Any] | None = None,
 ) -> Sheet:
-    """Compare the runs of one setting, which is labelled `setting` and sets the configuration keys `changes`.
+    """Compare the runs of one setting, which is labelled `setting` and sets the configuration keys
+    `changes`.
 
-    The reference of the differences is the `best` method or the `first`; a single table shows the `measure`.
+    The reference of the differences is the `best` method or the `first`; a single table shows the
+    `measure`.
     """
     rows = summarise(runs, targets, last)
-    requested, last = last, max((averaged(run, last) for run in runs if accuracies(run)), default=last)
+    requested, last = (
+        last,
+        max((averaged(run, last) for run in runs if accuracies(run)), default=last),
+    )
     metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
     tests: dict[str, Sequence[Difference]] = {}
     for name in dict.fromkeys((*MEASURES, measure)):
@@ -120,8 +160,14 @@ def sheet(
             for method, group in by_algorithm(runs).items()
             if name not in TO_TARGET or all(judge.of(run) is not None for run in group)
         }
-        tests[name] = [test for test in differences(values, against, judge.metric.higher_is_better) if test.seeds > 1]
-    return Sheet(tuple(rows), tests, last, against, measure, setting, dict(changes or {}), requested)
+        tests[name] = [
+            test
+            for test in differences(values, against, judge.metric.higher_is_better)
+            if test.seeds > 1
+        ]
+    return Sheet(
+        tuple(rows), tests, last, against, measure, setting, dict(changes or {}), requested
+    )
 
 
 def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> str:
@@ -139,23 +185,34 @@ def _last(evaluations: int) -> str:
 
 
 def criterion(
-    measure: str = "last", evaluations: int = LAST, metric: Metric = ACCURACY, target: TargetValue | None = None
+    measure: str = "last",
+    evaluations: int = LAST,
+    metric: Metric = ACCURACY,
+    target: TargetValue | None = None,
 ) -> Criterion:
     """Return one of the `MEASURES`, or of the costs `TO_TARGET`, as a criterion."""
     if measure in TO_TARGET and target is not None:
         name = f"{measure} to {target_text(metric, target)}"
-        return Criterion(name, lambda run: measured(run, measure, evaluations, target), Metric(measure, name))
+        return Criterion(
+            name, lambda run: measured(run, measure, evaluations, target), Metric(measure, name)
+        )
     name = measure_name(measure, evaluations, metric)
     return Criterion(name, lambda run: measured(run, measure, evaluations), metric)
 
 
 def explained(sheets: Sequence[Sheet]) -> list[str]:
-    """Return the meaning of the figures, in the same words on the page, on the terminal and in the files."""
+    """Return the meaning of the figures, in the same words on the page, on the terminal and in the
+    files.
+    """
     rows = [row for sheet in sheets for row in sheet.rows]
     if not rows:
         return []
     counts = sorted({choose(row.seeds for row in rows) for choose in (min, max)})
-    seeds = "" if counts == [1] else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
+    seeds = (
+        ""
+        if counts == [1]
+        else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
+    )
     texts = [
         f"{seeds}{rows[0].metric.title} on the test set: final after {max(row.rounds for row in rows)} rounds, best of any "
         f"evaluation (chosen on the test data), mean of the {_last(sheets[0].last)}."
@@ -180,7 +237,9 @@ def explained(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def reading(sheets: Sequence[Sheet]) -> list[str]:
-    """Return how differences are tested and what verdicts and marks mean; empty where nothing is tested."""
+    """Return how differences are tested and what verdicts and marks mean; empty where nothing is
+    tested.
+    """
     tested = [sheet for sheet in sheets if any(sheet.tests.values())]
     if not tested:
         return []
@@ -203,34 +262,54 @@ def reading(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def faults_in(sheet: Sheet) -> str:
-    """Return how often a client was absent, failed or was refused in this setting; empty where none ever was."""
+    """Return how often a client was absent, failed or was refused in this setting; empty where none
+    ever was.
+    """
     count = sum(row.faults for row in sheet.rows)
-    return f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused" if count else ""
+    return (
+        f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused"
+        if count
+        else ""
+    )
 
 
 def overall(sheets: Sequence[Sheet]) -> Table:
     """Return a table of one measure of every method (a line) in every setting (a column).
 
-    From three settings on, the last column is the mean of a method's ranks, without settings in which some method has no value; a
-    method that did not reach the target with every seed comes last.
+    From three settings on, the last column is the mean of a method's ranks, without settings in
+    which some method has no value; a method that did not reach the target with every seed comes
+    last.
     """
     from scipy.stats import rankdata
 
     methods = list(dict.fromkeys(row.algorithm for sheet in sheets for row in sheet.rows))
-    columns: list[Filled] = [(Column("Method", order="ascending"), [Cell(method, method) for method in methods])]
+    columns: list[Filled] = [
+        (Column("Method", order="ascending"), [Cell(method, method) for method in methods])
+    ]
     ranks = []
     for sheet in sheets:
         metric, marks = sheet.criterion.metric, sheet.marks[sheet.measure]
         by_method = {row.algorithm: spread_of(row, sheet.measure) for row in sheet.rows}
         spreads = [by_method.get(method) for method in methods]
-        cells = [score_cell(spread, metric, marks.get(name, "")) for name, spread in zip(methods, spreads, strict=True)]
-        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in sheet.changes.values()]
+        cells = [
+            score_cell(spread, metric, marks.get(name, ""))
+            for name, spread in zip(methods, spreads, strict=True)
+        ]
+        values = [
+            str(value).lower() if isinstance(value, bool) else str(value)
+            for value in sheet.changes.values()
+        ]
         best, sign = ("largest", -1) if metric.higher_is_better else ("smallest", 1)
         columns.append((Column("\n".join(values), best), cells))
         if sheet.measure in TO_TARGET or all(spreads):
-            ranks.append(rankdata([sign * spread.mean if spread else math.inf for spread in spreads]))
+            ranks.append(
+                rankdata([sign * spread.mean if spread else math.inf for spread in spreads])
+            )
     if len(sheets) >= RANKED:
-        means = [sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None for k in range(len(methods))]
+        means = [
+            sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None
+            for k in range(len(methods))
+        ]
         cells = [Cell("–" if mean is None else f"{mean:.1f}", mean) for mean in means]
         columns.append((Column("Mean rank", "smallest", "ascending"), cells))
     return Table.of(columns)
@@ -244,15 +323,27 @@ def caption(sheets: Sequence[Sheet]) -> str:
 
 
 def difference_cells(test: Difference, metric: Metric) -> list[str]:
-    """Return difference and interval, of shares in points, corrected p of both tests (or –), and the verdict."""
+    """Return difference and interval, of shares in points, corrected p of both tests (or –), and
+    the verdict.
+    """
 
     def signed(value: float) -> str:
         if metric.name == "bytes":
             return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
-    interval = "–" if test.low is None or test.high is None else f"{signed(test.low)} to {signed(test.high)}"
-    return [signed(test.mean), interval, p_text(test.t_test_corrected), p_text(test.exact_corrected), test.verdict]
+    interval = (
+        "–"
+        if test.low is None or test.high is None
+        else f"{signed(test.low)} to {signed(test.high)}"
+    )
+    return [
+        signed(test.mean),
+        interval,
+        p_text(test.t_test_corrected),
+        p_text(test.exact_corrected),
+        test.verdict,
+    ]
 
 
 def p_text(p: float | None) -> str:
@@ -266,7 +357,9 @@ def keys(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def spread_of(row: Row, measure: str) -> Spread | None:
-    """Return one of the `MEASURES` of a method, or its cost `TO_TARGET`, the first, only where every seed reached that."""
+    """Return one of the `MEASURES` of a method, or its cost `TO_TARGET`, the first, only where
+    every seed reached that.
+    """
     if measure in TO_TARGET:
         reach = next(iter(row.reaches), None)
         return None if reach is None or reach.reached < reach.seeds else getattr(reach, measure)

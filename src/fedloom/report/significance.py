@@ -1,16 +1,19 @@
 """Which differences between methods are statistically significant: paired tests over seeds.
 
-A seed fixes the clients' data, the initial model and who takes part, so methods are compared seed by seed: the differences
-d_1, ..., d_n over the n seeds that both methods have. Two tests of "no difference", both two-sided:
+A seed fixes the clients' data, the initial model and who takes part, so methods are compared seed
+by seed: the differences d_1, ..., d_n over the n seeds that both methods have. Two tests of "no
+difference", both two-sided:
 
 * The paired t-test. It assumes that the d are normal, and is undefined where all d are equal.
-* The exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21): the share of all 2^n ways to change signs
+* The exact sign-flip test (Fisher, The Design of Experiments, 1935, section 21): the share of all
+2^n ways to change signs
   for which |sum(d)| is at least what was measured. It assumes only that, without a difference, d and -d are equally
   likely. Its p is never below 2^(1 - n). Beyond 12 seeds it takes a random 4,096 of them.
 
-Both are corrected for the number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979), each measure by itself.
-Against the best method, which the same figures selected, that number is all pairs of methods, since any of them might have been
-the best; against the first it is the other methods.
+Both are corrected for the number of comparisons (Holm, Scandinavian Journal of Statistics 6, 1979),
+each measure by itself. Against the best method, which the same figures selected, that number is all
+pairs of methods, since any of them might have been the best; against the first it is the other
+methods.
 """
 
 import itertools
@@ -24,17 +27,21 @@ import numpy as np
 from fedloom.randomness import numpy_stream
 
 LEVEL = 0.05  # differences with a corrected p below this are significant
-FLIPS = 2**12  # sign flips that are counted: all of them up to 12 seeds, that many random ones beyond
+# sign flips that are counted: all of them up to 12 seeds, that many random ones beyond
+FLIPS = 2**12
 
 Verdict = Literal["significant", "t-test only", "not significant", "equal"]
-"""`significant`: by both tests, or by the exact one where the t-test is undefined; `t-test only`: by the t-test, with too few
-seeds for the exact test to reach the level; `equal`: the same figure with every seed."""
+"""`significant`: by both tests, or by the exact one where the t-test is undefined; `t-test only`:
+by the t-test, with too few seeds for the exact test to reach the level; `equal`: the same figure
+with every seed.
+"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One method minus another over the seeds that both have: `mean`, its 95 % interval by the t distribution, and the p of both
-    tests, plain and corrected; None where undefined."""
+    """One method minus another over the seeds that both have: `mean`, its 95 % interval by the t
+    distribution, and the p of both tests, plain and corrected; None where undefined.
+    """
 
     method: str
     other: str
@@ -54,8 +61,12 @@ Values = Mapping[str, Mapping[int, float]]
 
 
 def differences(values: Values, against: str, higher_is_better: bool = True) -> list[Difference]:
-    """Return every other method minus the reference, `best` (by its mean) or `first`, over the seeds that both have."""
-    means = {method: float(np.mean([*by_seed.values()])) for method, by_seed in values.items() if by_seed}
+    """Return every other method minus the reference, `best` (by its mean) or `first`, over the
+    seeds that both have.
+    """
+    means = {
+        method: float(np.mean([*by_seed.values()])) for method, by_seed in values.items() if by_seed
+    }
     if len(means) < 2:
         return []
     best = (max if higher_is_better else min)(means, key=lambda method: means[method])
@@ -63,13 +74,27 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
     methods = [method for method in means if method != reference]
     shown = [(method, reference) for method in methods]
     pairs = shown if against == "first" else [*shown, *itertools.combinations(methods, 2)]
-    seeds = {(left, right): sorted(values[left].keys() & values[right].keys()) for left, right in pairs}
-    tested = {pair: [values[pair[0]][k] - values[pair[1]][k] for k in both] for pair, both in seeds.items() if both}
-    t_tests, exacts = [t_test(paired)[0] for paired in tested.values()], list(map(sign_flip_test, tested.values()))
+    seeds = {
+        (left, right): sorted(values[left].keys() & values[right].keys()) for left, right in pairs
+    }
+    tested = {
+        pair: [values[pair[0]][k] - values[pair[1]][k] for k in both]
+        for pair, both in seeds.items()
+        if both
+    }
+    t_tests, exacts = (
+        [t_test(paired)[0] for paired in tested.values()],
+        list(map(sign_flip_test, tested.values())),
+    )
     p_values = zip(t_tests, exacts, holm(t_tests), holm(exacts), strict=True)
     return [
         Difference(
-            *pair, len(paired), float(np.mean(paired)), *t_test(paired)[1:], *p, verdict_of(paired, *p[2:], len(tested))
+            *pair,
+            len(paired),
+            float(np.mean(paired)),
+            *t_test(paired)[1:],
+            *p,
+            verdict_of(paired, *p[2:], len(tested)),
         )
         for (pair, paired), p in zip(tested.items(), p_values, strict=True)
         if pair in shown
@@ -77,7 +102,9 @@ def differences(values: Values, against: str, higher_is_better: bool = True) -> 
 
 
 def t_test(paired: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean; None where it is undefined."""
+    """Return the two-sided p of the paired t-test and the 95 % confidence interval of the mean;
+    None where it is undefined.
+    """
     if len(paired) < 2 or float(np.ptp(paired)) < 1e-12:
         return None, None, None
     from scipy.stats import ttest_1samp
@@ -94,13 +121,21 @@ def sign_flip_test(paired: Sequence[float]) -> float | None:
     from scipy.stats import permutation_test
 
     scaled, draws = np.array(paired) / (max(map(abs, paired)) or 1.0), numpy_stream(0, "sign flips")
-    flips: dict[str, Any] = {"permutation_type": "samples", "n_resamples": FLIPS, "random_state": draws}
+    flips: dict[str, Any] = {
+        "permutation_type": "samples",
+        "n_resamples": FLIPS,
+        "random_state": draws,
+    }
     # Rounded, so that sums that are equal but for the order of their terms are equal.
-    return float(permutation_test((scaled,), lambda x, axis: np.mean(x, axis).round(12), **flips).pvalue)
+    return float(
+        permutation_test((scaled,), lambda x, axis: np.mean(x, axis).round(12), **flips).pvalue
+    )
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Return p corrected by Holm's method: the k-th smallest of m times m - k + 1, never below a smaller one's, at most 1."""
+    """Return p corrected by Holm's method: the k-th smallest of m times m - k + 1, never below a
+    smaller one's, at most 1.
+    """
     ascending = sorted(value for value in values if value is not None)
     steps = [min(1.0, (len(values) - rank) * value) for rank, value in enumerate(ascending)]
     corrected = dict(zip(ascending, itertools.accumulate(steps, max), strict=True))
@@ -113,7 +148,9 @@ def smallest_exact(seeds: int) -> float:
 
 
 def seeds_needed(comparisons: int) -> int:
-    """Return the fewest seeds with which the exact test can find one of so many differences significant, corrected."""
+    """Return the fewest seeds with which the exact test can find one of so many differences
+    significant, corrected.
+    """
     return math.floor(1 + math.log2(comparisons / LEVEL)) + 1
 
 
@@ -122,8 +159,12 @@ def comparisons(methods: int, against: str) -> int:
     return methods - 1 if against == "first" else methods * (methods - 1) // 2
 
 
-def verdict_of(paired: Sequence[float], t: float | None, exact: float | None, family: int) -> Verdict:
-    """Return the verdict on one of a `family` of differences tested together, by the corrected p of both tests."""
+def verdict_of(
+    paired: Sequence[float], t: float | None, exact: float | None, family: int
+) -> Verdict:
+    """Return the verdict on one of a `family` of differences tested together, by the corrected p of
+    both tests.
+    """
     if not any(abs(value) > 1e-12 for value in paired):
         return "equal"
     if exact is not None and exact < LEVEL and (t is None or t < LEVEL):

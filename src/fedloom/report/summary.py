@@ -1,7 +1,9 @@
-"""The figures of runs: accuracies, rounds and bytes to a target, means and standard deviations over seeds.
+"""The figures of runs: accuracies, rounds and bytes to a target, means and standard deviations over
+seeds.
 
-Pure functions on the records of a run. The terminal's tables, the report and the files (CSV, Markdown) all call them, so
-they cannot disagree. Accuracies are shares in [0, 1] everywhere; only displayed text has per cent.
+Pure functions on the records of a run. The terminal's tables, the report and the files (CSV,
+Markdown) all call them, so they cannot disagree. Accuracies are shares in [0, 1] everywhere; only
+displayed text has per cent.
 """
 
 import math
@@ -19,10 +21,12 @@ from fedloom.objectives import ACCURACY, Metric
 LAST = 10  # evaluations that `mean_of_last` averages by default
 
 MEASURES = ("final", "best", "last", "personal")
-"""Measures of methods: test accuracy after the last round, the best of any, the mean of the last ones, or that of the clients'
-own models on their own test data."""
+"""Measures of methods: test accuracy after the last round, the best of any, the mean of the last
+ones, or that of the clients' own models on their own test data.
+"""
 
-TO_TARGET = ("rounds", "bytes", "seconds")  # costs until a target is reached, of which less is better
+# costs until a target is reached, of which less is better
+TO_TARGET = ("rounds", "bytes", "seconds")
 REAL_SITES = "sites"  # key in the environment of a run whose clients were sites of their own
 
 
@@ -30,10 +34,11 @@ REAL_SITES = "sites"  # key in the environment of a run whose clients were sites
 class RunSummary:
     """Records of one run (a method with one seed), for tables and figures.
 
-    `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and `clients.jsonl`. `label_counts` holds
-    the training samples `[clients][classes]` by the labels as the clients have them, of which `wrong_labels` are wrong. No key of
-    the `configuration` is required. `recorded` has an entry for each recorder (`Recording.results`). Where the task's `metric` is
-    not the accuracy, it stands in its place in everything below.
+    `records`, `timings` and `clients` are the lines of `metrics.jsonl`, `timings.jsonl` and
+    `clients.jsonl`. `label_counts` holds the training samples `[clients][classes]` by the labels as
+    the clients have them, of which `wrong_labels` are wrong. No key of the `configuration` is
+    required. `recorded` has an entry for each recorder (`Recording.results`). Where the task's
+    `metric` is not the accuracy, it stands in its place in everything below.
     """
 
     algorithm: str
@@ -52,7 +57,9 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation (n - 1 in the denominator; 0 for one value) over `count` seeds."""
+    """Mean and sample standard deviation (n - 1 in the denominator; 0 for one value) over `count`
+    seeds.
+    """
 
     mean: float
     std: float
@@ -63,13 +70,16 @@ class Spread:
         """Return the spread of `values`; None when there are none."""
         if not values:
             return None
-        finite = all(map(math.isfinite, values))  # a diverged loss or an infinite figure has no deviation
+        # a diverged loss or an infinite figure has no deviation
+        finite = all(map(math.isfinite, values))
         std = 0.0 if len(values) < 2 else statistics.stdev(values) if finite else math.nan
         return cls(statistics.fmean(values), std, len(values))
 
 
 TargetValue = float | str
-"""A value of the metric to reach, such as an accuracy of 0.8, or the limit of any figure: `loss <= 0.2`."""
+"""A value of the metric to reach, such as an accuracy of 0.8, or the limit of any figure: `loss <=
+0.2`.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,9 @@ class Target:
 
     @classmethod
     def of(cls, target: TargetValue, metric: Metric) -> "Target":
-        """Return the limit that a target stands for. Raises `InvalidValue` for text that is none, and for shares such as 80."""
+        """Return the limit that a target stands for. Raises `InvalidValue` for text that is none,
+        and for shares such as 80.
+        """
         if isinstance(target, str):
             match = re.fullmatch(r"\s*(\w+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", target)
             try:
@@ -106,8 +118,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Reach:
-    """Costs until a target: spreads over the `reached` of `seeds` runs that reached it, None when none did; `measured` is False
-    where its figure was never recorded."""
+    """Costs until a target: spreads over the `reached` of `seeds` runs that reached it, None when
+    none did; `measured` is False where its figure was never recorded.
+    """
 
     target: TargetValue
     rounds: Spread | None
@@ -120,10 +133,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line of a comparison; every spread is over its seeds and None where nothing was measured.
+    """One method's line of a comparison; every spread is over its seeds and None where nothing was
+    measured.
 
-    `personal`, `client_std` and `client_worst` are those of `personal`, `epsilon` is the differential privacy used up, and
-    `simulated` the seconds of the simulated clock; `timed` is True where seconds are not those of this machine.
+    `personal`, `client_std` and `client_worst` are those of `personal`, `epsilon` is the
+    differential privacy used up, and `simulated` the seconds of the simulated clock; `timed` is
+    True where seconds are not those of this machine.
     """
 
     algorithm: str
@@ -146,8 +161,12 @@ class Row:
     timed: bool = False
 
 
-def summarise(runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST) -> list[Row]:
-    """Return one `Row` a method, in the order in which the methods first appear, with the mean of the last `evaluations`."""
+def summarise(
+    runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST
+) -> list[Row]:
+    """Return one `Row` a method, in the order in which the methods first appear, with the mean of
+    the last `evaluations`.
+    """
     require_at_least("last", evaluations, 1)
     return [_row(name, group, targets, evaluations) for name, group in by_algorithm(runs).items()]
 
@@ -164,7 +183,11 @@ def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= (
+            dotted(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return flat
 
 
@@ -174,7 +197,9 @@ def by_round(run: RunSummary, figure: str) -> dict[int, float]:
 
 
 def accuracies(run: RunSummary) -> list[float]:
-    """Return the test accuracy (or whatever the metric is) of every round that was evaluated, in order."""
+    """Return the test accuracy (or whatever the metric is) of every round that was evaluated, in
+    order.
+    """
     return list(by_round(run, run.metric.name).values())
 
 
@@ -184,27 +209,34 @@ def final(run: RunSummary) -> float | None:
 
 
 def best(run: RunSummary) -> float | None:
-    """Return the best accuracy of any evaluation. It is chosen on the test set, so it flatters a curve that jumps."""
+    """Return the best accuracy of any evaluation. It is chosen on the test set, so it flatters a
+    curve that jumps.
+    """
     return run.metric.best(accuracies(run))
 
 
 def mean_of_last(run: RunSummary, count: int = LAST) -> float | None:
-    """Return the mean accuracy of the last `count` evaluations; of the last tenth of them where these would be all."""
+    """Return the mean accuracy of the last `count` evaluations; of the last tenth of them where
+    these would be all.
+    """
     values = accuracies(run)
     return statistics.fmean(values[-averaged(run, count) :]) if values else None
 
 
 def averaged(run: RunSummary, count: int) -> int:
-    """Return how many evaluations `mean_of_last` averages: the mean of a whole curve would say how it began, too."""
+    """Return how many evaluations `mean_of_last` averages: the mean of a whole curve would say how
+    it began, too.
+    """
     evaluations = len(accuracies(run))
     return count if count < evaluations else max(1, evaluations // 10)
 
 
 def personal(run: RunSummary, statistic: str = "") -> float | None:
-    """Return the accuracy of each client's own model on its own test data at the last such evaluation; None without any.
+    """Return the accuracy of each client's own model on its own test data at the last such
+    evaluation; None without any.
 
-    `statistic` is "" for the mean over all samples, "_std" and "_worst" for figures of the clients (`Tally.figures`). Where
-    personal models were not evaluated, the global model takes their place.
+    `statistic` is "" for the mean over all samples, "_std" and "_worst" for figures of the clients
+    (`Tally.figures`). Where personal models were not evaluated, the global model takes their place.
     """
     for name in ("personal", "client"):
         key = f"{name}_{run.metric.name}{statistic}"
@@ -213,7 +245,9 @@ def personal(run: RunSummary, statistic: str = "") -> float | None:
     return None
 
 
-def measured(run: RunSummary, measure: str, evaluations: int = LAST, target: TargetValue | None = None) -> float | None:
+def measured(
+    run: RunSummary, measure: str, evaluations: int = LAST, target: TargetValue | None = None
+) -> float | None:
     """Return one of the `MEASURES` of a run, or its cost `TO_TARGET`."""
     if measure in TO_TARGET:
         cost = {"rounds": rounds_to, "bytes": bytes_to, "seconds": seconds_to}[measure]
@@ -229,22 +263,32 @@ def target_key(target: TargetValue) -> str:
 
 
 def rounds_to(run: RunSummary, target: TargetValue) -> int | None:
-    """Return the first round, counted from 1, as good as `target`, without smoothing; None if there is none."""
+    """Return the first round, counted from 1, as good as `target`, without smoothing; None if there
+    is none.
+    """
     limit = Target.of(target, run.metric)
     return next((int(record["round"]) for record in run.records if limit.reached(record)), None)
 
 
 def bytes_to(run: RunSummary, target: TargetValue) -> int | None:
-    """Return the bytes down and up until the round that first reaches `target` is over; None if there is none."""
+    """Return the bytes down and up until the round that first reaches `target` is over; None if
+    there is none.
+    """
     reached = rounds_to(run, target)
     return None if reached is None else int(_total(run.records, reached, "bytes_down", "bytes_up"))
 
 
 def seconds_to(run: RunSummary, target: TargetValue) -> float | None:
-    """Return the seconds until the round that first reaches `target` is over, of the simulated clock if any; None without."""
+    """Return the seconds until the round that first reaches `target` is over, of the simulated
+    clock if any; None without.
+    """
     reached = rounds_to(run, target)
     if reached is not None and simulated_seconds(run) is not None:
-        return next(float(record["simulated_seconds"]) for record in run.records if record["round"] == reached)
+        return next(
+            float(record["simulated_seconds"])
+            for record in run.records
+            if record["round"] == reached
+        )
     return None if reached is None or not run.timings else _total(run.timings, reached, "seconds")
 
 
@@ -279,7 +323,9 @@ def seconds(run: RunSummary) -> float | None:
 
 
 def elapsed_seconds(runs: Sequence[RunSummary]) -> float | None:
-    """Return the time in which any of the runs was under way, those side by side counted once; None where rounds have no date."""
+    """Return the time in which any of the runs was under way, those side by side counted once; None
+    where rounds have no date.
+    """
     lines = [line for run in runs for line in run.timings]
     if not lines or any("ended" not in line for line in lines):
         return None
@@ -304,15 +350,21 @@ def _total(lines: Sequence[dict[str, Any]], until: int | None, *names: str) -> f
     return sum(float(line.get(name, 0)) for line in counted for name in names)
 
 
-def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], evaluations: int) -> Row:
+def _row(
+    name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], evaluations: int
+) -> Row:
     def spread(measure: Callable[[RunSummary], float | None]) -> Spread | None:
         return Spread.of([float(value) for run in runs if (value := measure(run)) is not None])
 
     def reach(target: TargetValue) -> Reach:
         figure = Target.of(target, runs[0].metric).figure
         recorded = any(figure in record for run in runs for record in run.records)
-        rounds, sent, lasted = (spread(partial(cost, target=target)) for cost in (rounds_to, bytes_to, seconds_to))
-        return Reach(target, rounds, sent, lasted, rounds.count if rounds else 0, len(runs), recorded)
+        rounds, sent, lasted = (
+            spread(partial(cost, target=target)) for cost in (rounds_to, bytes_to, seconds_to)
+        )
+        return Reach(
+            target, rounds, sent, lasted, rounds.count if rounds else 0, len(runs), recorded
+        )
 
     return Row(
         algorithm=name,
@@ -332,5 +384,7 @@ def _row(name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], 
         metric=runs[0].metric,
         epsilon=spread(epsilon),
         simulated=spread(simulated_seconds),
-        timed=any(simulated_seconds(run) is not None or REAL_SITES in run.environment for run in runs),
+        timed=any(
+            simulated_seconds(run) is not None or REAL_SITES in run.environment for run in runs
+        ),
     )

@@ -28,4 +28,8 @@ def time_text(seconds: float) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {remainder:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes <= 3 * 1440 else f"{minutes / 1440:,.0f} days"
+    return (
+        f"{minutes // 60} h {minutes % 60:02d} min"
+        if minutes <= 3 * 1440
+        else f"{minutes / 1440:,.0f} days"
+    )

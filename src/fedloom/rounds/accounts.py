@@ -13,8 +13,8 @@ from fedloom.state.released import RELEASED, Release, ReleaseLedger
 class Accounts:
     """Writes every release to the ledger before anything is sent.
 
-    Parts count all releases in the ledger, also those of rounds that failed or are repeated. Without a
-    directory or without real sites there is no ledger, and parts count by themselves.
+    Parts count all releases in the ledger, also those of rounds that failed or are repeated.
+    Without a directory or without real sites there is no ledger, and parts count by themselves.
     """
 
     def __init__(self, method: Method, directory: Path | None, identity: str, remote: bool) -> None:
@@ -24,13 +24,17 @@ class Accounts:
             self._ledger = ReleaseLedger(directory / RELEASED, identity)
 
     def _accounted(self) -> Iterator[tuple[str, Accounted]]:
-        """Yield the parts whose rounds cost privacy, with their names in the ledger: depth and name."""
+        """Yield the parts whose rounds cost privacy, with their names in the ledger: depth and
+        name.
+        """
         for depth, component in enumerate(components(self._method)):
             if isinstance(component, Accounted):
                 yield f"{depth}.{name_of(component)}", component
 
     def resume(self, shown: int) -> None:
-        """Read the ledger, which must reach round `shown`, the last that the directory shows anything of."""
+        """Read the ledger, which must reach round `shown`, the last that the directory shows
+        anything of.
+        """
         if self._ledger is not None:
             self._ledger.resume(shown)
             self._ledger.require_methods({name for name, _ in self._accounted()})

@@ -1,4 +1,6 @@
-"""Checkpoints of a run and logs of its rounds, both with digests, so that nothing damaged is gone on from."""
+"""Checkpoints of a run and logs of its rounds, both with digests, so that nothing damaged is gone
+on from.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +25,9 @@ KEPT = 2  # the newest, and the one before in case the newest turns out to be da
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `round`: the method's, the clients' memory, digests of logs by file name, and entries of `PoolFiles`."""
+    """The state after `round`: the method's, the clients' memory, digests of logs by file name, and
+    entries of `PoolFiles`.
+    """
 
     round: int
     server: dict[str, Tensor]
@@ -46,7 +50,11 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """Return the rounds of the checkpoint files, whether or not they can be read."""
-        return [int(number) for path in self.paths() if (number := path.stem.removeprefix("checkpoint-")).isdecimal()]
+        return [
+            int(number)
+            for path in self.paths()
+            if (number := path.stem.removeprefix("checkpoint-")).isdecimal()
+        ]
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint, then remove all but this one and the one before it."""
@@ -61,10 +69,12 @@ class Checkpoints:
             needless.unlink(missing_ok=True)
 
     def latest(self, recorded: int, adopt: Callable[[Checkpoint], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that can be read, that `adopt` takes, and whose rounds are all among the `recorded` ones
-        that have figures. `adopt` raises `DamagedCheckpoint` where something that it needs beside the file is missing.
+        """Return the newest checkpoint that can be read, that `adopt` takes, and whose rounds are
+        all among the `recorded` ones that have figures. `adopt` raises `DamagedCheckpoint` where
+        something that it needs beside the file is missing.
 
-        `notices` say what was passed over, and where the run goes on. Raises `CheckpointError` for a checkpoint of another run.
+        `notices` say what was passed over, and where the run goes on. Raises `CheckpointError` for
+        a checkpoint of another run.
         """
         passed: list[str] = []
         newest: Checkpoint | None = None
@@ -72,26 +82,40 @@ class Checkpoints:
             try:
                 newest = self._read(path)
                 if newest.round > recorded:
-                    raise DamagedCheckpoint(f"{path}: only {recorded} of its {newest.round} rounds have figures")
+                    raise DamagedCheckpoint(
+                        f"{path}: only {recorded} of its {newest.round} rounds have figures"
+                    )
                 adopt(newest)
                 break
             except DamagedCheckpoint as error:
                 passed.append(str(error))
                 newest = None
-        instead = "starting again from round 1" if newest is None else f"going on after round {newest.round}"
+        instead = (
+            "starting again from round 1"
+            if newest is None
+            else f"going on after round {newest.round}"
+        )
         self.notices += [f"{reason}: {instead}" for reason in passed]
         return newest
 
     def _read(self, path: Path) -> Checkpoint:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}")
+            raise CheckpointError(
+                f"{path} has format {metadata.get('format')!r}, this version reads {FORMAT!r}"
+            )
         if metadata.get("run") != self.run:
-            raise CheckpointError(f"{path} is of another run (method, settings, data or model): use another folder")
+            raise CheckpointError(
+                f"{path} is of another run (method, settings, data or model): use another folder"
+            )
         if path.name != _file_name(int(metadata["round"])):
-            raise DamagedCheckpoint(f"{path} is of round {metadata['round']}, which is not its name")
+            raise DamagedCheckpoint(
+                f"{path} is of round {metadata['round']}, which is not its name"
+            )
         state = below("server/", tensors), below("clients/", tensors)
-        return Checkpoint(int(metadata["round"]), *state, below("log ", metadata), below("pool ", metadata))
+        return Checkpoint(
+            int(metadata["round"]), *state, below("log ", metadata), below("pool ", metadata)
+        )
 
 
 def _file_name(round: int) -> str:
@@ -104,15 +128,23 @@ def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 
 def below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """Return what has names that begin with the prefix, by the rest of these names."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
 
 
 class RoundLog:
-    """A file with one JSON line per round. A line that was cut short by a kill, or lacks one of the `names` that every line has,
-    is dropped when a run resumes. Without a path the records stay in memory."""
+    """A file with one JSON line per round. A line that was cut short by a kill, or lacks one of the
+    `names` that every line has, is dropped when a run resumes. Without a path the records stay in
+    memory.
+    """
 
     def __init__(self, path: Path | None = None, names: Iterable[str] = ()) -> None:
-        self.path, self.name, self._names = path, "" if path is None else path.name, {"round", *names}
+        self.path, self.name, self._names = (
+            path,
+            "" if path is None else path.name,
+            {"round", *names},
+        )
         self._in_memory: list[dict[str, Any]] = []
         self._digest = Checksum()
 
@@ -122,7 +154,9 @@ class RoundLog:
         return str(self._digest.hexdigest())
 
     def require(self, finished: int, digest: str | None) -> None:
-        """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this was the digest."""
+        """Raise `DamagedCheckpoint` unless the lines up to round `finished` are those of which this
+        was the digest.
+        """
         if Checksum(b"".join(map(_line, self._until(finished)))).hexdigest() != digest:
             raise DamagedCheckpoint(f"{self.path} is not as it was written, up to round {finished}")
 
@@ -138,7 +172,9 @@ class RoundLog:
                 continue
             if not isinstance(record, dict) or not record.keys() >= self._names:
                 continue
-            if isinstance(record["round"], int) and record["round"] > (records[-1]["round"] if records else 0):
+            if isinstance(record["round"], int) and record["round"] > (
+                records[-1]["round"] if records else 0
+            ):
                 records.append(record)
         return records
 
@@ -155,7 +191,9 @@ class RoundLog:
         return [record for record in self.read() if record["round"] <= finished]
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot be written."""
+        """Write one line and hand it to the system at once. Raises `CheckpointError` when it cannot
+        be written.
+        """
         if self.path is None:
             self._in_memory.append(record)
         else:
@@ -163,13 +201,19 @@ class RoundLog:
         self._digest.update(_line(record))
 
     def sync(self) -> None:
-        """Wait until every line is on the disk: a checkpoint must not outlive the figures of its rounds."""
+        """Wait until every line is on the disk: a checkpoint must not outlive the figures of its
+        rounds.
+        """
         if self.path is not None and self.path.exists():
             flush(self.path)
 
     def complete(self, records: list[dict[str, Any]]) -> int:
-        """Return how many rounds, from the first on, have a line each, of the `records` that were read."""
-        return next((k for k, record in enumerate(records) if record["round"] != k + 1), len(records))
+        """Return how many rounds, from the first on, have a line each, of the `records` that were
+        read.
+        """
+        return next(
+            (k for k, record in enumerate(records) if record["round"] != k + 1), len(records)
+        )
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

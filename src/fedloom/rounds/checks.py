@@ -15,7 +15,9 @@ from fedloom.rounds.engine import Fault
 from fedloom.task import Task
 
 DIVERGED = 1000
-"""A global model whose loss is this many times that of guessing has diverged: training cannot repair it."""
+"""A global model whose loss is this many times that of guessing has diverged: training cannot
+repair it.
+"""
 
 
 def require_rows(exchange: Exchange, algorithm: Algorithm) -> None:
@@ -39,14 +41,17 @@ def checked_model(pipeline: Pipeline, method: Method, hook: str, initial: Tensor
     """Return the global model `[P]`.
 
     Raises:
-        InvalidValue: If `hook` left no model like `initial`, or a state that a checkpoint cannot save.
+        InvalidValue: If `hook` left no model like `initial`, or a state that a checkpoint cannot
+            save.
     """
     wrong = _wrong_state(method)
     algorithm = pipeline.algorithm
     model = initial if wrong else pipeline.model()
     if model.shape != initial.shape:
         remedy = "of one row for each client take one, such as weighted_mean(replies['model'], replies.weights)"
-        wrong = f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: {remedy}"
+        wrong = (
+            f"left a global model of shape {list(model.shape)}, not {list(initial.shape)}: {remedy}"
+        )
     elif model.dtype != initial.dtype:
         remedy = "convert it, such as model.float()"
         wrong = f"left a global model of {model.dtype}, not {initial.dtype}: {remedy}"
@@ -76,7 +81,9 @@ def _wrong_state(method: Method) -> str:
 
 
 def require_converging(task: Task, round: Round, model: Tensor, loss: float | None) -> None:
-    """Raise `Diverged` if the global model is not finite, or its loss is far beyond that of guessing."""
+    """Raise `Diverged` if the global model is not finite, or its loss is far beyond that of
+    guessing.
+    """
     if not bool(torch.isfinite(model).all()):
         raise diverged(round, "the global model is not finite any more")
     guess = task.objective.guess(task.dataset.spec.outputs)

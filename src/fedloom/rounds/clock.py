@@ -1,4 +1,6 @@
-"""The simulated clock: how long each client's work takes, from counted samples and counted bytes alone, so that it is exact."""
+"""The simulated clock: how long each client's work takes, from counted samples and counted bytes
+alone, so that it is exact.
+"""
 
 import csv
 import math
@@ -21,7 +23,9 @@ from fedloom.randomness import numpy_stream
 DAY = 86_400.0
 
 SHARE_OF_TRACE = 1 / 64
-"""Of the memory of a data set, how much a trace may have: its lines take many times as much when they are read."""
+"""Of the memory of a data set, how much a trace may have: its lines take many times as much when
+they are read.
+"""
 
 SLOWEST = 1e-9
 """Smallest rate of a client, per second: with smaller ones seconds become infinite."""
@@ -31,16 +35,23 @@ PerSecond = Annotated[float, Field(ge=SLOWEST, le=LARGEST)]
 Rate = Callable[[np.random.Generator], float]
 """Draws one client's rate, per second."""
 
-_TRACE = dict.fromkeys(("speed", "down", "up"), (SLOWEST, math.inf)) | {"from": (0.0, 24.0), "hours": (SLOWEST, 24.0)}
+_TRACE = dict.fromkeys(("speed", "down", "up"), (SLOWEST, math.inf)) | {
+    "from": (0.0, 24.0),
+    "hours": (SLOWEST, 24.0),
+}
 """Columns of a trace, and the range of each."""
 
-client_rates: Registry[Callable[..., Rate]] = Registry("distribution of clients' rates", "fedloom.rounds")
+client_rates: Registry[Callable[..., Rate]] = Registry(
+    "distribution of clients' rates", "fedloom.rounds"
+)
 
 
 @client_rates.register("lognormal")
 def lognormal(*, median: PerSecond, sigma: Annotated[float, Field(ge=0, le=100)] = 1.0) -> Rate:
     """median exp(sigma n), n standard normal, but at least 1e-9."""
-    return lambda draws: min(max(median * math.exp(min(sigma * draws.standard_normal(), 600.0)), SLOWEST), LARGEST)
+    return lambda draws: min(
+        max(median * math.exp(min(sigma * draws.standard_normal(), 600.0)), SLOWEST), LARGEST
+    )
 
 
 @client_rates.register("stragglers")
@@ -51,17 +62,20 @@ def stragglers(*, fastest: PerSecond, times: Annotated[float, Field(ge=1, le=1e9
 
 @client_rates.register("fedscale")
 def fedscale() -> Rate:
-    """Samples per second of FedScale's clients: 0.005 exp(1 + 0.6 n) seconds a sample, n standard normal.
+    """Samples per second of FedScale's clients: 0.005 exp(1 + 0.6 n) seconds a sample, n standard
+    normal.
 
-    Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py, after PAPAYA. Of bandwidths
-    FedScale publishes no distribution, but a trace.
+    Source: FedScale (Lai et al. 2022), `get_completion_time_lognormal` in its client_metadata.py,
+    after PAPAYA. Of bandwidths FedScale publishes no distribution, but a trace.
     """
     return lambda generator: 1 / (0.005 * math.exp(1 + 0.6 * generator.standard_normal()))
 
 
 @dataclass(frozen=True)
 class Device:
-    """A client's device: samples and bytes per second, and its working hours of each day, from hour `start` on."""
+    """A client's device: samples and bytes per second, and its working hours of each day, from hour
+    `start` on.
+    """
 
     speed: float
     down: float
@@ -92,15 +106,18 @@ class Device:
 class Clock:
     """The table `[clock]`: how fast clients are, and how long the server waits for them.
 
-    `speed` is the samples per second that a client trains on, `down` and `up` its bytes per second: a number for all, or
-    `lognormal(median, sigma)`, `stragglers(fastest, times)` or `fedscale` (speed alone), drawn once for each client from the
-    run's seed. What is left out takes no time. `hours` is how much of a day each client works, from an hour of its own on, drawn
-    uniformly; outside it its work waits. `trace` is a CSV file with a line for each client, whose columns, of `speed`, `down`,
-    `up`, `from` and `hours`, replace what is said here; with fewer lines than clients they are used in turn.
+    `speed` is the samples per second that a client trains on, `down` and `up` its bytes per second:
+    a number for all, or `lognormal(median, sigma)`, `stragglers(fastest, times)` or `fedscale`
+    (speed alone), drawn once for each client from the run's seed. What is left out takes no time.
+    `hours` is how much of a day each client works, from an hour of its own on, drawn uniformly;
+    outside it its work waits. `trace` is a CSV file with a line for each client, whose columns, of
+    `speed`, `down`, `up`, `from` and `hours`, replace what is said here; with fewer lines than
+    clients they are used in turn.
 
-    A round takes as long as the slowest client whose reply is awaited. With a `deadline`, replies later than so many seconds
-    after its beginning are dropped; with `over_selection` s, ceil((1 + s) K) clients are selected and the first K replies are
-    taken. Asynchronous methods (`fedbuff`) use late replies as stale ones.
+    A round takes as long as the slowest client whose reply is awaited. With a `deadline`, replies
+    later than so many seconds after its beginning are dropped; with `over_selection` s, ceil((1 +
+    s) K) clients are selected and the first K replies are taken. Asynchronous methods (`fedbuff`)
+    use late replies as stale ones.
     """
 
     speed: PerSecond | str | None = None
@@ -121,11 +138,15 @@ class Clock:
                     raise InvalidValue(f"{name}: {error}") from None
         _ = self.lines
         if not self.runs and (self.deadline is not None or self.over_selection or self.hours < 24):
-            raise InvalidValue("a clock needs the clients' speed, such as speed = 100 (samples per second), or a trace")
+            raise InvalidValue(
+                "a clock needs the clients' speed, such as speed = 100 (samples per second), or a trace"
+            )
 
     @property
     def lines(self) -> tuple[dict[str, float], ...]:
-        """The entries of the trace, one for each client. Raises `InvalidValue` where it cannot be read."""
+        """The entries of the trace, one for each client. Raises `InvalidValue` where it cannot be
+        read.
+        """
         return () if self.trace is None else _lines(self.trace)
 
     @property
@@ -168,15 +189,23 @@ def _lines(path: str) -> tuple[dict[str, float], ...]:
     except (DataError, csv.Error) as error:
         raise InvalidValue(f"trace: {error}") from None
     if not rows:
-        raise InvalidValue(f"trace: {path} holds no client: give a line of {', '.join(_TRACE)} and one for each client")
+        raise InvalidValue(
+            f"trace: {path} holds no client: give a line of {', '.join(_TRACE)} and one for each client"
+        )
     entries = []
     for number, row in enumerate(rows, start=2):
         for name, text in row.items():
             if name not in _TRACE:
-                raise InvalidValue(f"trace: {path} has a column {quoted(name)}: there are {', '.join(_TRACE)}")
+                raise InvalidValue(
+                    f"trace: {path} has a column {quoted(name)}: there are {', '.join(_TRACE)}"
+                )
             try:
                 require_between(name, float(text), *_TRACE[name])
             except (TypeError, ValueError):
-                raise InvalidValue(f"trace: {path}, line {number}: {name} cannot be {quoted(text)}") from None
-        entries.append({"start" if name == "from" else name: float(text) for name, text in row.items()})
+                raise InvalidValue(
+                    f"trace: {path}, line {number}: {name} cannot be {quoted(text)}"
+                ) from None
+        entries.append(
+            {"start" if name == "from" else name: float(text) for name, text in row.items()}
+        )
     return tuple(entries)

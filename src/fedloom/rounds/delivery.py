@@ -52,7 +52,8 @@ class Delivery:
         exchange: The record of the round.
         message: What travels, with integer buffers.
         jobs: The work of the clients that take part.
-        faults: Selected clients that dropped out or are late, later also those whose reply is missing.
+        faults: Selected clients that dropped out or are late, later also those whose reply is
+            missing.
         finish: Simulated time of each reply, by slot.
         seconds: Simulated time at the end of the round.
     """
@@ -125,10 +126,15 @@ class Post:
 
     def _drops_out(self, round: Round, client: int) -> bool:
         chance = self.schedule.dropout
-        return bool(chance) and float(torch.rand((), generator=round.stream("dropout", client))) < chance
+        return (
+            bool(chance)
+            and float(torch.rand((), generator=round.stream("dropout", client))) < chance
+        )
 
     def time(self, delivery: Delivery, expected: Specs, now: float, waits: bool) -> None:
-        """Let the simulated clock decide when replies arrive and, unless a part waits, which are late."""
+        """Let the simulated clock decide when replies arrive and, unless a part waits, which are
+        late.
+        """
         round, selection = delivery.exchange.round, delivery.exchange.selection
         delivery.seconds = now
         if not self.schedule.clock.runs:
@@ -162,8 +168,8 @@ class Post:
     def deliver(self, pipeline: Pipeline, delivery: Delivery, observed: bool) -> RoundReplies:
         """Let the clients train, and collect their replies.
 
-        Replies are folded as they arrive unless the pipeline, an observer or limits on remote clients
-        need all of them.
+        Replies are folded as they arrive unless the pipeline, an observer or limits on remote
+        clients need all of them.
         """
         exchange, round = delivery.exchange, delivery.exchange.round
         fold = pipeline.folds and not observed and not isinstance(self.engine, RemoteClients)
@@ -186,7 +192,9 @@ class Post:
         return answers
 
     def _weights(self, replies: Sequence[Answer]) -> Tensor:
-        """Return the weights of replies: those of the selection, or else the samples of their clients."""
+        """Return the weights of replies: those of the selection, or else the samples of their
+        clients.
+        """
         weights = weights_of(self.task, replies)
         given = any(reply.job.weight is not None for reply in replies)
         if given or not isinstance(self.engine, RemoteClients):

@@ -1,4 +1,6 @@
-"""What a federation asks of the place where clients train: the interface of engines, and what passes through it."""
+"""What a federation asks of the place where clients train: the interface of engines, and what
+passes through it.
+"""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -20,7 +22,9 @@ from fedloom.task import Task
 
 @dataclass(frozen=True)
 class Job:
-    """A client's work in a round: its number, slot (None: no upload), inbox, and its reply's weight if not its samples."""
+    """A client's work in a round: its number, slot (None: no upload), inbox, and its reply's weight
+    if not its samples.
+    """
 
     client: int
     slot: int | None
@@ -32,8 +36,9 @@ class Job:
 class Answer:
     """One client's answer: named tensors without a client axis, and figures about its work.
 
-    `gathered`: matrices `[slots, ...]` of its block (`Pipeline.block_size`), given away, in which the tensors lie already,
-    in the row of its slot. `samples`: how many the client trains on, where it is not the task that knows.
+    `gathered`: matrices `[slots, ...]` of its block (`Pipeline.block_size`), given away, in which
+    the tensors lie already, in the row of its slot. `samples`: how many the client trains on, where
+    it is not the task that knows.
     """
 
     job: Job
@@ -60,8 +65,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class FoldedBlock:
-    """The replies to a block of slots, folded where its clients trained: their aggregate (None without any), integer buffers
-    `[r, Z]`, and their bytes. Their `Reply` has no tensors then, and comes after it."""
+    """The replies to a block of slots, folded where its clients trained: their aggregate (None
+    without any), integer buffers `[r, Z]`, and their bytes. Their `Reply` has no tensors then, and
+    comes after it.
+    """
 
     number: int
     aggregate: Aggregate | None
@@ -76,24 +83,28 @@ Result = Answer | Fault | FoldedBlock
 class Engine(Protocol):
     """Runs the client half of a method.
 
-    `train` lets the client of every task train, and yields results in any order. It holds least when blocks of slots
-    (`slot_blocks`) come one after the other. `evaluate` lets each client make the model that it would use in `round` and
-    scores that on the client's own test data; nothing of it lasts, and the models do not leave the engine.
+    `train` lets the client of every task train, and yields results in any order. It holds least
+    when blocks of slots (`slot_blocks`) come one after the other. `evaluate` lets each client make
+    the model that it would use in `round` and scores that on the client's own test data; nothing of
+    it lasts, and the models do not leave the engine.
 
-    `begin` makes clients remember nothing; what memory cannot hold goes to the directory. After a round, what clients wrote
-    stands (`commit`) or is undone (`rollback`, False when that cannot be done). `memory` is what a checkpoint must hold of it,
-    may refer to files, and is empty where sites keep it; `restore_memory` takes it back, or raises `DamagedCheckpoint`. Once a
-    checkpoint is on the disk, `release_memory` gives up what only those before the previous one needed.
+    `begin` makes clients remember nothing; what memory cannot hold goes to the directory. After a
+    round, what clients wrote stands (`commit`) or is undone (`rollback`, False when that cannot be
+    done). `memory` is what a checkpoint must hold of it, may refer to files, and is empty where
+    sites keep it; `restore_memory` takes it back, or raises `DamagedCheckpoint`. Once a checkpoint
+    is on the disk, `release_memory` gives up what only those before the previous one needed.
 
-    `notices`: what there is to say of how clients train, a line each. `in_process`: True where clients train in this process,
-    False in others of this machine, None away from it.
+    `notices`: what there is to say of how clients train, a line each. `in_process`: True where
+    clients train in this process, False in others of this machine, None away from it.
     """
 
     notices: list[str]
     in_process: bool | None
 
     def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Result]: ...
-    def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]: ...
+    def evaluate(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Tally]: ...
     def begin(self, task: Task, directory: Path | None) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> bool: ...
@@ -104,7 +115,9 @@ class Engine(Protocol):
 
 
 class FoldingEngine(ABC):
-    """An engine that may fold blocks of slots where clients train, to the bits of folding them here."""
+    """An engine that may fold blocks of slots where clients train, to the bits of folding them
+    here.
+    """
 
     @abstractmethod
     def train(
@@ -114,7 +127,9 @@ class FoldingEngine(ABC):
 
 
 class RemoteClients:
-    """An engine whose clients are strangers: by what they claim none gets more than `largest_share` of a round's weight."""
+    """An engine whose clients are strangers: by what they claim none gets more than `largest_share`
+    of a round's weight.
+    """
 
     largest_share: float
 
@@ -125,7 +140,9 @@ class RemoteClients:
 
 
 def slot_blocks(jobs: Sequence[Job], round: Round, slots: int) -> dict[int, list[Job]]:
-    """Return the tasks of each block of so many slots. Clients that train without uploading come last, in the next slots."""
+    """Return the tasks of each block of so many slots. Clients that train without uploading come
+    last, in the next slots.
+    """
     blocks: defaultdict[int, list[Job]] = defaultdict(list)
     beyond = count(len(round.selected))
     for job in jobs:
@@ -134,5 +151,9 @@ def slot_blocks(jobs: Sequence[Job], round: Round, slots: int) -> dict[int, list
 
 
 def inbox_of(message: Message, index: int) -> Message:
-    """Return the rows `[1, ...]` of a message that receiver `index` is sent; a single row is for all."""
-    return {name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()}
+    """Return the rows `[1, ...]` of a message that receiver `index` is sent; a single row is for
+    all.
+    """
+    return {
+        name: rows[index : index + 1] if len(rows) > 1 else rows for name, rows in message.items()
+    }

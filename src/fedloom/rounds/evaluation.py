@@ -1,14 +1,15 @@
 """What a federation measures of its models, on whom, and how often.
 
-Figures of one evaluation, by name (parts: `Tally.figures`); accuracy stands for the objective's metric, loss for the others:
+Figures of one evaluation, by name (parts: `Tally.figures`); accuracy stands for the objective's
+metric, loss for the others:
 
     accuracy, loss                  the global model on the global test set, unless that is empty
     client_accuracy, _std, _worst   the global model on the clients' own test data; client_loss
     personal_accuracy, ...          each client's own model (`Algorithm.personalise`) on the client's own test data
     new_client_accuracy, ...        the same for clients that never train
 
-Personal models are those with which the next round would begin, made from what the next round would send: after the download
-and the local initialisation, before local training (as FedALA does).
+Personal models are those with which the next round would begin, made from what the next round would
+send: after the download and the local initialisation, before local training (as FedALA does).
 """
 
 import math
@@ -35,26 +36,39 @@ from fedloom.rounds.scoring import Evaluator, Tally
 from fedloom.task import Task
 
 SHARE = 0.1
-"""What evaluation may cost, as a share of training, where the schedule leaves open how often to evaluate."""
+"""What evaluation may cost, as a share of training, where the schedule leaves open how often to
+evaluate.
+"""
 
 TRAINING_PASSES = 3
-"""A training step costs about three forward passes: the backward pass takes twice as long as the forward pass."""
+"""A training step costs about three forward passes: the backward pass takes twice as long as the
+forward pass.
+"""
 
 BLOCK = 64
 """How many clients' messages are made at a time."""
 
 MODELS = ("client", "personal", "new_client")
-"""Beginnings of figures on the clients' own test data: of the global model, of their own, and of those that never trained."""
+"""Beginnings of figures on the clients' own test data: of the global model, of their own, and of
+those that never trained.
+"""
 
 
 class Evaluation:
-    """Measures the models of one federation, in which clients from number `trainers` on never train.
+    """Measures the models of one federation, in which clients from number `trainers` on never
+    train.
 
-    `numbers` are the clients' numbers in figures, if others. Raises `InvalidValue` for figures that the task has no data for.
+    `numbers` are the clients' numbers in figures, if others. Raises `InvalidValue` for figures that
+    the task has no data for.
     """
 
     def __init__(
-        self, task: Task, engine: Engine, schedule: Schedule, trainers: int, numbers: Sequence[int] | None = None
+        self,
+        task: Task,
+        engine: Engine,
+        schedule: Schedule,
+        trainers: int,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.task, self.engine = task, engine
         self.rounds = schedule.rounds
@@ -62,70 +76,105 @@ class Evaluation:
         self.evaluator = Evaluator(task.model, task.layout, task.dataset)
         if task.local_test is None and (schedule.personal_every or schedule.new_clients):
             option = "personal_every" if schedule.personal_every else "new_clients"
-            raise InvalidValue(f"{option} needs test data of the clients' own: give the task local_test, such as 0.25")
+            raise InvalidValue(
+                f"{option} needs test data of the clients' own: give the task local_test, such as 0.25"
+            )
         sizes = np.zeros(task.clients) if task.local_test is None else task.local_test.sizes
         able = np.flatnonzero(sizes)
         self.clients = _chosen(able[able < trainers], schedule)
         self.newcomers = _chosen(able[able >= trainers], schedule)
-        self.every, self.personal_every = cadence(task, schedule, trainers, len(self.clients) + len(self.newcomers))
+        self.every, self.personal_every = cadence(
+            task, schedule, trainers, len(self.clients) + len(self.newcomers)
+        )
         self.patience = self._patience(schedule.stop)
 
     def _patience(self, stop: Stop) -> Patience:
-        """Return what ends the run. Raises `InvalidValue` for a figure that is never measured, or improves in no known way."""
+        """Return what ends the run. Raises `InvalidValue` for a figure that is never measured, or
+        improves in no known way.
+        """
         objective, metrics = self.task.objective, self.task.dataset.metrics
         names = [*objective.figure_names, *(metric.name for metric in metrics)]
         measured = [*(names if len(self.task.test) else ())]
         measured += [f"{model}_{name}" for model in MODELS for name in names if self.personal_every]
         figure = stop.metric or objective.metric.name
         if stop.evaluations is not None:
-            require_one_of("stop.metric", figure, tuple(measured) or ("none, without test samples",))
+            require_one_of(
+                "stop.metric", figure, tuple(measured) or ("none, without test samples",)
+            )
         model = next((model for model in MODELS if figure.startswith(f"{model}_")), "")
         metric, name = objective.metric, figure.removeprefix(f"{model}_")
         if stop.evaluations is not None and stop.goal is None and name not in ("loss", metric.name):
             raise InvalidValue(f"stop.goal: say whether {figure} should rise or fall")
-        rises = stop.goal == "rise" or (stop.goal is None and name == metric.name and metric.higher_is_better)
-        return Patience(stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every)
+        rises = stop.goal == "rise" or (
+            stop.goal is None and name == metric.name and metric.higher_is_better
+        )
+        return Patience(
+            stop, figure, rises, self.personal_every if model in MODELS[1:] else self.every
+        )
 
     def measure(
         self, pipeline: Pipeline, round: Round, model: Tensor, integers: Tensor, ends: bool = False
     ) -> tuple[Record, Record | None]:
-        """Return the figures due after `round` (all when it `ends` the run), and those of each client when personal models are
-        due. The global `model` is the pipeline's, `integers` are its integer buffers."""
+        """Return the figures due after `round` (all when it `ends` the run), and those of each
+        client when personal models are due. The global `model` is the pipeline's, `integers` are
+        its integer buffers.
+        """
         figures: Record = {}
         ends = ends or round.number == self.rounds
         due = ends or round.number % self.every == 0
         personal = self.personal_every > 0 and (ends or round.number % self.personal_every == 0)
         if due:
-            figures |= self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
+            figures |= (
+                self.evaluator.score(model, self.task.test, integers) if len(self.task.test) else {}
+            )
             figures |= pipeline.diagnose()
         tallies: dict[str, Tally] = {}
-        scored = partial(self._tally, pipeline, self.task.training.round_at(round, round.number + 1), integers)
+        scored = partial(
+            self._tally, pipeline, self.task.training.round_at(round, round.number + 1), integers
+        )
         if personal or (due and self.personal_every):
             tallies["client"] = scored(model, self.clients)
         if personal:
-            tallies["personal"] = scored(None, self.clients) if pipeline.personal else tallies["client"]
+            tallies["personal"] = (
+                scored(None, self.clients) if pipeline.personal else tallies["client"]
+            )
             if self.newcomers:
                 tallies["new_client"] = scored(None if pipeline.personal else model, self.newcomers)
-        tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}  # absent sites answer nothing
+        # absent sites answer nothing
+        tallies = {name: tally for name, tally in tallies.items() if len(tally.clients)}
         for name, tally in tallies.items():
             figures |= tally.figures(name, self.task.objective)
         if not ends and self.patience.ends(round.number, figures):
             return self.measure(pipeline, round, model, integers, ends=True)
-        table = {"round": round.number, **{name: self._table(tally) for name, tally in tallies.items()}}
+        table = {
+            "round": round.number,
+            **{name: self._table(tally) for name, tally in tallies.items()},
+        }
         return figures, table if personal else None
 
     def _tally(
-        self, pipeline: Pipeline, upcoming: Round, integers: Tensor, model: Tensor | None, clients: Sequence[int]
+        self,
+        pipeline: Pipeline,
+        upcoming: Round,
+        integers: Tensor,
+        model: Tensor | None,
+        clients: Sequence[int],
     ) -> Tally:
-        """Score the global `model`, or else the models that the clients would use, on the clients' own test data."""
+        """Score the global `model`, or else the models that the clients would use, on the clients'
+        own test data.
+        """
         if model is not None and not self.task.elsewhere and self.task.local_test is not None:
-            return self.evaluator.tally(model, self.task.train, self.task.local_test, clients, integers)
+            return self.evaluator.tally(
+                model, self.task.train, self.task.local_test, clients, integers
+            )
         if model is not None:
             plain = Algorithm()  # with it, clients use what they are sent
             plain.plan, plain.state = pipeline.plan, {"model": model}
             pipeline = Pipeline(plain)
         blocks = self.deployed(pipeline, upcoming, clients, integers)
-        return Tally.joined([t for block in blocks for t in self.engine.evaluate(pipeline, upcoming, block)])
+        return Tally.joined(
+            [t for block in blocks for t in self.engine.evaluate(pipeline, upcoming, block)]
+        )
 
     def deployed(
         self, pipeline: Pipeline, upcoming: Round, clients: Sequence[int], integers: Tensor
@@ -148,15 +197,19 @@ class Evaluation:
 
 
 def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tuple[int, int]:
-    """Every how many rounds the global model is scored, and every how many personal models are; 0 is never.
+    """Every how many rounds the global model is scored, and every how many personal models are; 0
+    is never.
 
-    What the schedule leaves open is chosen such that evaluation costs at most `SHARE` of training, counted in samples that
-    pass forward: training K clients costs 3 K s, with s the samples of one client's local training; the global model, one
-    pass over the test set and the clients' own; a client, 3 s + 2 m, as if personalising were one more local training (no
-    method here does more) and with m own test samples for the global and for the personal model. So the choice depends on no
-    clock and on no method, and methods that are compared are evaluated in the same rounds.
+    What the schedule leaves open is chosen such that evaluation costs at most `SHARE` of training,
+    counted in samples that pass forward: training K clients costs 3 K s, with s the samples of one
+    client's local training; the global model, one pass over the test set and the clients' own; a
+    client, 3 s + 2 m, as if personalising were one more local training (no method here does more)
+    and with m own test samples for the global and for the personal model. So the choice depends on
+    no clock and on no method, and methods that are compared are evaluated in the same rounds.
     """
-    local = TRAINING_PASSES * task.training.samples_seen(float(task.partition.sizes[:trainers].mean()))
+    local = TRAINING_PASSES * task.training.samples_seen(
+        float(task.partition.sizes[:trainers].mean())
+    )
     training = schedule.participants(trainers) * local
     if evaluated == 0 or schedule.personal_every == 0 or task.local_test is None:
         return schedule.evaluate_every or max(1, math.ceil(len(task.test) / (SHARE * training))), 0
@@ -164,26 +217,36 @@ def cadence(task: Task, schedule: Schedule, trainers: int, evaluated: int) -> tu
     overall = len(task.test) + evaluated * local_test
     every = schedule.evaluate_every or math.ceil(overall / (SHARE / 2 * training))
     share = max(SHARE - overall / (every * training), SHARE / 2)
-    return every, schedule.personal_every or math.ceil(evaluated * (local + 2 * local_test) / (share * training))
+    return every, schedule.personal_every or math.ceil(
+        evaluated * (local + 2 * local_test) / (share * training)
+    )
 
 
 def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[int]]:
-    """The task with `count` drawn clients moved behind all others, which keep their order, and the clients' earlier numbers.
+    """The task with `count` drawn clients moved behind all others, which keep their order, and the
+    clients' earlier numbers.
 
-    A draw, since in some partitions neighbours hold the same classes. Raises `InvalidValue` when nobody is left to train.
+    A draw, since in some partitions neighbours hold the same classes. Raises `InvalidValue` when
+    nobody is left to train.
     """
     if count == 0:
         return task, range(task.clients)
     if count >= task.clients:
         raise InvalidValue(f"new_clients leaves none of the {task.clients} clients to train")
-    drawn = torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count].sort().values.tolist()
+    drawn = (
+        torch.randperm(task.clients, generator=stream(seed, "new clients"))[:count]
+        .sort()
+        .values.tolist()
+    )
     numbers = [client for client in range(task.clients) if client not in {*drawn}] + drawn
     local_test = None if task.local_test is None else task.local_test.take(numbers)
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 
 
 def untrained(pipeline: Pipeline) -> list[str]:
-    """Return a notice that names the layers of the global model that nothing changes, where there are any."""
+    """Return a notice that names the layers of the global model that nothing changes, where there
+    are any.
+    """
     plan, algorithm = pipeline.plan, pipeline.algorithm
     layout, unit = plan.layout, algorithm.shared(plan.module, plan.layout)
     trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]

@@ -47,8 +47,8 @@ class Observer(Protocol):
     """Records something of the rounds of a federation, without influence on them.
 
     `begin` is called when the federation is set up, before it resumes; `observe` before the method
-    receives the replies, in a round that may still fail; `commit` when it has succeeded. `log` is cut
-    where a run resumes, and checkpoints contain its digest.
+    receives the replies, in a round that may still fail; `commit` when it has succeeded. `log` is
+    cut where a run resumes, and checkpoints contain its digest.
     """
 
     @property
@@ -61,11 +61,12 @@ class Observer(Protocol):
 class Federation:
     """One method on one task in one engine, round after round.
 
-    With a `directory`, each round appends its figures to `metrics.jsonl`, those of single clients to
-    `clients.jsonl`, and its times and new notices to `timings.jsonl`. Checkpoints are saved there,
-    client memory that does not fit into them under `clients`, and pools larger than the schedule's
-    `pool_budget` under `pool`; a run with such a pool has a checkpoint of every round. A federation
-    made again with the same arguments continues from the newest checkpoint of the same `identity`.
+    With a `directory`, each round appends its figures to `metrics.jsonl`, those of single clients
+    to `clients.jsonl`, and its times and new notices to `timings.jsonl`. Checkpoints are saved
+    there, client memory that does not fit into them under `clients`, and pools larger than the
+    schedule's `pool_budget` under `pool`; a run with such a pool has a checkpoint of every round. A
+    federation made again with the same arguments continues from the newest checkpoint of the same
+    `identity`.
 
     Figures name clients by the task's numbers. Where some never train (`Schedule.new_clients`),
     `self.task` has these last, and methods and engine use the numbers of that order.
@@ -93,7 +94,9 @@ class Federation:
         self._noted: set[str] = set()  # notices that were written to `timings`
         self._midway = False  # a round has begun and not ended, so the state belongs to no round
         self._now = 0.0  # simulated time
-        self._pools = PoolFiles(None if directory is None else directory / "pool", schedule.pool_budget)
+        self._pools = PoolFiles(
+            None if directory is None else directory / "pool", schedule.pool_budget
+        )
         self._set_up(task)
         remote = isinstance(engine, RemoteClients)
         engine.begin(self.task, None if directory is None else directory / "clients")
@@ -181,8 +184,9 @@ class Federation:
 
     @property
     def notices(self) -> list[str]:
-        """Notices, one line each: damaged checkpoints, how clients train where that is unusual, whether
-        the models of a pool drift apart, and why the run ends early."""
+        """Notices, one line each: damaged checkpoints, how clients train where that is unusual,
+        whether the models of a pool drift apart, and why the run ends early.
+        """
         damaged = [] if self.checkpoints is None else self.checkpoints.notices
         ends = self.evaluation.patience.notices
         if self.finished and self.pipeline.spent:
@@ -193,9 +197,9 @@ class Federation:
     def run(self, on_round: Callable[[Record, Record], None] | None = None) -> None:
         """Run the remaining rounds.
 
-        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round. Where the
-        interrupted round has changed too much client memory to be undone, the checkpoint before stays
-        the last, and `run` raises `CheckpointError`.
+        An interruption (Ctrl-C) or an error leaves a checkpoint of the last finished round. Where
+        the interrupted round has changed too much client memory to be undone, the checkpoint before
+        stays the last, and `run` raises `CheckpointError`.
 
         Args:
             on_round: Called after each round with its figures and its times.
@@ -365,7 +369,9 @@ class Federation:
                 log.append(line)
 
     def personal_tasks(self) -> Iterator[tuple[int, Round, Job]]:
-        """Yield what each evaluated client is sent to personalise, with its number and the next round."""
+        """Yield what each evaluated client is sent to personalise, with its number and the next
+        round.
+        """
         evaluation, pipeline = self.evaluation, self.pipeline
         upcoming = self.task.training.round_at(self._first, self.finished + 1)
         clients = (*evaluation.clients, *evaluation.newcomers)
@@ -373,16 +379,24 @@ class Federation:
             yield from ((self.numbers[task.client], upcoming, task) for task in jobs)
 
     def save(self) -> None:
-        """Write a checkpoint, after the figures and client memory that it refers to; then remove what only older ones needed."""
+        """Write a checkpoint, after the figures and client memory that it refers to; then remove
+        what only older ones needed.
+        """
         if self.checkpoints is not None:
             logs = self._checked_logs()
             for log in logs:
                 log.sync()
             state = {**self.course.state(), INTEGERS: self.integers}
-            pools = {name: file for name, tensor in state.items() if (file := self._pools.write(tensor)) is not None}
+            pools = {
+                name: file
+                for name, tensor in state.items()
+                if (file := self._pools.write(tensor)) is not None
+            }
             server = {name: tensor for name, tensor in state.items() if name not in pools}
             digests = {log.name: log.digest for log in logs}
-            self.checkpoints.save(Checkpoint(self.finished, server, self.engine.memory(), digests, pools))
+            self.checkpoints.save(
+                Checkpoint(self.finished, server, self.engine.memory(), digests, pools)
+            )
             self._pools.keep(pools.values())
             self.engine.release_memory()
         self._saved = self.finished

@@ -1,4 +1,6 @@
-"""Notices when the models of a pool have come apart, so that their mean, the global model, is no good model any more."""
+"""Notices when the models of a pool have come apart, so that their mean, the global model, is no
+good model any more.
+"""
 
 from array import array
 from collections.abc import Mapping
@@ -27,11 +29,13 @@ SPREAD_EARLY = (
 
 
 class PoolWatch:
-    """Reads the figures of one round after the other, and says once when a pool has come apart or will fall behind: `notices`.
+    """Reads the figures of one round after the other, and says once when a pool has come apart or
+    will fall behind: `notices`.
 
-    Long steps drive the models of a pool so far apart that their mean is no good model any more, though each of them may be one.
-    Of all evaluations of a pool, take the later half, since pools may still come together in the first rounds, and in it the
-    older and the newer half. A pool has come apart where
+    Long steps drive the models of a pool so far apart that their mean is no good model any more,
+    though each of them may be one. Of all evaluations of a pool, take the later half, since pools
+    may still come together in the first rounds, and in it the older and the newer half. A pool has
+    come apart where
 
         similarity of the newest pool < 0.8
         mean accuracy of the newer ones <= max(c + (1 - c) / 10, (c + best) / 2), c that of guessing, best of all rounds so far
@@ -40,14 +44,16 @@ class PoolWatch:
 
     `labels` are those of the test set; guessing is naming its most frequent class.
 
-    A pool that recombines from round 1 of `rounds` on is also judged at its first evaluation after 15 % of the rounds, if that
-    comes before 25 %: it is likely to end behind averaging where T / S, `pool_progress`, is below 0.8.
+    A pool that recombines from round 1 of `rounds` on is also judged at its first evaluation after
+    15 % of the rounds, if that comes before 25 %: it is likely to end behind averaging where T / S,
+    `pool_progress`, is below 0.8.
     """
 
     def __init__(self, labels: Tensor, rounds: int) -> None:
         self.notices: list[str] = []
         self._labels, self._rounds = labels, rounds
-        self._early = rounds >= ROUNDS  # no evaluation after 15 % of the rounds yet, and each with a `pool_progress`
+        # no evaluation after 15 % of the rounds yet, and each with a `pool_progress`
+        self._early = rounds >= ROUNDS
         self._best = 0.0
         self._pool = array("d")  # accuracy, loss and training loss of each evaluation
 
@@ -62,7 +68,11 @@ class PoolWatch:
         if loss is None or training_loss is None or similarity is None:
             return
         self._pool.extend((accuracy, loss, training_loss))
-        if similarity < SIMILARITY and len(self._pool) >= 3 * EVALUATIONS and self._has_come_apart():
+        if (
+            similarity < SIMILARITY
+            and len(self._pool) >= 3 * EVALUATIONS
+            and self._has_come_apart()
+        ):
             self.notices.append(CAME_APART)
 
     def _judge_early(self, round: int, progress: float | None) -> None:
@@ -71,7 +81,9 @@ class PoolWatch:
         elif self._early and round >= EARLY * self._rounds:
             self._early = False
             if progress < PROGRESS and round <= LATE * self._rounds:
-                self.notices.append(SPREAD_EARLY.format(progress=progress, round=round, rounds=self._rounds))
+                self.notices.append(
+                    SPREAD_EARLY.format(progress=progress, round=round, rounds=self._rounds)
+                )
 
     def _has_come_apart(self) -> bool:
         figures = np.array(self._pool).reshape(-1, 3)

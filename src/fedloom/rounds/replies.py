@@ -1,4 +1,6 @@
-"""What comes back in a round, in the order of the slots whoever answers first, and kept no longer than the method needs it."""
+"""What comes back in a round, in the order of the slots whoever answers first, and kept no longer
+than the method needs it.
+"""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +17,13 @@ from fedloom.task import Task
 
 
 class RoundReplies:
-    """The answers of a round. Each tensor is copied once, into the matrix of its block of `size` slots, unless the engine has put
-    it there already; `weigh` gives the replies' weights.
+    """The answers of a round. Each tensor is copied once, into the matrix of its block of `size`
+    slots, unless the engine has put it there already; `weigh` gives the replies' weights.
 
-    With `fold`, a block is folded when the last of its clients has answered, and its memory is free for the next one: only
-    the `aggregate` remains, in which blocks are joined in their order. A block that was folded elsewhere is taken as it is.
-    Without `fold`, one block holds all replies, made by `pools`. `exchange` is the round's record.
+    With `fold`, a block is folded when the last of its clients has answered, and its memory is free
+    for the next one: only the `aggregate` remains, in which blocks are joined in their order. A
+    block that was folded elsewhere is taken as it is. Without `fold`, one block holds all replies,
+    made by `pools`. `exchange` is the round's record.
     """
 
     def __init__(
@@ -34,7 +37,12 @@ class RoundReplies:
         exchange: Exchange | None = None,
     ) -> None:
         self.pools, self.exchange = pools or PoolFiles(), exchange
-        self.slots, self.size, self.weigh, self.fold = slots, size if fold else max(1, slots), weigh, fold
+        self.slots, self.size, self.weigh, self.fold = (
+            slots,
+            size if fold else max(1, slots),
+            weigh,
+            fold,
+        )
         self.faults: list[Fault] = []
         self.bytes = 0
         self._integers: dict[int, Tensor] = {}  # by block
@@ -99,10 +107,14 @@ class RoundReplies:
         while self._turns and self._turns[0] in self._folded:
             aggregate = self._folded.pop(self._turns.popleft())
             if aggregate is not None:
-                self.aggregate = aggregate if self.aggregate is None else self.aggregate.joined(aggregate)
+                self.aggregate = (
+                    aggregate if self.aggregate is None else self.aggregate.joined(aggregate)
+                )
 
     def _in_order(self, number: int) -> Replies:
-        """Return the replies of a block, which is given up. The rows of slots without a reply become zero."""
+        """Return the replies of a block, which is given up. The rows of slots without a reply
+        become zero.
+        """
         matrices = self._matrices.pop(number, {})
         arrived = sorted(self._arrived.pop(number, []), key=_order)
         slots = torch.tensor([reply.job.slot for reply in arrived], dtype=torch.int64)
@@ -116,8 +128,14 @@ class RoundReplies:
 
     @property
     def integers(self) -> Tensor | None:
-        """Return the integer buffers `[r, Z]` of the replies that were folded, None where the model has none."""
-        return torch.cat([rows for _, rows in sorted(self._integers.items())]) if self._integers else None
+        """Return the integer buffers `[r, Z]` of the replies that were folded, None where the model
+        has none.
+        """
+        return (
+            torch.cat([rows for _, rows in sorted(self._integers.items())])
+            if self._integers
+            else None
+        )
 
     def together(self) -> Replies:
         """Return all replies, where they are not folded; they are given up."""
@@ -128,20 +146,28 @@ class RoundReplies:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Figures of the clients' work by name, NaN where a client has none, once all answers are here."""
+        """Figures of the clients' work by name, NaN where a client has none, once all answers are
+        here.
+        """
         names = sorted({name for reply in self.arrived for name in reply.metrics})
         return {
-            name: torch.tensor([reply.metrics.get(name, torch.nan) for reply in self.arrived], dtype=torch.float64)
+            name: torch.tensor(
+                [reply.metrics.get(name, torch.nan) for reply in self.arrived], dtype=torch.float64
+            )
             for name in names
         }
 
 
 def weights_of(task: Task, replies: Sequence[Answer]) -> Tensor:
-    """Return the weights of replies: those of their clients' tasks, or else the samples of the clients."""
+    """Return the weights of replies: those of their clients' tasks, or else the samples of the
+    clients.
+    """
     if any(reply.job.weight is not None for reply in replies):
         return torch.tensor([reply.job.weight for reply in replies], dtype=torch.float64)
     sizes = task.sizes(torch.tensor([reply.job.client for reply in replies], dtype=torch.int64))
-    claimed = torch.tensor([-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64)
+    claimed = torch.tensor(
+        [-1 if reply.samples is None else reply.samples for reply in replies], dtype=torch.int64
+    )
     return torch.where(claimed < 0, sizes, claimed)
 
 

@@ -22,7 +22,9 @@ WORST = 0.1
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums `[n, ...]` by name of what the objective counts on the test `samples [n]` of n `clients [n]`."""
+    """Sums `[n, ...]` by name of what the objective counts on the test `samples [n]` of n `clients
+    [n]`.
+    """
 
     clients: Tensor
     samples: Tensor
@@ -36,7 +38,10 @@ class Tally:
             return cls(nothing, nothing, {})
         clients = torch.cat([tally.clients for tally in tallies])
         order = clients.argsort()
-        totals = {name: torch.cat([tally.totals[name] for tally in tallies])[order] for name in tallies[0].totals}
+        totals = {
+            name: torch.cat([tally.totals[name] for tally in tallies])[order]
+            for name in tallies[0].totals
+        }
         return cls(clients[order], torch.cat([tally.samples for tally in tallies])[order], totals)
 
     def each(self, objective: Objective) -> dict[str, Tensor]:
@@ -52,14 +57,17 @@ class Tally:
     def figures(self, name: str, objective: Objective) -> dict[str, float]:
         """The summary of these clients under `name`.
 
-        `_accuracy` (or whatever the metric is) and the other figures: over all their samples, so means weighted by samples.
-        `_accuracy_std`: the population standard deviation of the clients' accuracies, and `_accuracy_worst` the mean over the
-        tenth of the clients (at least one) with the worst accuracy, both with every client counted alike.
+        `_accuracy` (or whatever the metric is) and the other figures: over all their samples, so
+        means weighted by samples. `_accuracy_std`: the population standard deviation of the
+        clients' accuracies, and `_accuracy_worst` the mean over the tenth of the clients (at least
+        one) with the worst accuracy, both with every client counted alike.
         Source: FedALA, section 5.1, and its authors' code for the weighted mean and the deviation.
         """
         metric = objective.metric
         values = self.each(objective)[metric.name]
-        worst = values.sort(descending=not metric.higher_is_better).values[: math.ceil(WORST * len(self.clients))]
+        worst = values.sort(descending=not metric.higher_is_better).values[
+            : math.ceil(WORST * len(self.clients))
+        ]
         overall = self.overall(objective)
         leading = {metric.name: overall.pop(metric.name), f"{metric.name}_std": float(values.std(correction=0)),
                    f"{metric.name}_worst": float(worst.mean())}  # fmt: skip
@@ -67,7 +75,9 @@ class Tally:
 
 
 class Evaluator:
-    """Scores rows on samples through one module in evaluation mode; statistics and random streams stay untouched."""
+    """Scores rows on samples through one module in evaluation mode; statistics and random streams
+    stay untouched.
+    """
 
     batch_size = 500
 
@@ -79,10 +89,16 @@ class Evaluator:
         """The module, copied when it is first needed, since most engines score no model."""
         return self.layout.copy(self._original).eval().requires_grad_(False)
 
-    def score(self, row: Tensor, samples: Samples, integers: Tensor | None = None) -> dict[str, float]:
-        """Return the objective's figures and the metrics of the model `row [P]` on all samples together."""
+    def score(
+        self, row: Tensor, samples: Samples, integers: Tensor | None = None
+    ) -> dict[str, float]:
+        """Return the objective's figures and the metrics of the model `row [P]` on all samples
+        together.
+        """
         objective, sizes = self.dataset.objective, torch.tensor([len(samples)])
-        totals = objective.add_up(self._count(row, samples, integers), lambda values: values.sum(0, keepdim=True))
+        totals = objective.add_up(
+            self._count(row, samples, integers), lambda values: values.sum(0, keepdim=True)
+        )
         totals["samples"] = sizes.to(next(iter(totals.values())))
         return {name: float(values[0]) for name, values in figures(objective, totals).items()}
 
@@ -94,12 +110,17 @@ class Evaluator:
         clients: Sequence[int],
         integers: Tensor | None = None,
     ) -> Tally:
-        """Score a model `row [P]` on the clients' samples by `partition`, in shared batches, so that small sets cost little."""
+        """Score a model `row [P]` on the clients' samples by `partition`, in shared batches, so
+        that small sets cost little.
+        """
         index = torch.from_numpy(np.concatenate([partition[client] for client in clients]))
         sizes = torch.tensor([len(partition[client]) for client in clients])
         owner = torch.arange(len(clients)).repeat_interleave(sizes)
         totals = self.dataset.objective.add_up(
-            {name: values.cpu() for name, values in self._count(row, samples, integers, index, owner).items()},
+            {
+                name: values.cpu()
+                for name, values in self._count(row, samples, integers, index, owner).items()
+            },
             lambda values: _by_owner(values.numpy(), owner.numpy(), len(clients)),
             owner,
         )
@@ -114,14 +135,18 @@ class Evaluator:
         index: Tensor | None = None,
         owner: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]` float64 by name. The data set's
-        metrics are of the samples of each `owner [n]`, or of all."""
-        # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits of products.
+        """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]`
+        float64 by name. The data set's metrics are of the samples of each `owner [n]`, or of all.
+        """
+        # Into tensors of its own, not by binding: how numbers lie in memory moves the last digits
+        # of products.
         self.layout.load(self.module, row, integers)
         dataset, blocks, pairs = self.dataset, [], []
         for start in range(0, len(samples) if index is None else len(index), self.batch_size):
             span = slice(start, start + self.batch_size)
-            batch = samples[span] if index is None else samples[index[span].to(samples.labels.device)]
+            batch = (
+                samples[span] if index is None else samples[index[span].to(samples.labels.device)]
+            )
             outputs = self.module(dataset.prepare(batch.inputs))
             blocks.append(dataset.objective.statistics(outputs, batch.labels))
             if dataset.metrics:
@@ -136,8 +161,12 @@ class Evaluator:
         return statistics
 
 
-def _by_owner(values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int) -> Tensor:
-    """The sums `[clients, ...]` of `values [n, ...]`, in one fixed order: adding up on a GPU would not be the same twice."""
+def _by_owner(
+    values: npt.NDArray[np.float64], owner: npt.NDArray[np.int64], clients: int
+) -> Tensor:
+    """The sums `[clients, ...]` of `values [n, ...]`, in one fixed order: adding up on a GPU would
+    not be the same twice.
+    """
     columns = values.reshape(len(values), -1).T
     sums = [np.bincount(owner, weights=column, minlength=clients) for column in columns]
     return torch.from_numpy(np.stack(sums, 1).reshape(clients, *values.shape[1:]))

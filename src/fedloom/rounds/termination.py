@@ -1,4 +1,6 @@
-"""SIGTERM, which schedulers of clusters send some seconds before they kill, interrupts as Ctrl-C does."""
+"""SIGTERM, which schedulers of clusters send some seconds before they kill, interrupts as Ctrl-C
+does.
+"""
 
 import signal
 import threading
@@ -12,9 +14,11 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises `Terminated` within the block, once: another one does not disturb what is saved then.
+    """SIGTERM raises `Terminated` within the block, once: another one does not disturb what is
+    saved then.
 
-    Nothing changes where SIGTERM has a handler already, nor in other threads than the main one, which alone takes signals.
+    Nothing changes where SIGTERM has a handler already, nor in other threads than the main one,
+    which alone takes signals.
     """
     if not _takes_signals() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -1,7 +1,8 @@
-"""Server of an exchange: calls for it, carries the letters stage by stage, and opens layers that were sealed for it.
+"""Server of an exchange: calls for it, carries the letters stage by stage, and opens layers that
+were sealed for it.
 
-It cannot read parcels, but it sees everything else, and checks it before delivery. So it need not believe a peer that accuses
-another of anything but the contents of a parcel.
+It cannot read parcels, but it sees everything else, and checks it before delivery. So it need not
+believe a peer that accuses another of anything but the contents of a parcel.
 """
 
 from collections import Counter
@@ -19,7 +20,9 @@ from fedloom.secure.wire import Introduction, Letter, PeerMessage, PeerSession, 
 
 
 class Transport(Protocol):
-    """Carries one request to each of some peers and their answers back, in bytes: one round of messages over Flower."""
+    """Carries one request to each of some peers and their answers back, in bytes: one round of
+    messages over Flower.
+    """
 
     def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
         """Return the answers of the peers that gave one in time. Peers work at the same time."""
@@ -45,10 +48,12 @@ class ServerKey:
     def open_models(
         self, uploads: Mapping[int, Sequence[bytes]], terms: Terms
     ) -> tuple[dict[int, list[bytes | None]], list[ProtocolViolation]]:
-        """Open the sealed layers of every uploaded model, after the exchange of these terms. Return them by peer, and violations.
+        """Open the sealed layers of every uploaded model, after the exchange of these terms. Return
+        them by peer, and violations.
 
-        None stands for a layer that was not sealed under these terms for its index, or that an earlier upload held too; its
-        uploader may have received it so. An upload with more or fewer layers, or of other sizes, is left out.
+        None stands for a layer that was not sealed under these terms for its index, or that an
+        earlier upload held too; its uploader may have received it so. An upload with more or fewer
+        layers, or of other sizes, is left out.
         """
         models: dict[int, list[bytes | None]] = {}
         faults: list[ProtocolViolation] = []
@@ -59,20 +64,30 @@ class ServerKey:
                 continue
             models[peer] = []
             for index, layer in enumerate(layers):
-                content = None if layer in opened else unseal(layer, self.private, terms.layer_context(index))
+                content = (
+                    None
+                    if layer in opened
+                    else unseal(layer, self.private, terms.layer_context(index))
+                )
                 if content is None:
                     reason = "was uploaded before" if layer in opened else "cannot be opened"
-                    faults.append(ProtocolViolation("spoilt", peer, f"layer {index} of its upload {reason}"))
+                    faults.append(
+                        ProtocolViolation("spoilt", peer, f"layer {index} of its upload {reason}")
+                    )
                 opened.add(layer)
                 models[peer].append(content)
         return models, faults
 
 
-def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> tuple[Terms, list[ProtocolViolation]]:
-    """Let the peers of `terms` exchange their layers; when one fails, the others begin anew without it, as the next attempt.
+def run_exchange(
+    transport: Transport, terms: Terms, *, fewest: int = 2
+) -> tuple[Terms, list[ProtocolViolation]]:
+    """Let the peers of `terms` exchange their layers; when one fails, the others begin anew without
+    it, as the next attempt.
 
-    Returns the last terms, whose peers have committed, and the faults that earlier attempts met. Raises `ExchangeAborted` when
-    fewer than `fewest` are left; every peer then has the model that it had.
+    Returns the last terms, whose peers have committed, and the faults that earlier attempts met.
+    Raises `ExchangeAborted` when fewer than `fewest` are left; every peer then has the model that
+    it had.
     """
     require_at_least("fewest", fewest, 1)
     believed: set[int] = set()
@@ -83,7 +98,8 @@ def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> tupl
             return terms, met
         gone = {fault.peer for fault in faults}
         remaining = tuple(peer for peer in terms.peers if peer not in gone)
-        over = terms.peers if len(remaining) < fewest else gone  # the others learn it by the terms that follow
+        # the others learn it by the terms that follow
+        over = terms.peers if len(remaining) < fewest else gone
         transport.carry({peer: PeerMessage("abort").encode() for peer in over})
         met += faults
         terms = replace(terms, attempt=terms.attempt + 1, peers=remaining)
@@ -91,19 +107,26 @@ def run_exchange(transport: Transport, terms: Terms, *, fewest: int = 2) -> tupl
 
 
 class _Attempt:
-    """One attempt: each step ends for all before the next begins. `believed` are the peers that have accused another once."""
+    """One attempt: each step ends for all before the next begins. `believed` are the peers that
+    have accused another once.
+    """
 
     def __init__(self, terms: Terms, believed: set[int]) -> None:
         self.terms, self.believed = terms, believed
         self._introductions: dict[int, Introduction] = {}
-        self._counts: dict[tuple[int, int], int] = {}  # layers sent in this repeat, from whom to whom
+        # layers sent in this repeat, from whom to whom
+        self._counts: dict[tuple[int, int], int] = {}
 
     def run(self, transport: Transport) -> list[ProtocolViolation]:
-        """Return the faults that ended the attempt, each naming a peer that must go; none for success."""
+        """Return the faults that ended the attempt, each naming a peer that must go; none for
+        success.
+        """
         peers = self.terms.peers
         requests = {peer: PeerMessage("begin", self.terms) for peer in peers}
         for step in range(2 * self.terms.rules.repeats + 3):
-            answers = transport.carry({peer: request.encode() for peer, request in requests.items()})
+            answers = transport.carry(
+                {peer: request.encode() for peer, request in requests.items()}
+            )
             inboxes: dict[int, list[Letter]] = {peer: [] for peer in peers}
             faults: list[ProtocolViolation] = []
             accusations: list[ProtocolViolation] = []
@@ -118,11 +141,16 @@ class _Attempt:
                 return faults
             if step == 0:
                 self._session = PeerSession(self.terms, self._introductions)
-            requests = {peer: PeerMessage("letters", letters=tuple(inbox)) for peer, inbox in inboxes.items()}
+            requests = {
+                peer: PeerMessage("letters", letters=tuple(inbox))
+                for peer, inbox in inboxes.items()
+            }
         return []
 
     def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
-        """Return a peer's letters in answer to a step. Raises `ProtocolViolation` when they are wrong, or accuse a peer."""
+        """Return a peer's letters in answer to a step. Raises `ProtocolViolation` when they are
+        wrong, or accuse a peer.
+        """
         if answer is None:
             raise ProtocolViolation("left", peer)
         read = PeerMessage.decode(answer, peer)
@@ -130,10 +158,15 @@ class _Attempt:
             raise read.fault
         ends = [(peer, recipient) for recipient in self.terms.peers if recipient != peer]
         if any((letter.sender, letter.recipient) not in ends for letter in read.letters):
-            raise ProtocolViolation("invalid", peer, "a letter in another's name or to nobody in this exchange")
+            raise ProtocolViolation(
+                "invalid", peer, "a letter in another's name or to nobody in this exchange"
+            )
         if step == 0:
             bodies = {letter.body for letter in read.letters}
-            if sorted(letter.recipient for letter in read.letters) != sorted(to for _, to in ends) or len(bodies) > 1:
+            if (
+                sorted(letter.recipient for letter in read.letters) != sorted(to for _, to in ends)
+                or len(bodies) > 1
+            ):
                 raise ProtocolViolation("invalid", peer, "not one introduction, the same to all")
             for body in bodies:
                 self._introductions[peer] = Introduction.decode(body, peer)
@@ -144,7 +177,9 @@ class _Attempt:
         if step % 2 and step <= 2 * rules.repeats:
             low, high = rules.bounds(len(self.terms.sizes))[step // 2]
             if ends and not low <= len(parcels) <= high:
-                raise ProtocolViolation("disagrees", peer, f"{len(parcels)} layers sent, not {low} to {high}")
+                raise ProtocolViolation(
+                    "disagrees", peer, f"{len(parcels)} layers sent, not {low} to {high}"
+                )
             self._counts |= {pair: sum(note.ends == pair for note in parcels) for pair in ends}
         return read.letters
 
@@ -153,23 +188,32 @@ class _Attempt:
     ) -> list[ProtocolViolation]:
         """Return the peers who must go for these accusations, as violations.
 
-        An accusation of the server, or of what the server has seen not to be so, costs the witness its own place. Everybody is
-        sent the same introduction, so most of the others must find it forged. What a parcel holds nobody but its recipient can
-        tell: once in an exchange a peer is believed, and leaves with the one that it accuses again.
+        An accusation of the server, or of what the server has seen not to be so, costs the witness
+        its own place. Everybody is sent the same introduction, so most of the others must find it
+        forged. What a parcel holds nobody but its recipient can tell: once in an exchange a peer is
+        believed, and leaves with the one that it accuses again.
         """
         votes = Counter(fault.peer for fault in accusations if fault.kind == "impostor")
         violations = []
         for fault in accusations:
             assert fault.witness is not None  # the reader of its answer has named it
-            parcels = [e for e in requests[fault.witness].letters if len(e.body) == self.terms.parcel_size()]
+            parcels = [
+                e
+                for e in requests[fault.witness].letters
+                if len(e.body) == self.terms.parcel_size()
+            ]
             opened = fault.kind == "spoilt" and fault.peer in {letter.sender for letter in parcels}
-            if opened or (fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1):
+            if opened or (
+                fault.kind == "impostor" and 2 * votes[fault.peer] > len(self.terms.peers) - 1
+            ):
                 violations.append(fault)
             else:
                 kind = "withdrew" if fault.peer == SERVER else "unproved"
                 violations.append(ProtocolViolation(kind, fault.witness, str(fault)))
             if opened and fault.witness in self.believed:
-                violations.append(ProtocolViolation("unproved", fault.witness, "for the second time"))
+                violations.append(
+                    ProtocolViolation("unproved", fault.witness, "for the second time")
+                )
             if opened:
                 self.believed.add(fault.witness)
         return violations

@@ -1,6 +1,8 @@
-"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for identities on NIST curves, ECDSA.
+"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for
+identities on NIST curves, ECDSA.
 
-HPKE draws a fresh X25519 key pair for every envelope: no key has two nonces, and the same content is sealed to other bytes.
+HPKE draws a fresh X25519 key pair for every envelope: no key has two nonces, and the same content
+is sealed to other bytes.
 """
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -38,7 +40,9 @@ def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | No
 
 
 def can_seal(key: bytes) -> bool:
-    """Return True unless this X25519 public key is a point of low order, with which every shared secret is zero."""
+    """Return True unless this X25519 public key is a point of low order, with which every shared
+    secret is zero.
+    """
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:

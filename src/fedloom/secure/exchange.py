@@ -1,9 +1,11 @@
-"""Four stages of secure model recombination, for anything that can stand for a layer: an envelope, or just its origin.
+"""Four stages of secure model recombination, for anything that can stand for a layer: an envelope,
+or just its origin.
 
-Peers hold one model of U layers each. In one repeat every peer sends n layers, n uniform in [low, high], to peers chosen at
-random (stage 1), puts what it receives into the buffer of the layer's index (stage 2), returns for each received layer a
-random one of that buffer (stage 3) and takes what is returned to it (stage 4). Source: Hu et al., arXiv 2208.07677,
-appendix B, algorithm 2; its line 9 must empty the buffer of the layer's index, not of the loop counter.
+Peers hold one model of U layers each. In one repeat every peer sends n layers, n uniform in [low,
+high], to peers chosen at random (stage 1), puts what it receives into the buffer of the layer's
+index (stage 2), returns for each received layer a random one of that buffer (stage 3) and takes
+what is returned to it (stage 4). Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; its
+line 9 must empty the buffer of the layer's index, not of the loop counter.
 """
 
 import math
@@ -23,18 +25,24 @@ Draw = Callable[[int], int]
 """A source of uniform whole numbers: `draw(bound)` is one of 0 .. bound - 1."""
 
 Choices = Callable[[int, str], Draw]
-"""(peer, purpose) -> the source from which that peer draws for this purpose; the same purpose repeats the same numbers."""
+"""(peer, purpose) -> the source from which that peer draws for this purpose; the same purpose
+repeats the same numbers.
+"""
 
 MOST_REPEATS = 1000
-"""After a few dozen repeats any layer may be with any peer alike; each costs about a model's traffic a peer, and two messages."""
+"""After a few dozen repeats any layer may be with any peer alike; each costs about a model's
+traffic a peer, and two messages.
+"""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of an exchange for all its peers: `repeats` r_s, and how many layers each sends, `low` n_l to `high` n_u.
+    """Rules of an exchange for all its peers: `repeats` r_s, and how many layers each sends, `low`
+    n_l to `high` n_u.
 
-    Without `high` it is ceil(U / 4) in the first repeat, whose layers alone can be attributed to their senders, and U in
-    those that follow (the paper advises a small first bound and gives no number).
+    Without `high` it is ceil(U / 4) in the first repeat, whose layers alone can be attributed to
+    their senders, and U in those that follow (the paper advises a small first bound and gives no
+    number).
     """
 
     repeats: int = 2
@@ -48,22 +56,32 @@ class Rules:
             raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
 
     def bounds(self, units: int) -> list[tuple[int, int]]:
-        """Return n_l and n_u of each repeat for models of U = `units` layers; `InvalidValue` when these are fewer than n_u."""
+        """Return n_l and n_u of each repeat for models of U = `units` layers; `InvalidValue` when
+        these are fewer than n_u.
+        """
         largest = self.high or self.low
         if largest > units:
-            raise InvalidValue(f"low and high must be at most {units}, the number of a model's layers, not {largest}")
+            raise InvalidValue(
+                f"low and high must be at most {units}, the number of a model's layers, not {largest}"
+            )
         if self.high is not None:
             return [(self.low, self.high)] * self.repeats
-        return [(self.low, max(self.low, math.ceil(units / 4)))] + [(self.low, units)] * (self.repeats - 1)
+        return [(self.low, max(self.low, math.ceil(units / 4)))] + [(self.low, units)] * (
+            self.repeats - 1
+        )
 
 
 def secret_choices(peer: int, purpose: str) -> Draw:
-    """Draw from the operating system, for real sites: nobody can repeat it and no seed gives it away."""
+    """Draw from the operating system, for real sites: nobody can repeat it and no seed gives it
+    away.
+    """
     return secrets.randbelow
 
 
 def stream_choices(stream: Callable[[str, int], torch.Generator]) -> Choices:
-    """Return choices from the streams of a round, as `Round.stream`: a server that knows the seed can undo the exchange."""
+    """Return choices from the streams of a round, as `Round.stream`: a server that knows the seed
+    can undo the exchange.
+    """
     return lambda peer, purpose: stream_draw(stream(purpose, peer))
 
 
@@ -90,12 +108,16 @@ class Sent(NamedTuple, Generic[T]):
 
 
 def purpose(when: str, repeat: int, stage: str) -> str:
-    """Return the name of the choices of one stage (`send` or `return`) of one repeat (from 1) of the exchange `when`."""
+    """Return the name of the choices of one stage (`send` or `return`) of one repeat (from 1) of
+    the exchange `when`.
+    """
     return f"secure/{when}/{repeat}/{stage}"
 
 
 class LayerBuffers(Generic[T]):
-    """Items of one peer by the layer's index, one for each between repeats. The order in which they arrive does not matter."""
+    """Items of one peer by the layer's index, one for each between repeats. The order in which they
+    arrive does not matter.
+    """
 
     def __init__(self, others: Sequence[int], buffers: list[list[T]]) -> None:
         self.others, self.buffers = others, buffers
@@ -119,7 +141,9 @@ class LayerBuffers(Generic[T]):
         return going
 
     def exchange(self, received: Sequence[Sent[T]], draw: Draw) -> list[Sent[T]]:
-        """Take in all received layers, then return for each a random one of its index (stages 2 and 3)."""
+        """Take in all received layers, then return for each a random one of its index (stages 2 and
+        3).
+        """
         ordered = sorted(received, key=lambda sent: (sent.peer, sent.layer))
         for _, index, item in ordered:
             self.buffers[index].append(item)
@@ -137,20 +161,34 @@ class LayerBuffers(Generic[T]):
 
 
 class Rehearsal(NamedTuple):
-    """Outcome of an exchange: `sources[u][k]` is the row whose layer u row k has, `sent[r][u]` how many sent it in repeat r."""
+    """Outcome of an exchange: `sources[u][k]` is the row whose layer u row k has, `sent[r][u]` how
+    many sent it in repeat r.
+    """
 
     sources: list[list[int]]
     sent: list[list[int]]
 
     def bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes carried, there and back, for layers of `sizes[u]` bytes (equation 26 over all repeats)."""
-        return sum(2 * count * size for repeat in self.sent for count, size in zip(repeat, sizes, strict=True))
+        """Return the bytes carried, there and back, for layers of `sizes[u]` bytes (equation 26
+        over all repeats).
+        """
+        return sum(
+            2 * count * size
+            for repeat in self.sent
+            for count, size in zip(repeat, sizes, strict=True)
+        )
 
 
-def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str) -> Rehearsal:
-    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose rows are these peers'."""
+def rehearse(
+    peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str
+) -> Rehearsal:
+    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose
+    rows are these peers'.
+    """
     holders = {
-        peer: LayerBuffers([recipient for recipient in peers if recipient != peer], [[row] for _ in range(units)])
+        peer: LayerBuffers(
+            [recipient for recipient in peers if recipient != peer], [[row] for _ in range(units)]
+        )
         for row, peer in enumerate(peers)
     }
     sent: list[list[int]] = []
@@ -163,7 +201,9 @@ def rehearse(peers: Sequence[int], units: int, rules: Rules, choices: Choices, w
                 counts[layer.layer] += 1
         coming: dict[int, list[Sent[int]]] = {peer: [] for peer in peers}
         for peer, buffers in holders.items():
-            for layer in buffers.exchange(going[peer], choices(peer, purpose(when, number, "return"))):
+            for layer in buffers.exchange(
+                going[peer], choices(peer, purpose(when, number, "return"))
+            ):
                 coming[layer.peer].append(layer._replace(peer=peer))
         for peer, buffers in holders.items():
             buffers.rebuild(coming[peer])

@@ -25,7 +25,9 @@ KINDS = {
 
 
 class ProtocolViolation(FedloomError):
-    """A `peer`, or the carrier between, broke the exchange in a way of `KINDS`; a `witness` who noticed it may lie."""
+    """A `peer`, or the carrier between, broke the exchange in a way of `KINDS`; a `witness` who
+    noticed it may lie.
+    """
 
     def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
         require_one_of("kind", kind, tuple(KINDS))
@@ -42,4 +44,6 @@ class ExchangeAborted(FedloomError):
     def __init__(self, faults: list[ProtocolViolation], remaining: int, fewest: int) -> None:
         self.faults = faults
         reason = f": {faults[-1]}" if faults else ""
-        super().__init__(f"exchange aborted with {remaining} of at least {fewest} peers left{reason}")
+        super().__init__(
+            f"exchange aborted with {remaining} of at least {fewest} peers left{reason}"
+        )

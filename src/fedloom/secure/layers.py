@@ -15,20 +15,28 @@ def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
 
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
-    """Return the numbers of a row `[P]`, layer by layer, as bytes in the machine's order (little-endian with PyTorch)."""
+    """Return the numbers of a row `[P]`, layer by layer, as bytes in the machine's order
+    (little-endian with PyTorch).
+    """
     flat = row.detach().cpu()
     return [torch.cat([flat[span] for span in unit]).numpy().tobytes() for unit in units]
 
 
 def from_layers(layers: Sequence[bytes | None], units: Sequence[Unit], like: Tensor) -> Tensor:
-    """Return `like [P]` with these layers in its units, but those that are None. Raises `InvalidValue` for another size."""
+    """Return `like [P]` with these layers in its units, but those that are None. Raises
+    `InvalidValue` for another size.
+    """
     row = like.detach().cpu().clone()
-    for number, (layer, unit, size) in enumerate(zip(layers, units, layer_sizes(units, like), strict=True)):
+    for number, (layer, unit, size) in enumerate(
+        zip(layers, units, layer_sizes(units, like), strict=True)
+    ):
         if layer is None:
             continue
         if len(layer) != size:
             raise InvalidValue(f"layer {number} has {len(layer)} bytes, not {size}")
-        numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype).split([span.stop - span.start for span in unit])
+        numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype).split(
+            [span.stop - span.start for span in unit]
+        )
         for span, values in zip(unit, numbers, strict=True):
             row[span] = values
     return row.to(like.device)

@@ -10,10 +10,35 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue
 from fedloom.secure import wire
-from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity, can_seal, is_signed, seal, sign, unseal
-from fedloom.secure.exchange import Choices, Draw, LayerBuffers, Rules, Sent, purpose, secret_choices
+from fedloom.secure.envelopes import (
+    PrivateIdentity,
+    PublicIdentity,
+    can_seal,
+    is_signed,
+    seal,
+    sign,
+    unseal,
+)
+from fedloom.secure.exchange import (
+    Choices,
+    Draw,
+    LayerBuffers,
+    Rules,
+    Sent,
+    purpose,
+    secret_choices,
+)
 from fedloom.secure.faults import SERVER, ProtocolViolation
-from fedloom.secure.wire import INDEX, Introduction, Letter, Note, PeerMessage, PeerSession, Terms, pack
+from fedloom.secure.wire import (
+    INDEX,
+    Introduction,
+    Letter,
+    Note,
+    PeerMessage,
+    PeerSession,
+    Terms,
+    pack,
+)
 from fedloom.state.digest import Digest
 
 _SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered")
@@ -22,13 +47,16 @@ _SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered
 class Peer:
     """Peer `number`, who owns `identity` and knows the lasting public `identities` of all peers.
 
-    Before each exchange the model is handed over as layers (`offer`); then every request of the server goes to `handle`, and
-    `layers` holds the outcome: the exchanged layers once `committed`, which is when every peer has confirmed that its model is
-    whole, and else those that were offered; `abort` takes back even that. `upload` gives the envelopes to the server; the model
-    then enters no other exchange before an upload: in other company, the difference would show whose layers are whose.
+    Before each exchange the model is handed over as layers (`offer`); then every request of the
+    server goes to `handle`, and `layers` holds the outcome: the exchanged layers once `committed`,
+    which is when every peer has confirmed that its model is whole, and else those that were
+    offered; `abort` takes back even that. `upload` gives the envelopes to the server; the model
+    then enters no other exchange before an upload: in other company, the difference would show
+    whose layers are whose.
 
-    `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself included: of an exchange among
-    fewer, or by other rules, it takes no part. `choices` are secret unless a rehearsal is wanted. Keys are new in every run.
+    `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself
+    included: of an exchange among fewer, or by other rules, it takes no part. `choices` are secret
+    unless a rehearsal is wanted. Keys are new in every run.
     """
 
     def __init__(
@@ -43,7 +71,9 @@ class Peer:
     ) -> None:
         require_at_least("fewest", fewest, 1)
         if number not in identities:
-            raise InvalidValue(f"the identities name peers {sorted(identities)}, not peer {number} itself")
+            raise InvalidValue(
+                f"the identities name peers {sorted(identities)}, not peer {number} itself"
+            )
         self.number, self.identity, self.identities = number, identity, dict(identities)
         self.rules, self.fewest, self.choices = rules, fewest, choices
         self.offered: list[bytes] = []
@@ -59,7 +89,9 @@ class Peer:
         return self.holding.items if self.committed else self.offered
 
     def offer(self, layers: Sequence[bytes]) -> None:
-        """Hand over a model for the next exchange. Raises `InvalidValue` when the rules ask for more layers than it has."""
+        """Hand over a model for the next exchange. Raises `InvalidValue` when the rules ask for
+        more layers than it has.
+        """
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
         self.rules.bounds(len(layers))
@@ -67,7 +99,9 @@ class Peer:
         self.offered = list(layers)
 
     def upload(self) -> list[bytes]:
-        """Return the envelopes for the server, after an exchange before upload. Raises `InvalidValue` where there was none."""
+        """Return the envelopes for the server, after an exchange before upload. Raises
+        `InvalidValue` where there was none.
+        """
         if not self.committed or self.terms.when != "before_upload":
             raise InvalidValue("the exchange before upload did not come to its end here")
         self.uploaded.append(self._model_digest())
@@ -78,13 +112,19 @@ class Peer:
         self.committed, self.step = False, -1
 
     def handle(self, request: bytes) -> bytes:
-        """Answer one request. A fault that the peer notices is its answer, and the exchange is over for it."""
+        """Answer one request. A fault that the peer notices is its answer, and the exchange is over
+        for it.
+        """
         try:
             decoded = PeerMessage.decode(request)
             if decoded.kind == "abort":
                 self.abort()
                 return PeerMessage("letters").encode()
-            letters = self._begin(decoded.terms) if decoded.terms is not None else self._go_on(decoded.letters)
+            letters = (
+                self._begin(decoded.terms)
+                if decoded.terms is not None
+                else self._go_on(decoded.letters)
+            )
             return PeerMessage("letters", letters=tuple(letters)).encode()
         except ProtocolViolation as fault:
             self.abort()
@@ -98,7 +138,10 @@ class Peer:
         self._enter(terms)
         items = self.offered
         if terms.when == "before_upload":
-            items = [seal(item, terms.server_key, terms.layer_context(index)) for index, item in enumerate(items)]
+            items = [
+                seal(item, terms.server_key, terms.layer_context(index))
+                for index, item in enumerate(items)
+            ]
         self._hold(terms, [[item] for item in items])
         self.step = 0
         return [Letter(self.number, peer, self.introduction.encode()) for peer in self.others]
@@ -115,7 +158,10 @@ class Peer:
         for unacceptable, detail in (
             (not self.offered, "no model was offered"),
             (strangers, f"nobody knows the identity of peer {min(strangers, default=0)}"),
-            (self.number not in peers or len(set(peers)) != len(peers), "the list of peers makes no sense"),
+            (
+                self.number not in peers or len(set(peers)) != len(peers),
+                "the list of peers makes no sense",
+            ),
             (len(peers) < self.fewest, f"{len(peers)} of at least {self.fewest} peers"),
             (terms.when not in wire.OCCASIONS, f"no occasion {terms.when!r}"),
             (terms.rules != self.rules, "other rules or layers than here"),
@@ -127,11 +173,16 @@ class Peer:
                 raise ProtocolViolation("invalid", SERVER, detail)
 
     def _enter(self, terms: Terms) -> None:
-        """Make keys for a new run; in a run that goes on, refuse another server key and terms that were used already."""
+        """Make keys for a new run; in a run that goes on, refuse another server key and terms that
+        were used already.
+        """
         if terms.run != self.run:
             self.run, self.server_key, self.past = terms.run, terms.server_key, []
             self.signing, self.opening = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
-            keys = self.signing.public_key().public_bytes_raw(), self.opening.public_key().public_bytes_raw()
+            keys = (
+                self.signing.public_key().public_bytes_raw(),
+                self.opening.public_key().public_bytes_raw(),
+            )
             content = Introduction(*keys, b"").signed_content(terms.run, self.number)
             self.introduction = Introduction(*keys, sign(content, self.identity))
         if terms.server_key != self.server_key:
@@ -153,7 +204,9 @@ class Peer:
             if peer not in bodies:
                 raise ProtocolViolation("missing", peer, "its introduction")
             introductions[peer] = keys = Introduction.decode(bodies[peer], peer)
-            if not is_signed(keys.signed_content(self.terms.run, peer), keys.signature, self.identities[peer]):
+            if not is_signed(
+                keys.signed_content(self.terms.run, peer), keys.signature, self.identities[peer]
+            ):
                 raise ProtocolViolation("impostor", peer)
         self.session = PeerSession(self.terms, introductions)
         self.past.append(self.session.digest)
@@ -161,7 +214,9 @@ class Peer:
     # --- the stages ---
 
     def _go_on(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Take the letters of the others with which they answered the last step, and answer the next."""
+        """Take the letters of the others with which they answered the last step, and answer the
+        next.
+        """
         answered, final = self.step, 2 * self.rules.repeats + 1
         if answered < 0:
             raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
@@ -169,7 +224,9 @@ class Peer:
             if letter.recipient != self.number:
                 raise ProtocolViolation("misdirected", letter.sender)
             if letter.sender not in self.others:
-                raise ProtocolViolation("invalid", letter.sender, "it takes no part in this exchange")
+                raise ProtocolViolation(
+                    "invalid", letter.sender, "it takes no part in this exchange"
+                )
         came: list[Sent[bytes]] = []
         if answered == 0:
             self._meet(letters)
@@ -184,23 +241,33 @@ class Peer:
         if self.step % 2 == 0:  # stages 2 and 3
             return self._parcels(self.holding.exchange(came, self._draw("return")), wire.RETURNED)
         if answered:  # stage 4
-            if wrong := [sent.peer for sent in came if (sent.peer, sent.layer) not in self.holding.sent]:
-                raise ProtocolViolation("spoilt", wrong[0], "a layer returned that was not sent to it")
+            if wrong := [
+                sent.peer for sent in came if (sent.peer, sent.layer) not in self.holding.sent
+            ]:
+                raise ProtocolViolation(
+                    "spoilt", wrong[0], "a layer returned that was not sent to it"
+                )
             self.holding.rebuild(came)
         if self.step < final:
             return self._send()
         return [self._letter(peer, wire.CONFIRMATION, 0) for peer in self.others]
 
     def _send(self) -> list[Letter]:
-        """Begin the next repeat (stage 1): announce how many layers follow for each peer, then send them."""
+        """Begin the next repeat (stage 1): announce how many layers follow for each peer, then send
+        them.
+        """
         low, high = self.rules.bounds(len(self.offered))[self.terms.repeat(self.step) - 1]
         going = self.holding.send(low, high, self._draw("send"))
         counts = Counter(sent.peer for sent in going)
-        announcements = [self._letter(peer, wire.ANNOUNCEMENT, counts[peer]) for peer in self.others]
+        announcements = [
+            self._letter(peer, wire.ANNOUNCEMENT, counts[peer]) for peer in self.others
+        ]
         return announcements + self._parcels(going, wire.SENT)
 
     def _draw(self, stage: str) -> Draw:
-        return self.choices(self.terms)(self.number, purpose(self.terms.when, self.terms.repeat(self.step), stage))
+        return self.choices(self.terms)(
+            self.number, purpose(self.terms.when, self.terms.repeat(self.step), stage)
+        )
 
     def _model_digest(self) -> bytes:
         return Digest(pack(*self.offered)).digest()
@@ -208,20 +275,30 @@ class Peer:
     # --- between two requests ---
 
     def snapshot(self) -> bytes:
-        """Return all that the peer must remember of its run, empty before its first. It holds keys and a model."""
+        """Return all that the peer must remember of its run, empty before its first. It holds keys
+        and a model.
+        """
         if self.run is None:
             return b""
         state = {name: getattr(self, name) for name in _SAVED} | {
-            "keys": [self.signing.private_bytes_raw(), self.opening.private_bytes_raw(), self.introduction.encode()],
+            "keys": [
+                self.signing.private_bytes_raw(),
+                self.opening.private_bytes_raw(),
+                self.introduction.encode(),
+            ],
             "terms": self.terms.encode(),
-            "introductions": [keys.encode() for _, keys in sorted(self.session.introductions.items())],
+            "introductions": [
+                keys.encode() for _, keys in sorted(self.session.introductions.items())
+            ],
             "buffers": self.holding.buffers,
             "sent": self.holding.sent,
         }
         return plistlib.dumps(state, fmt=plistlib.FMT_BINARY)
 
     def restore(self, data: bytes) -> None:
-        """Let a new peer of the same number and identities go on where `snapshot` was taken, by the rules that it had then."""
+        """Let a new peer of the same number and identities go on where `snapshot` was taken, by the
+        rules that it had then.
+        """
         if not data:
             return
         state = plistlib.loads(data, fmt=plistlib.FMT_BINARY)
@@ -234,13 +311,20 @@ class Peer:
         self._hold(Terms.decode(state["terms"]), state["buffers"])
         self.rules = self.terms.rules
         self.holding.sent = [(recipient, index) for recipient, index in state["sent"]]
-        bodies = zip(sorted(self.terms.peers), state["introductions"], strict=False)  # none before they came
-        self.session = PeerSession(self.terms, {peer: Introduction.decode(body, peer) for peer, body in bodies})
+        # none before they came
+        bodies = zip(sorted(self.terms.peers), state["introductions"], strict=False)
+        self.session = PeerSession(
+            self.terms, {peer: Introduction.decode(body, peer) for peer, body in bodies}
+        )
 
     def _letter(self, peer: int, kind: int, number: int, content: bytes | None = None) -> Letter:
-        note = Note(self.session.digest, self.terms.repeat(self.step), kind, self.number, peer, number)
+        note = Note(
+            self.session.digest, self.terms.repeat(self.step), kind, self.number, peer, number
+        )
         if content is not None:
-            note = note._replace(payload=seal(content, self.session.introductions[peer].sealing, note.header()))
+            note = note._replace(
+                payload=seal(content, self.session.introductions[peer].sealing, note.header())
+            )
         return Letter(self.number, peer, note.signed(self.signing))
 
     def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:

@@ -1,6 +1,8 @@
-"""Messages of an exchange as bytes; docs/secure-messages.md describes every field, for whoever writes the other side.
+"""Messages of an exchange as bytes; docs/secure-messages.md describes every field, for whoever
+writes the other side.
 
-Reading never runs code. Bytes that cannot be read, or are not as agreed, raise `ProtocolViolation` naming their sender.
+Reading never runs code. Bytes that cannot be read, or are not as agreed, raise `ProtocolViolation`
+naming their sender.
 """
 
 import struct
@@ -20,7 +22,9 @@ from fedloom.state.digest import Digest
 OCCASIONS = ("before_upload", "before_train")
 
 ANNOUNCEMENT, SENT, RETURNED, CONFIRMATION = 1, 2, 3, 4
-"""Kinds of notes: how many layers follow (stage 1), a layer sent (stage 1), one returned (stage 3), all is whole (the end)."""
+"""Kinds of notes: how many layers follow (stage 1), a layer sent (stage 1), one returned (stage 3),
+all is whole (the end).
+"""
 
 INDEX = 4
 """Bytes of a layer's index in a parcel."""
@@ -36,12 +40,16 @@ NOTE_OVERHEAD = _HEADER.size + SIGNATURE
 
 
 def pack(*fields: bytes) -> bytes:
-    """Join fields with their lengths before them, so that no two lists of fields give the same bytes."""
+    """Join fields with their lengths before them, so that no two lists of fields give the same
+    bytes.
+    """
     return b"".join(struct.pack(">Q", len(field)) + field for field in fields)
 
 
 def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
-    """Return the fields that `pack` joined. Raises `ProtocolViolation` (damaged) for other bytes, or not `count` fields."""
+    """Return the fields that `pack` joined. Raises `ProtocolViolation` (damaged) for other bytes,
+    or not `count` fields.
+    """
     fields: list[bytes] = []
     offset = 0
     while offset < len(data):
@@ -62,10 +70,11 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload (`when`).
+    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload
+    (`when`).
 
-    Keys stay the same in a `run`. `server_key` is the X25519 key for which layers are sealed before an upload. Every peer must
-    have the same rules, and layers of the same `sizes` in bytes.
+    Keys stay the same in a `run`. `server_key` is the X25519 key for which layers are sealed before
+    an upload. Every peer must have the same rules, and layers of the same `sizes` in bytes.
     """
 
     run: str
@@ -78,9 +87,17 @@ class Terms:
     sizes: tuple[int, ...]
 
     def encode(self) -> bytes:
-        counts = (self.round, self.attempt, self.rules.repeats, self.rules.low, self.rules.high or 0)
+        counts = (
+            self.round,
+            self.attempt,
+            self.rules.repeats,
+            self.rules.low,
+            self.rules.high or 0,
+        )
         lists = map(pack_numbers, (counts, self.peers, self.sizes))
-        return pack(b"fedloom terms", self.run.encode(), self.when.encode(), self.server_key, *lists)
+        return pack(
+            b"fedloom terms", self.run.encode(), self.when.encode(), self.server_key, *lists
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> "Terms":
@@ -97,7 +114,9 @@ class Terms:
         return terms
 
     def repeat(self, step: int) -> int:
-        """Return the repeat, from 1, to which the answers of a step (from 0, which has none) belong."""
+        """Return the repeat, from 1, to which the answers of a step (from 0, which has none)
+        belong.
+        """
         return min((step + 1) // 2, self.rules.repeats)
 
     def held_sizes(self) -> list[int]:
@@ -113,12 +132,16 @@ class Terms:
         return NOTE_OVERHEAD + self.content_size() + OVERHEAD
 
     def layer_context(self, index: int) -> bytes:
-        """Return the context of a layer's envelope for the server: these terms and the layer's index."""
+        """Return the context of a layer's envelope for the server: these terms and the layer's
+        index.
+        """
         return pack(b"fedloom layer", Digest(self.encode()).digest(), pack_numbers([index]))
 
 
 class Introduction(NamedTuple):
-    """Public keys of a peer in this run, for signatures (Ed25519) and for sealing (X25519), signed by its lasting identity."""
+    """Public keys of a peer in this run, for signatures (Ed25519) and for sealing (X25519), signed
+    by its lasting identity.
+    """
 
     verifying: bytes
     sealing: bytes
@@ -126,7 +149,9 @@ class Introduction(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes, peer: int) -> "Introduction":
-        """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which nothing can be sealed."""
+        """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which
+        nothing can be sealed.
+        """
         introduction = cls(*unpack(body, peer, 3))
         if (len(introduction.verifying), len(introduction.sealing)) != (32, 32):
             raise ProtocolViolation("damaged", peer, "its introduction")
@@ -139,7 +164,13 @@ class Introduction(NamedTuple):
 
     def signed_content(self, run: str, peer: int) -> bytes:
         """Return the bytes that the lasting identity signs."""
-        return pack(b"fedloom introduction", run.encode(), pack_numbers([peer]), self.verifying, self.sealing)
+        return pack(
+            b"fedloom introduction",
+            run.encode(),
+            pack_numbers([peer]),
+            self.verifying,
+            self.sealing,
+        )
 
 
 class Letter(NamedTuple):
@@ -160,7 +191,9 @@ class Letter(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Content of a letter after the introductions; `number` counts the parcels to the recipient, or says how many follow."""
+    """Content of a letter after the introductions; `number` counts the parcels to the recipient, or
+    says how many follow.
+    """
 
     session: bytes
     repeat: int
@@ -179,7 +212,9 @@ class Note(NamedTuple):
         return self.kind in (SENT, RETURNED)
 
     def header(self) -> bytes:
-        """Return everything but the payload, in a fixed length; parcels are sealed with it as their context."""
+        """Return everything but the payload, in a fixed length; parcels are sealed with it as their
+        context.
+        """
         return _HEADER.pack(_MAGIC, *self[:-1])
 
     def signed(self, key: Ed25519PrivateKey) -> bytes:
@@ -189,7 +224,9 @@ class Note(NamedTuple):
 
 
 def read_note(body: bytes, sender: int) -> Note:
-    """Return the note in a letter's body, without checking its signature. Raises `ProtocolViolation` (damaged)."""
+    """Return the note in a letter's body, without checking its signature. Raises
+    `ProtocolViolation` (damaged).
+    """
     if len(body) < NOTE_OVERHEAD or body[:4] != _MAGIC:
         raise ProtocolViolation("damaged", sender)
     _, session, repeat, kind, source, recipient, number = _HEADER.unpack_from(body)
@@ -197,7 +234,9 @@ def read_note(body: bytes, sender: int) -> Note:
 
 
 class PeerSession:
-    """What the peers of an attempt have agreed on, the terms and everybody's keys, with the `digest` that each note names."""
+    """What the peers of an attempt have agreed on, the terms and everybody's keys, with the
+    `digest` that each note names.
+    """
 
     def __init__(self, terms: Terms, introductions: Mapping[int, Introduction]) -> None:
         self.terms, self.introductions = terms, introductions
@@ -214,9 +253,10 @@ class PeerSession:
     ) -> list[Note]:
         """Return the parcels among the answers to a step, between these (sender, recipient).
 
-        Raises `ProtocolViolation` unless all notes are signed by their sender for their recipient, none comes twice, an
-        announcement or confirmation comes from each that owes one, and as many parcels as were announced, or are `owed` in
-        return, numbered from 0. `past` sessions are over.
+        Raises `ProtocolViolation` unless all notes are signed by their sender for their recipient,
+        none comes twice, an announcement or confirmation comes from each that owes one, and as many
+        parcels as were announced, or are `owed` in return, numbered from 0. `past` sessions are
+        over.
         """
         kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
         if step > 2 * self.terms.rules.repeats:
@@ -242,7 +282,9 @@ class PeerSession:
         due = owed
         if RETURNED not in kinds:
             due = {note.ends: note.number for note in notes.values() if not note.is_parcel}
-            if absent := [sender for sender, recipient in ends if kinds and (sender, recipient) not in due]:
+            if absent := [
+                sender for sender, recipient in ends if kinds and (sender, recipient) not in due
+            ]:
                 raise ProtocolViolation("missing", absent[0], "its announcement or confirmation")
         parcels = [note for note in notes.values() if note.is_parcel]
         numbers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -261,8 +303,9 @@ class PeerSession:
 class PeerMessage:
     """The server's request to a peer, or its answer.
 
-    The server asks to `begin` on `terms`, to go on with `letters`, or to `abort` and take back the offered model; a peer answers
-    with `letters`, or with the `fault` because of which it has taken back its model.
+    The server asks to `begin` on `terms`, to go on with `letters`, or to `abort` and take back the
+    offered model; a peer answers with `letters`, or with the `fault` because of which it has taken
+    back its model.
     """
 
     kind: str
@@ -281,7 +324,9 @@ class PeerMessage:
 
     @classmethod
     def decode(cls, data: bytes, sender: int = SERVER) -> "PeerMessage":
-        """Read a message of the server or of peer `sender`. Raises `ProtocolViolation` naming it when that cannot be read."""
+        """Read a message of the server or of peer `sender`. Raises `ProtocolViolation` naming it
+        when that cannot be read.
+        """
         kind, *fields = unpack(data, sender) or [b""]
         if kind == b"letters":
             return cls("letters", letters=tuple(Letter.decode(field, sender) for field in fields))
@@ -293,5 +338,8 @@ class PeerMessage:
         if faulty and fields[0] in map(str.encode, KINDS):
             accused, text = int.from_bytes(fields[1], signed=True), fields[2]
             detail = one_line(text[: 4 * _LONGEST_DETAIL].decode(errors="replace"), _LONGEST_DETAIL)
-            return cls("fault", fault=ProtocolViolation(fields[0].decode(), accused, detail, witness=sender))
+            return cls(
+                "fault",
+                fault=ProtocolViolation(fields[0].decode(), accused, detail, witness=sender),
+            )
         raise ProtocolViolation("damaged", sender, "a request" if sender == SERVER else "an answer")

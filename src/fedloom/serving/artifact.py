@@ -1,4 +1,6 @@
-"""The final model as a file: the tensors of the module's `state_dict` by name, and what it takes to build the module again."""
+"""The final model as a file: the tensors of the module's `state_dict` by name, and what it takes to
+build the module again.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +17,12 @@ from fedloom.state.tensors import read_tensors, write_tensors
 MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "personal.safetensors"
 
 
-def save_model(path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]) -> None:
-    """Write the module's tensors with its expression, its data and `about`: the same bytes for the same module."""
+def save_model(
+    path: Path, module: nn.Module, expression: str, spec: DataSpec, about: Mapping[str, str]
+) -> None:
+    """Write the module's tensors with its expression, its data and `about`: the same bytes for the
+    same module.
+    """
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     architecture = {
         "model": expression,
@@ -32,8 +38,8 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
 
     Args:
         path: A `model.safetensors`, or the run's directory.
-        module: A module of this architecture, for a model of your own; it is copied. A registered model is built by the name
-            in the file. A file never decides which code runs.
+        module: A module of this architecture, for a model of your own; it is copied. A registered
+            model is built by the name in the file. A file never decides which code runs.
 
     Returns:
         The model, in evaluation mode.
@@ -50,7 +56,9 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     except CheckpointError:
         raise
     except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the model cannot be built again: {' '.join(str(error).split())}") from None
+        raise CheckpointError(
+            f"{path}: the model cannot be built again: {' '.join(str(error).split())}"
+        ) from None
     return built.eval()
 
 
@@ -59,15 +67,24 @@ def load_row(folder: Path, client: int) -> Tensor:
     path = folder / PERSONAL
     rows = read_tensors(path)[0] if path.is_file() else {}
     if str(client) not in rows:
-        clients = ", ".join(rows) or "none: methods such as ditto write them where the task has local_test"
-        raise InvalidValue(f"client={client}: {folder} has no such personal model (there are: {clients})")
+        clients = (
+            ", ".join(rows)
+            or "none: methods such as ditto write them where the task has local_test"
+        )
+        raise InvalidValue(
+            f"client={client}: {folder} has no such personal model (there are: {clients})"
+        )
     return rows[str(client)]
 
 
 def _built(metadata: Mapping[str, str]) -> nn.Module:
     expression = metadata["model"]
     if ":" in expression or expression.partition("(")[0] not in models:
-        raise CheckpointError(f"its model is your own ({expression}): give it as module=..., and a file runs no code")
+        raise CheckpointError(
+            f"its model is your own ({expression}): give it as module=..., and a file runs no code"
+        )
     vocabulary = int(metadata["vocabulary"]) if metadata["vocabulary"] else None
-    spec = DataSpec(tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary)
+    spec = DataSpec(
+        tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary
+    )
     return build_model(expression, spec, 0)

@@ -1,4 +1,6 @@
-"""A trained model in the formats of other programs, checked on the same samples before it is handed out."""
+"""A trained model in the formats of other programs, checked on the same samples before it is handed
+out.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +25,9 @@ _TOLERANCE = 1e-3  # of outputs, relative to the largest
 
 
 class Deployed(nn.Module):
-    """The model from what `Preprocessing.apply` returns to its outputs, those of a regression in the target's own units."""
+    """The model from what `Preprocessing.apply` returns to its outputs, those of a regression in
+    the target's own units.
+    """
 
     shift: Tensor
     scale: Tensor
@@ -50,9 +54,11 @@ class Deployed(nn.Module):
 
 
 def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
-    """Write a model for another program and return the file, with its preprocessing as JSON in the file's metadata.
+    """Write a model for another program and return the file, with its preprocessing as JSON in the
+    file's metadata.
 
-    It is for any runtime of ONNX, for `torch.export.load`, which needs no class of the model, or has its tensors by name.
+    It is for any runtime of ONNX, for `torch.export.load`, which needs no class of the model, or
+    has its tensors by name.
 
     Raises:
         InvalidValue: The model cannot be written in this format, or gives other outputs there.
@@ -61,7 +67,9 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
     path = Path(path)
     metadata = {"preprocessing": predictor.preprocessing.to_json()}
     if to == "safetensors":
-        tensors = {name: t for name, t in predictor.module.state_dict().items() if isinstance(t, Tensor)}
+        tensors = {
+            name: t for name, t in predictor.module.state_dict().items() if isinstance(t, Tensor)
+        }
         write_tensors(path, tensors, metadata)
         return path
     deployed = Deployed(predictor).eval().cpu()
@@ -76,12 +84,18 @@ def export(predictor: Predictor, to: Format, path: str | Path) -> Path:
         except MissingExtra:
             raise
         except Exception as error:  # PyTorch's exporter raises many kinds
-            raise InvalidValue(f"the model cannot be exported to {to}: {first_line(error)}") from error
+            raise InvalidValue(
+                f"the model cannot be exported to {to}: {first_line(error)}"
+            ) from error
         for rows in (inputs, inputs[:1]):
             expected = deployed(rows)
-            difference = float((run(rows) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+            difference = float(
+                (run(rows) - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+            )
             if not difference <= _TOLERANCE:
-                raise InvalidValue(f"the model in {to} gives other outputs, by {difference:.2g} of the largest")
+                raise InvalidValue(
+                    f"the model in {to} gives other outputs, by {difference:.2g} of the largest"
+                )
     return path
 
 

@@ -17,16 +17,24 @@ from fedloom.serving.predictor import Predictor
 
 
 def predict_file(
-    predictor: Predictor, path: Path, to: Path | None = None, *, probabilities: bool = False, tokens: int = 100
+    predictor: Predictor,
+    path: Path,
+    to: Path | None = None,
+    *,
+    probabilities: bool = False,
+    tokens: int = 100,
 ) -> int:
-    """Predict the samples of a file or folder, write a table with a row each (by default CSV to stdout), return their number.
+    """Predict the samples of a file or folder, write a table with a row each (by default CSV to
+    stdout), return their number.
 
-    The `path` is that of a CSV or parquet file with the columns of the training data, a picture or a folder of them, a text file
-    with a text a line, or an npz file with `inputs`. A model of the next token goes on with each text by so many `tokens`.
+    The `path` is that of a CSV or parquet file with the columns of the training data, a picture or
+    a folder of them, a text file with a text a line, or an npz file with `inputs`. A model of the
+    next token goes on with each text by so many `tokens`.
 
     Raises:
         DataError: The file cannot be read, or does not fit the model.
-        InvalidValue: `to` is no `.csv`, `.parquet` or `.npz`, or predictions of a sample are no row of a table.
+        InvalidValue: `to` is no `.csv`, `.parquet` or `.npz`, or predictions of a sample are no row
+            of a table.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
@@ -35,7 +43,11 @@ def predict_file(
         raise InvalidValue(f"--to {to}: predictions are written as .csv, .parquet or .npz")
     data, table = _samples(predictor, path)
     if isinstance(data, list) and predictor.preprocessing.outputs.answer == "token":
-        arrays = {"prediction": np.array([predictor.generate(text, tokens).removeprefix(text) for text in data])}
+        arrays = {
+            "prediction": np.array(
+                [predictor.generate(text, tokens).removeprefix(text) for text in data]
+            )
+        }
     else:
         outputs = predictor.outputs(data, str(path))
         arrays = {"prediction": predictor.answers(outputs)}
@@ -63,7 +75,9 @@ def _samples(predictor: Predictor, path: Path) -> tuple[Any, Any]:
     if path.suffix == ".npz":
         arrays = read_arrays(path)
         if "inputs" not in arrays:
-            raise DataError(f"{path}: no array 'inputs' (it has: {shortened(', '.join(sorted(arrays))) or 'none'})")
+            raise DataError(
+                f"{path}: no array 'inputs' (it has: {shortened(', '.join(sorted(arrays))) or 'none'})"
+            )
         return arrays["inputs"], pa.table({"sample": range(len(arrays["inputs"]))})
     if isinstance(inputs, PictureInputs):
         paths = pictures(path) if path.is_dir() else [path]
@@ -82,7 +96,9 @@ def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[
     columns = {}
     for name, values in arrays.items():
         if values.ndim > 2:
-            raise InvalidValue(f"predictions of shape {list(values.shape[1:])} are no row of a table: --to FILE.npz")
+            raise InvalidValue(
+                f"predictions of shape {list(values.shape[1:])} are no row of a table: --to FILE.npz"
+            )
         if values.ndim == 1:
             columns[name] = values
             continue

@@ -1,4 +1,6 @@
-"""A trained model in use: predictions for new rows, arrays, pictures and texts, in the classes and units of the data."""
+"""A trained model in use: predictions for new rows, arrays, pictures and texts, in the classes and
+units of the data.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -23,13 +25,17 @@ _BATCH = 500
 _logger = logging.getLogger("fedloom")
 
 
-def load(path: str | Path, *, module: nn.Module | None = None, client: int | None = None) -> "Predictor":
+def load(
+    path: str | Path, *, module: nn.Module | None = None, client: int | None = None
+) -> "Predictor":
     """Load the model of a finished run with its preprocessing. Nothing in the folder runs code.
 
     Args:
-        path: The run's directory, such as `runs/mine/fedavg/seed-0`, or the folder of an experiment with one run.
+        path: The run's directory, such as `runs/mine/fedavg/seed-0`, or the folder of an experiment
+            with one run.
         module: A module of the architecture, for a model of your own.
-        client: The client whose personal model is wanted, by its number; by default the global model.
+        client: The client whose personal model is wanted, by its number; by default the global
+            model.
 
     Returns:
         The model, which predicts.
@@ -47,7 +53,9 @@ def load(path: str | Path, *, module: nn.Module | None = None, client: int | Non
 
 
 def run_folder(path: Path) -> Path:
-    """Return the directory of the only finished run in a folder. Raises `InvalidValue` where there is none, or several."""
+    """Return the directory of the only finished run in a folder. Raises `InvalidValue` where there
+    is none, or several.
+    """
     runs = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob(f"**/seed-*/{MODEL}"))
     if len(runs) != 1:
         listed = ", ".join(str(run.parent) for run in runs[:5]) or "none"
@@ -69,23 +77,27 @@ class Predictor:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of the outputs; empty where the model predicts none."""
+        """The names of the classes in the order of the outputs; empty where the model predicts
+        none.
+        """
         return self.preprocessing.outputs.classes
 
     def predict(self, data: Any) -> npt.NDArray[Any]:
         """Return the prediction for each sample.
 
         Args:
-            data: A table of pandas, Polars or Arrow with the columns that the model was trained on, in any order; an array;
-                for pictures the path of a file or several; for text, texts.
+            data: A table of pandas, Polars or Arrow with the columns that the model was trained on,
+                in any order; an array; for pictures the path of a file or several; for text, texts.
 
         Returns:
-            Of a classification the class of each sample `[n]`, by its name (whole numbers where the names are); of several
-            labels 0 or 1 for each class `[n, classes]`; of a regression numbers in the target's own units, `[n]` or `[n, d]`; of
-            tokens and pixels the class at every position; else the model's outputs.
+            Of a classification the class of each sample `[n]`, by its name (whole numbers where the
+            names are); of several labels 0 or 1 for each class `[n, classes]`; of a regression
+            numbers in the target's own units, `[n]` or `[n, d]`; of tokens and pixels the class at
+            every position; else the model's outputs.
 
         Raises:
-            DataError: A column is missing or of another type, a cell is empty, a picture is unreadable.
+            DataError: A column is missing or of another type, a cell is empty, a picture is
+                unreadable.
             InvalidValue: An array has another shape.
         """
         return self.answers(self.outputs(data))
@@ -95,7 +107,11 @@ class Predictor:
         answer = self.preprocessing.outputs.answer
         if answer == "class":
             names: npt.NDArray[Any] = np.array(self.classes)[outputs.argmax(1).numpy()]
-            return names.astype(np.int64) if all(name.lstrip("-").isdecimal() for name in self.classes) else names
+            return (
+                names.astype(np.int64)
+                if all(name.lstrip("-").isdecimal() for name in self.classes)
+                else names
+            )
         if answer == "classes":
             outputs = (outputs > 0).long()
         elif answer in ("token", "pixel"):
@@ -117,16 +133,24 @@ class Predictor:
         return self.probabilities(self.outputs(data))
 
     def probabilities(self, outputs: Tensor) -> npt.NDArray[Any]:
-        """Return the probabilities that the model's outputs stand for, and raise, as `predict_proba` does."""
+        """Return the probabilities that the model's outputs stand for, and raise, as
+        `predict_proba` does.
+        """
         answer = self.preprocessing.outputs.answer
         if answer not in ("class", "classes"):
-            raise InvalidValue("predict_proba is for classes: this model predicts others, which `predict` returns")
-        probabilities: npt.NDArray[Any] = (outputs.softmax(1) if answer == "class" else outputs.sigmoid()).numpy()
+            raise InvalidValue(
+                "predict_proba is for classes: this model predicts others, which `predict` returns"
+            )
+        probabilities: npt.NDArray[Any] = (
+            outputs.softmax(1) if answer == "class" else outputs.sigmoid()
+        ).numpy()
         return probabilities
 
     @torch.no_grad()
     def outputs(self, data: Any, source: str = "data") -> Tensor:
-        """Return the model's outputs for each sample of what `predict` takes: logits, or numbers in the target's own units."""
+        """Return the model's outputs for each sample of what `predict` takes: logits, or numbers in
+        the target's own units.
+        """
         inputs, notices = self.preprocessing.apply(data, source)
         if not len(inputs):
             raise InvalidValue(f"{source}: there are no samples to predict")
@@ -141,13 +165,16 @@ class Predictor:
         return self.preprocessing.outputs.in_units(torch.cat(blocks).float())
 
     @torch.no_grad()
-    def generate(self, text: str, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0) -> str:
+    def generate(
+        self, text: str, tokens: int = 100, *, temperature: float = 0.0, seed: int = 0
+    ) -> str:
         """Return the text that a model of the next token goes on with.
 
         Args:
             text: The beginning.
             tokens: How many tokens follow, at least 1.
-            temperature: 0 takes the likeliest token; above that they are drawn, the more freely the higher it is.
+            temperature: 0 takes the likeliest token; above that they are drawn, the more freely the
+                higher it is.
             seed: The seed of the draws.
 
         Raises:
@@ -155,7 +182,9 @@ class Predictor:
         """
         encoding = self.preprocessing.inputs
         if not isinstance(encoding, TextInputs) or self.preprocessing.outputs.answer != "token":
-            raise InvalidValue("generate is for models of the next token, such as those of shakespeare")
+            raise InvalidValue(
+                "generate is for models of the next token, such as those of shakespeare"
+            )
         require_at_least("tokens", tokens, 1)
         require_at_least("temperature", temperature, 0)
         generator = torch.Generator().manual_seed(seed)
@@ -164,9 +193,14 @@ class Predictor:
             raise InvalidValue("generate needs a text to begin with")
         for _ in range(tokens):
             window = torch.tensor([numbers[-encoding.length :]])
-            # Words alone: neither what fills up or stands for unknown ones, nor what a larger model may know besides.
+            # Words alone: neither what fills up or stands for unknown ones, nor what a larger model
+            # may know besides.
             logits = prediction(self.module(window))[0, -1, 2 : len(encoding.words) + 2].float()
             chances = (logits / temperature).softmax(0) if temperature else logits
-            drawn = torch.multinomial(chances, 1, generator=generator) if temperature else chances.argmax()
+            drawn = (
+                torch.multinomial(chances, 1, generator=generator)
+                if temperature
+                else chances.argmax()
+            )
             numbers.append(int(drawn) + 2)
         return text + encoding.text(numbers[-tokens:])

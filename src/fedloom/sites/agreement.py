@@ -1,4 +1,6 @@
-"""Agreement between the server and the sites of a Flower app: the configuration, the shape of the data, the model's layout."""
+"""Agreement between the server and the sites of a Flower app: the configuration, the shape of the
+data, the model's layout.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ from fedloom.task import Task
 
 
 class RunConfig(TypedDict, total=False):
-    """Run configuration of a Flower app, `[tool.flwr.app.config]`, which goes to the server and to every site."""
+    """Run configuration of a Flower app, `[tool.flwr.app.config]`, which goes to the server and to
+    every site.
+    """
 
     configuration: str
     output: str
@@ -34,10 +38,12 @@ class RunConfig(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Deployment:
-    """A federation over real sites, by the run configuration of its app, with `configuration` as it was written in `text`.
+    """A federation over real sites, by the run configuration of its app, with `configuration` as it
+    was written in `text`.
 
-    That is a TOML file as `fedloom run` takes it, or the path of one on the server and at every site. `data.clients` is how many
-    sites there are, numbered from 0, of which `sites` must be there before round 1. The values are those of docs/flower.md.
+    That is a TOML file as `fedloom run` takes it, or the path of one on the server and at every
+    site. `data.clients` is how many sites there are, numbered from 0, of which `sites` must be
+    there before round 1. The values are those of docs/flower.md.
     """
 
     text: str
@@ -60,7 +66,9 @@ class Deployment:
 
 
 def deployment(run_config: Mapping[str, Any]) -> Deployment:
-    """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for whatever does not fit."""
+    """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for
+    whatever does not fit.
+    """
     for key in run_config:
         require_one_of("run configuration: key", key, tuple(RunConfig.__annotations__))
     for key in ("configuration", "output"):
@@ -72,8 +80,12 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
     clients = federation.data.clients
     sites = values.pop("sites", 0) or clients
     if sites > clients:
-        raise InvalidValue(f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}")
-    bounds = read_bounds(filter(str.strip, values.pop("bounds", "").split(";")), "run configuration: bounds")
+        raise InvalidValue(
+            f"run configuration: sites must be between 0 and {clients} (data.clients), not {sites}"
+        )
+    bounds = read_bounds(
+        filter(str.strip, values.pop("bounds", "").split(";")), "run configuration: bounds"
+    )
     asked = {name: values.pop(name) for name in ("smallest", "bins", "delta") if name in values}
     survey = Survey(bounds=bounds, epsilon=values.pop("epsilon", 0) or None, **asked)
     return Deployment(text, federation, output, sites, survey=survey, **values)
@@ -81,7 +93,9 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
 
 @lru_cache(maxsize=1)
 def read_configuration(text: str) -> Configuration:
-    """Return the configuration in a text, or in the file that it names. Raises `InvalidValue` unless it is of one federation."""
+    """Return the configuration in a text, or in the file that it names. Raises `InvalidValue`
+    unless it is of one federation.
+    """
     if "=" in text or "\n" in text:
         try:
             table = tomllib.loads(text)
@@ -92,16 +106,27 @@ def read_configuration(text: str) -> Configuration:
     else:
         settings = load(Path(text))
     if settings.algorithm is None:
-        raise InvalidValue("run configuration: configuration names no method: give algorithm, such as 'fedmr'")
+        raise InvalidValue(
+            "run configuration: configuration names no method: give algorithm, such as 'fedmr'"
+        )
     if settings.variants:
-        raise InvalidValue("run configuration: configuration has several settings: a federation runs one")
+        raise InvalidValue(
+            "run configuration: configuration has several settings: a federation runs one"
+        )
     if settings.data.clients < 1:
-        raise InvalidValue("run configuration: configuration must say how many sites there are: data.clients")
+        raise InvalidValue(
+            "run configuration: configuration must say how many sites there are: data.clients"
+        )
     return settings
 
 
 def layout_digest(task: Task) -> str:
-    """Return a digest of the names, shapes, types and order of a model's tensors, and of the numbers of frozen ones."""
+    """Return a digest of the names, shapes, types and order of a model's tensors, and of the
+    numbers of frozen ones.
+    """
     layout = task.layout
-    slices = [(entry.name, tuple(entry.shape), str(entry.dtype)) for entry in (*layout.slices, *layout.integer_slices)]
+    slices = [
+        (entry.name, tuple(entry.shape), str(entry.dtype))
+        for entry in (*layout.slices, *layout.integer_slices)
+    ]
     return digest(repr((layout.trainable, slices, layout.frozen_digest(task.model))))[:16]

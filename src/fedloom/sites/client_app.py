@@ -1,6 +1,7 @@
 """ClientApp of Flower, which a SuperNode starts at a site, as a new process, for each message.
 
-The process hands the message to the site's worker, which has PyTorch loaded, and answers itself where there is none.
+The process hands the message to the site's worker, which has PyTorch loaded, and answers itself
+where there is none.
 """
 
 from flwr.app import Context, Message
@@ -17,5 +18,11 @@ def reply(message: Message, context: Context) -> Message:
     return Message(answer(message, context) if answered is None else answered, reply_to=message)
 
 
-for register in (app.query(), app.query("statistics"), app.query("exchange"), app.train(), app.evaluate()):
+for register in (
+    app.query(),
+    app.query("statistics"),
+    app.query("exchange"),
+    app.train(),
+    app.evaluate(),
+):
     register(reply)

@@ -1,9 +1,12 @@
-"""Flower engine: clients train at sites of their own, with one message to each site and one back, through Flower's Grid.
+"""Flower engine: clients train at sites of their own, with one message to each site and one back,
+through Flower's Grid.
 
-A site that is absent, late, or answers anything else than the method expects loses its turn, never the round.
+A site that is absent, late, or answers anything else than the method expects loses its turn, never
+the round.
 
-Clients' memory stays at their sites, as versions named by the round that wrote them. The server keeps which version each client
-goes on from, that of the last reply that it took: a reply that came too late, or was refused, leaves no trace.
+Clients' memory stays at their sites, as versions named by the round that wrote them. The server
+keeps which version each client goes on from, that of the last reply that it took: a reply that came
+too late, or was refused, leaves no trace.
 """
 
 import logging
@@ -26,7 +29,15 @@ from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job, RemoteClients
 from fedloom.rounds.scoring import Tally
 from fedloom.sites.known_sites import MOST_SAMPLES, KnownSites, Orders
-from fedloom.sites.messages import ARRAYS, Refusal, Words, figures_of, tensors_of, whole_number, words_of
+from fedloom.sites.messages import (
+    ARRAYS,
+    Refusal,
+    Words,
+    figures_of,
+    tensors_of,
+    whole_number,
+    words_of,
+)
 from fedloom.sites.secure_round import SecureRound, layer_exchange
 from fedloom.task import Task
 
@@ -51,13 +62,18 @@ class FlowerEngine(RemoteClients):
         self._orders: Orders = {}  # those under way of an asynchronous method
         self._saved = [self._committed, self._committed]  # those of the two newest checkpoints
         self._saving = self._committed
-        self._failing: dict[int, str] = {}  # clients that failed since the last reply that was taken, and why
+        # clients that failed since the last reply that was taken, and why
+        self._failing: dict[int, str] = {}
 
-    def train(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
+    def train(
+        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
+    ) -> Iterator[Answer | Fault]:
         method = layer_exchange(pipeline)
         if method is not None:
             train = partial(self.train_at_sites, pipeline, round)
-            yield from SecureRound(self.sites, self.task, method, round, train, self.forget).train(jobs)
+            yield from SecureRound(self.sites, self.task, method, round, train, self.forget).train(
+                jobs
+            )
         else:
             yield from self.train_at_sites(pipeline, round, jobs)
 
@@ -69,10 +85,11 @@ class FlowerEngine(RemoteClients):
         exchanged: bool = False,
         withheld: bool = False,
     ) -> Iterator[Answer | Fault]:
-        """Let sites train and yield what they reply. Raises `FedloomError` when every site has failed since a reply was taken.
+        """Let sites train and yield what they reply. Raises `FedloomError` when every site has
+        failed since a reply was taken.
 
-        Where models are `exchanged`, sites begin from those that they exchanged before. Models that are `withheld` are no part of
-        the replies: sites exchange them afterwards.
+        Where models are `exchanged`, sites begin from those that they exchanged before. Models that
+        are `withheld` are no part of the replies: sites exchange them afterwards.
         """
         expected = pipeline.expected(round)
         shapes = {name: list(spec.shape) for name, spec in expected.items()}
@@ -82,14 +99,24 @@ class FlowerEngine(RemoteClients):
 
         def words(job: Job) -> Words:
             client, uploads = job.client, job.slot is not None
-            keep, due = sorted({int(saved[client]) for saved in self._saved} - {0}), shapes if uploads else None
+            keep, due = (
+                sorted({int(saved[client]) for saved in self._saved} - {0}),
+                shapes if uploads else None,
+            )
             memory = int(self._versions[client])
-            return {"memory": memory, "keep": keep, "expected": due, "exchanged": exchanged and uploads}
+            return {
+                "memory": memory,
+                "keep": keep,
+                "expected": due,
+                "exchanged": exchanged and uploads,
+            }
 
         needed, taken = pipeline.step_replies, 0
         starting = [task for task in jobs if task.client not in self.under_way]
         orders = None if needed is None else self._orders
-        for began, job, answer in self.sites.answers("train", round, starting, words, orders=orders):
+        for began, job, answer in self.sites.answers(
+            "train", round, starting, words, orders=orders
+        ):
             if isinstance(answer, Fault):
                 yield answer
                 continue
@@ -106,10 +133,14 @@ class FlowerEngine(RemoteClients):
                 taken += 1
                 if taken == needed:
                     break
-        introduced = {client for client in range(round.clients) if self.numbers[client] in self.sites.known}
+        introduced = {
+            client for client in range(round.clients) if self.numbers[client] in self.sites.known
+        }
         if introduced and introduced <= self._failing.keys():
             client, reason = next(reversed(self._failing.items()))
-            failed = f"every site has failed, one after another; site {self.numbers[client]}: {reason}"
+            failed = (
+                f"every site has failed, one after another; site {self.numbers[client]}: {reason}"
+            )
             raise FedloomError(f"round {round.number}: {failed}")
 
     @property
@@ -126,15 +157,21 @@ class FlowerEngine(RemoteClients):
         expected: Mapping[str, TensorSpec],
         figures: set[str],
     ) -> Answer:
-        """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when it is refused."""
+        """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when
+        it is refused.
+        """
         client, number = job.client, self.numbers[job.client]
         try:
             words = words_of(message, ARRAYS)
         except Refusal as refusal:
             if refusal.words.get("lost"):
-                self._versions[client] = 0  # from the next time on it is a client that remembers nothing
+                # from the next time on it is a client that remembers nothing
+                self._versions[client] = 0
             raise
-        order = whole_number(words, "round", 0, round.number), whole_number(words, "site", 0, MOST_SAMPLES)
+        order = (
+            whole_number(words, "round", 0, round.number),
+            whole_number(words, "site", 0, MOST_SAMPLES),
+        )
         if order != (round.number, number):
             raise RefusedReply("the reply is to another order")
         version = whole_number(words, "memory", 0, round.number)
@@ -164,7 +201,9 @@ class FlowerEngine(RemoteClients):
                 _logger.warning("site %d is not evaluated: %s", self.numbers[job.client], error)
 
     def _tally(self, client: int, words: Mapping[str, Any]) -> Tally:
-        """Return what a site counted, of no more samples than it had at first. Raises `RefusedReply` for impossible counts."""
+        """Return what a site counted, of no more samples than it had at first. Raises
+        `RefusedReply` for impossible counts.
+        """
         local_test = self.task.local_test
         registered = 0 if local_test is None else int(local_test.sizes[client])
         samples = whole_number(words, "samples", 1, MOST_SAMPLES)
@@ -203,7 +242,9 @@ class FlowerEngine(RemoteClients):
 
     def restore_memory(self, memory: dict[str, Tensor]) -> None:
         shape = self._committed.shape
-        if any(name not in memory or memory[name].shape != shape for name in ("versions", "before")):
+        if any(
+            name not in memory or memory[name].shape != shape for name in ("versions", "before")
+        ):
             raise DamagedCheckpoint("the checkpoint does not say which memory the sites go on from")
         self._committed, self._saved = memory["versions"], [memory["before"], memory["versions"]]
         self.rollback()
@@ -213,7 +254,9 @@ class FlowerEngine(RemoteClients):
 
 
 def _total(value: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return what a site counted, `[1, ...]` float64. Raises `TypeError` or `ValueError` unless it is numbers in that shape."""
+    """Return what a site counted, `[1, ...]` float64. Raises `TypeError` or `ValueError` unless it
+    is numbers in that shape.
+    """
     total = torch.tensor(value, dtype=torch.float64)
     if total.shape != shape:
         raise ValueError(f"shape {list(total.shape)} where {list(shape)} is expected")

@@ -1,6 +1,8 @@
-"""Keys of a federation over real sites: an authority, the server's certificate, and a key pair for each site.
+"""Keys of a federation over real sites: an authority, the server's certificate, and a key pair for
+each site.
 
-Each folder is for one place (docs/flower.md). All keys are on the curve P-384, the widest that Flower takes for SuperNodes.
+Each folder is for one place (docs/flower.md). All keys are on the curve P-384, the widest that
+Flower takes for SuperNodes.
 """
 
 import ipaddress
@@ -14,7 +16,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.config.fields import require_at_least, require_between
@@ -27,7 +34,8 @@ AUTHORITY_DAYS = 3650
 """Days that an authority is good for: ten years."""
 
 SERVER_DAYS = 825
-"""Days that a server's certificate is good for by default, the most that all common systems accept."""
+"""Days that a server's certificate is good for by default, the most that all common systems accept.
+"""
 
 HOME = ("localhost", "127.0.0.1")
 """Names every server certificate holds."""
@@ -39,7 +47,10 @@ _USAGES = (
 
 _SKEW = timedelta(hours=1)  # clocks of sites differ
 
-_HOST = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I)
+_HOST = re.compile(
+    r"(?=.{1,253}$)([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*",
+    re.I,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,9 @@ class Keys:
 
     @property
     def server(self) -> Path:
-        """The folder for the server: `ca.crt`, `server.crt`, `server.key` and the sites' public keys."""
+        """The folder for the server: `ca.crt`, `server.crt`, `server.key` and the sites' public
+        keys.
+        """
         return self.folder / "server"
 
     def public(self, site: int) -> Path:
@@ -78,10 +91,12 @@ class Keys:
 def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS) -> Keys:
     """Make the keys of so many sites that are missing in a folder.
 
-    The server is called `localhost`, `127.0.0.1` and all of `hosts`, names or addresses; a new certificate is good for `days`.
-    A federation grows by asking for more sites: lists of public keys grow with them. A certificate is renewed by removing
-    `server/server.crt` first. Raises `InvalidValue` for a host that is none, too few sites or days, and an existing certificate
-    that lacks a host; `DataError` for a file that cannot be read or written, or an authority's key that is missing.
+    The server is called `localhost`, `127.0.0.1` and all of `hosts`, names or addresses; a new
+    certificate is good for `days`. A federation grows by asking for more sites: lists of public
+    keys grow with them. A certificate is renewed by removing `server/server.crt` first. Raises
+    `InvalidValue` for a host that is none, too few sites or days, and an existing certificate that
+    lacks a host; `DataError` for a file that cannot be read or written, or an authority's key that
+    is missing.
     """
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
@@ -96,11 +111,15 @@ def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = S
     _server(keys, names, days)
     for site in range(sites):
         _site(keys, site, read_content(authority))
-    numbers = sorted(int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub"))
+    numbers = sorted(
+        int(path.stem.removeprefix("site-")) for path in keys.server.glob("site-*.pub")
+    )
     listed = b"".join(read_content(keys.public(number)) for number in numbers)
     for number in numbers:
         path = keys.site(number) / "peers.pub"
-        if (keys.site(number) / "site.key").exists() and not (path.exists() and read_content(path) == listed):
+        if (keys.site(number) / "site.key").exists() and not (
+            path.exists() and read_content(path) == listed
+        ):
             keys.write(path, listed)
     return keys
 
@@ -115,7 +134,9 @@ def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> 
 
 
 def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
-    """Make the server's certificate; its private key stays where it is when only the certificate is renewed."""
+    """Make the server's certificate; its private key stays where it is when only the certificate is
+    renewed.
+    """
     path, key_path = keys.server / "server.crt", keys.server / "server.key"
     if path.exists() and key_path.exists():
         certificate, today = _read_certificate(path), datetime.now(UTC)
@@ -123,19 +144,35 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
             raise InvalidValue(
                 f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}: remove it to have a new one"
             )
-        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        alternatives = certificate.extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        ).value
         if lacking := [str(name.value) for name in names if name not in alternatives]:
-            raise InvalidValue(f"{path} does not hold {lacking[0]!r}: remove it to have a new one for all hosts")
+            raise InvalidValue(
+                f"{path} does not hold {lacking[0]!r}: remove it to have a new one for all hosts"
+            )
         return
     if not keys.authority_key.exists():
-        raise DataError(f"{path} cannot be signed: put {keys.authority_key} back, or make all keys in another folder")
-    purposes = [x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), x509.SubjectAlternativeName(names)]
+        raise DataError(
+            f"{path} cannot be signed: put {keys.authority_key} back, or make all keys in another folder"
+        )
+    purposes = [
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName(names),
+    ]
     signer = _key(keys, keys.authority_key)
-    keys.write(path, _certificate("server", _key(keys, key_path), signer, days, ("digital_signature",), purposes))
+    keys.write(
+        path,
+        _certificate(
+            "server", _key(keys, key_path), signer, days, ("digital_signature",), purposes
+        ),
+    )
 
 
 def _site(keys: Keys, site: int, authority: bytes) -> None:
-    """Make a site's key pair; a public key without its private one is a site whose folder has been handed over."""
+    """Make a site's key pair; a public key without its private one is a site whose folder has been
+    handed over.
+    """
     path, public_path = keys.site(site) / "site.key", keys.public(site)
     if not path.exists() and public_path.exists():
         return
@@ -165,10 +202,17 @@ def _certificate(
         x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
         .not_valid_before(issued - _SKEW)
         .not_valid_after(issued + timedelta(days=days))
-        .add_extension(x509.BasicConstraints(is_authority, path_length=0 if is_authority else None), critical=True)
-        .add_extension(x509.KeyUsage(**{usage: usage in usages for usage in _USAGES}), critical=True)
+        .add_extension(
+            x509.BasicConstraints(is_authority, path_length=0 if is_authority else None),
+            critical=True,
+        )
+        .add_extension(
+            x509.KeyUsage(**{usage: usage in usages for usage in _USAGES}), critical=True
+        )
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
     )
     for purpose in purposes:
         builder = builder.add_extension(purpose, critical=False)
@@ -184,7 +228,9 @@ def _general_name(host: str) -> x509.GeneralName:
         pass
     # Four numbers that are no address would be a name that no client ever asks for.
     if not _HOST.fullmatch(host) or re.fullmatch(r"[\d.]+", host):
-        raise InvalidValue(f"host {host!r} must be a name such as fl.example.org or an address such as 10.0.0.5")
+        raise InvalidValue(
+            f"host {host!r} must be a name such as fl.example.org or an address such as 10.0.0.5"
+        )
     return x509.DNSName(host.lower())
 
 

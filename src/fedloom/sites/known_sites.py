@@ -1,6 +1,8 @@
-"""The sites of a federation, and messages to each: at its first it says which client it is, and how many samples it has.
+"""The sites of a federation, and messages to each: at its first it says which client it is, and how
+many samples it has.
 
-Flower numbers nodes at random, and anew when one registers again; so unknown nodes are asked as they come.
+Flower numbers nodes at random, and anew when one registers again; so unknown nodes are asked as
+they come.
 """
 
 import logging
@@ -30,8 +32,10 @@ _logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes 
 
 @dataclass(frozen=True)
 class KnownSite:
-    """Site as it introduced itself: its partition id, Flower's number of its node, the training and test samples that it claims,
-    and whether these are its own, not its share of the configuration's data."""
+    """Site as it introduced itself: its partition id, Flower's number of its node, the training and
+    test samples that it claims, and whether these are its own, not its share of the configuration's
+    data.
+    """
 
     number: int
     node: int
@@ -41,18 +45,22 @@ class KnownSite:
 
 
 Orders = dict[str, tuple[Round, Job]]
-"""Work that sites were sent and have not answered, with the round in which it began, by the message's id."""
+"""Work that sites were sent and have not answered, with the round in which it began, by the
+message's id.
+"""
 
 
 class KnownSites:
     """The sites 0 to `count - 1` of one federation, and messages to them.
 
-    A site that cannot take part is named in the log and left alone; before the first round (`wait`) it ends the run. A node that
-    claims the number of a connected site waits until that site is gone, so nobody can replace a busy site.
+    A site that cannot take part is named in the log and left alone; before the first round (`wait`)
+    it ends the run. A node that claims the number of a connected site waits until that site is
+    gone, so nobody can replace a busy site.
 
-    Every message has the words `briefing`; a site must introduce itself with the words `agreed`, such as the version.
-    `registered` are the samples that each site had at its first introduction: it never counts with more. `federation` is its
-    name at the sites, `numbers` are those by the task's clients. When nobody is connected, one is waited for `patience` seconds.
+    Every message has the words `briefing`; a site must introduce itself with the words `agreed`,
+    such as the version. `registered` are the samples that each site had at its first introduction:
+    it never counts with more. `federation` is its name at the sites, `numbers` are those by the
+    task's clients. When nobody is connected, one is waited for `patience` seconds.
     """
 
     federation: str
@@ -73,11 +81,14 @@ class KnownSites:
         self.registered: dict[int, int] = {}
         self.briefing, self._agreed = briefing, agreed
         self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
-        self._ignored: dict[int, int | None] = {}  # nodes, with the number that they claim if another node has it
+        # nodes, with the number that they claim if another node has it
+        self._ignored: dict[int, int | None] = {}
         self._online: set[int] = set()
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
-        """Wait for so many sites. Raises `InvalidValue` after `seconds` or, if `strict`, for a node that cannot take part."""
+        """Wait for so many sites. Raises `InvalidValue` after `seconds` or, if `strict`, for a node
+        that cannot take part.
+        """
         self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
         if len(present) < count:
@@ -87,7 +98,9 @@ class KnownSites:
             raise InvalidValue(f"{there}; not there: partition-id {names}")
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the nodes of these sites that are there, by number. If one is missing, new nodes are waited for (`seconds`)."""
+        """Return the nodes of these sites that are there, by number. If one is missing, new nodes
+        are waited for (`seconds`).
+        """
         self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
         present = self.present()
         return {number: self.known[number].node for number in numbers if number in present}
@@ -112,9 +125,15 @@ class KnownSites:
     def _look(self, strict: bool) -> None:
         """Greet new nodes, and take the answers that are there."""
         self._online = set(self.mailbox.grid.get_node_ids())
-        self._greeted = {message_id: node for message_id, node in self._greeted.items() if node in self._online}
+        self._greeted = {
+            message_id: node for message_id, node in self._greeted.items() if node in self._online
+        }
         waiting = self.present() | {None}
-        self._ignored = {n: number for n, number in self._ignored.items() if n in self._online and number in waiting}
+        self._ignored = {
+            n: number
+            for n, number in self._ignored.items()
+            if n in self._online and number in waiting
+        }
         settled = {site.node for site in self.known.values()} | self._ignored.keys()
         for node in sorted(self._online - settled - set(self._greeted.values())):
             message_id = self.mailbox.send(node, MessageType.QUERY, pack(self.briefing))
@@ -134,11 +153,18 @@ class KnownSites:
         """Return the site that a node says it is. Raises `RefusedReply` when it cannot take part."""
         number = words.get("site")
         if type(number) is not int or not 0 <= number < self.count:
-            raise RefusedReply(f"partition-id {number!r:.40} is not one of 0 to {self.count - 1} (data.clients)")
+            raise RefusedReply(
+                f"partition-id {number!r:.40} is not one of 0 to {self.count - 1} (data.clients)"
+            )
         for name, value in self._agreed.items():
             if words.get(name) != value:
-                raise RefusedReply(f"site {number}: {name} is {words.get(name)!r:.80} there and {value!r:.80} here")
-        samples, tests = whole_number(words, "samples", 1, MOST_SAMPLES), whole_number(words, "tests", 0, MOST_SAMPLES)
+                raise RefusedReply(
+                    f"site {number}: {name} is {words.get(name)!r:.80} there and {value!r:.80} here"
+                )
+        samples, tests = (
+            whole_number(words, "samples", 1, MOST_SAMPLES),
+            whole_number(words, "tests", 0, MOST_SAMPLES),
+        )
         return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: KnownSite) -> None:
@@ -148,7 +174,9 @@ class KnownSites:
             if holder.node in self._online:
                 self._ignored[site.node] = site.number
                 nodes = f"nodes {holder.node} and {site.node}"
-                raise RefusedReply(f"two sites have partition-id {site.number} ({nodes}): give each its own")
+                raise RefusedReply(
+                    f"two sites have partition-id {site.number} ({nodes}): give each its own"
+                )
             _logger.info("site %d is back", site.number)
         self.known[site.number] = site
         self.registered.setdefault(site.number, site.samples)
@@ -164,8 +192,9 @@ class KnownSites:
     ) -> Iterator[tuple[Round, Job, Message | Fault]]:
         """Send a message to every site, and yield the answers as they come, or why there is none.
 
-        `parcels`, by client, go beside words and tensors. `orders` are those of earlier rounds that are under way: these join
-        them, and are yielded with the round in which they began; when time is up, they stay under way.
+        `parcels`, by client, go beside words and tensors. `orders` are those of earlier rounds that
+        are under way: these join them, and are yielded with the round in which they began; when
+        time is up, they stay under way.
         """
         end = time.monotonic() + self.deadline
         under_way: Orders = {} if orders is None else orders
@@ -175,7 +204,8 @@ class KnownSites:
             self.wait(1, self.patience, strict=False)
             nodes = self.find(numbers, 0.0)
         tensors = {id(tensor): tensor for job in jobs for tensor in job.inbox.values()}
-        arrays = {key: encoded(tensor) for key, tensor in tensors.items()}  # what several are sent is encoded once
+        # what several are sent is encoded once
+        arrays = {key: encoded(tensor) for key, tensor in tensors.items()}
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
         for job, number in zip(jobs, numbers, strict=True):
@@ -187,7 +217,9 @@ class KnownSites:
                 {name: arrays[id(tensor)] for name, tensor in job.inbox.items()},
                 parcel=b"" if parcels is None else parcels[job.client],
             )
-            message_id = self.mailbox.send(nodes[number], kind, content, f"{round.number}", self.deadline)
+            message_id = self.mailbox.send(
+                nodes[number], kind, content, f"{round.number}", self.deadline
+            )
             if message_id is None:
                 yield round, job, Fault(job, "Flower did not take the message", sent=False)
             else:

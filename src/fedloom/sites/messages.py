@@ -1,6 +1,8 @@
-"""Messages between the server and the sites, and how they travel: words and figures as JSON, tensors as plain numbers.
+"""Messages between the server and the sites, and how they travel: words and figures as JSON,
+tensors as plain numbers.
 
-Both sides check what they get before they decode it: which records there are, the size, type and shape that an array says it has.
+Both sides check what they get before they decode it: which records there are, the size, type and
+shape that an array says it has.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ class Refusal(FedloomError):
         self.words = words
 
 
-def pack(words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parcel: bytes = b"") -> RecordDict:
+def pack(
+    words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parcel: bytes = b""
+) -> RecordDict:
     """Return the content of a message; `parcel` is what the carrier does not look into."""
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
     if tensors is not None:
-        content[ARRAYS] = ArrayRecord({n: t if isinstance(t, Array) else encoded(t) for n, t in tensors.items()})
+        content[ARRAYS] = ArrayRecord(
+            {n: t if isinstance(t, Array) else encoded(t) for n, t in tensors.items()}
+        )
     if parcel:
         content[PARCEL] = ConfigRecord({"bytes": parcel})
     return content
@@ -65,10 +71,13 @@ def pack(words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parc
 def words_of(message: Message, *records: str) -> Words:
     """Return the words of a message, which may have these `records` beside them, such as `ARRAYS`.
 
-    Raises `Refusal` where the words are one, `RefusedReply` for other messages, `FedloomError` for a failure that Flower tells.
+    Raises `Refusal` where the words are one, `RefusedReply` for other messages, `FedloomError` for
+    a failure that Flower tells.
     """
     if message.has_error():
-        raise FedloomError(one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}"))
+        raise FedloomError(
+            one_line(f"the app failed: {message.error.reason or f'error {message.error.code}'}")
+        )
     if RECORD not in message.content:
         raise RefusedReply("the message is not one of fedloom's")
     for name, record in message.content.items():
@@ -78,9 +87,13 @@ def words_of(message: Message, *records: str) -> Words:
             raise RefusedReply(f"the message's record {name!r} is of another kind")
     entries = message.content.config_records[RECORD]
     if (protocol := entries.get("protocol")) != PROTOCOL:
-        raise RefusedReply(f"the message follows protocol {protocol!r:.40}, not {PROTOCOL}: versions differ")
+        raise RefusedReply(
+            f"the message follows protocol {protocol!r:.40}, not {PROTOCOL}: versions differ"
+        )
     if foreign := sorted(set(entries) - {"protocol", "words"}):
-        raise RefusedReply(f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for")
+        raise RefusedReply(
+            f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for"
+        )
     text, words = entries.get("words"), None
     with suppress(ValueError, RecursionError):
         words = json.loads(text) if isinstance(text, str) and len(text) <= _LONGEST_WORDS else None
@@ -97,53 +110,76 @@ def encoded(tensor: Tensor) -> Array:
     return Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
 
 
-def tensors_of(message: Message, expected: Mapping[str, TensorSpec] | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a message. Raises `RefusedReply` for broken ones, or other names, shapes and types than expected."""
+def tensors_of(
+    message: Message, expected: Mapping[str, TensorSpec] | None = None
+) -> dict[str, Tensor]:
+    """Return the tensors of a message. Raises `RefusedReply` for broken ones, or other names,
+    shapes and types than expected.
+    """
     arrays = message.content.array_records.get(ARRAYS, ArrayRecord())
     if expected is not None and arrays.keys() != expected.keys():
         names = one_line(str(sorted(arrays)[:8]), 200)
         raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
-    return {name: decoded(name, array, (expected or {}).get(name)) for name, array in arrays.items()}
+    return {
+        name: decoded(name, array, (expected or {}).get(name)) for name, array in arrays.items()
+    }
 
 
 def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tensor:
-    """Return the tensor of one array. Raises `RefusedReply`, before anything is allocated, for a type or shape that is not
-    `expected` (None for any), and bytes that are not what type and shape say."""
+    """Return the tensor of one array. Raises `RefusedReply`, before anything is allocated, for a
+    type or shape that is not `expected` (None for any), and bytes that are not what type and shape
+    say.
+    """
     if array.stype != NUMBERS or array.dtype not in _TYPES:
-        raise RefusedReply(f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}")
+        raise RefusedReply(
+            f"{name!r:.80} is of type {array.dtype!r:.40}, not one of {', '.join(sorted(_TYPES))}"
+        )
     declared = tuple(array.shape)
     if expected is not None and f"torch.{array.dtype}" != str(expected.dtype):
-        raise RefusedReply(f"{name!r:.80} is {array.dtype}, not {str(expected.dtype).removeprefix('torch.')}")
+        raise RefusedReply(
+            f"{name!r:.80} is {array.dtype}, not {str(expected.dtype).removeprefix('torch.')}"
+        )
     if expected is not None and declared != expected.shape:
-        raise RefusedReply(f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(expected.shape)}")
+        raise RefusedReply(
+            f"{name!r:.80} has shape {list(declared)!s:.80}, not {list(expected.shape)}"
+        )
     if len(declared) > _MOST_AXES or any(type(size) is not int or size < 0 for size in declared):
         raise RefusedReply(f"{name!r:.80} has an impossible shape")
     size = math.prod(declared) * np.dtype(array.dtype).itemsize
     if len(array.data) != size:
-        raise RefusedReply(f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}")
+        raise RefusedReply(
+            f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}"
+        )
     import torch
 
-    # Into memory of torch's own: sums may round differently where memory begins off the boundaries that it keeps.
+    # Into memory of torch's own: sums may round differently where memory begins off the boundaries
+    # that it keeps.
     tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
     tensor.numpy()[...] = np.ndarray(declared, array.dtype, array.data)
     return tensor
 
 
 def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
-    """Return the figures among the words. Raises `RefusedReply` for names that are not declared and for infinity."""
+    """Return the figures among the words. Raises `RefusedReply` for names that are not declared and
+    for infinity.
+    """
     figures = words.get("figures", {})
     if not isinstance(figures, dict):
         raise RefusedReply("the message's figures are no table")
     for name, value in figures.items():
         if name not in declared:
-            raise RefusedReply(f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is")
+            raise RefusedReply(
+                f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is"
+            )
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise RefusedReply(f"the figure {name} is not a finite number")
     return {name: float(value) for name, value in figures.items()}
 
 
 def parcel_of(message: Message) -> bytes:
-    """Return the parcel that a message carries for somebody else, perhaps empty. Raises `RefusedReply` for a broken one."""
+    """Return the parcel that a message carries for somebody else, perhaps empty. Raises
+    `RefusedReply` for a broken one.
+    """
     record = message.content.config_records.get(PARCEL, ConfigRecord({"bytes": b""}))
     content = record.get("bytes")
     if not isinstance(content, bytes) or len(record) > 1:
@@ -152,10 +188,14 @@ def parcel_of(message: Message) -> bytes:
 
 
 def whole_number(words: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a whole number among the words. Raises `RefusedReply` unless it is there and between `low` and `high`."""
+    """Return a whole number among the words. Raises `RefusedReply` unless it is there and between
+    `low` and `high`.
+    """
     value = words.get(name)
     if type(value) is not int or not low <= value <= high:
-        raise RefusedReply(f"{name} must be a whole number between {low} and {high}, not {value!r:.60}")
+        raise RefusedReply(
+            f"{name} must be a whole number between {low} and {high}, not {value!r:.60}"
+        )
     return value
 
 
@@ -164,19 +204,29 @@ class Mailbox:
 
     def __init__(self, grid: Grid, pause: float) -> None:
         self.grid, self.pause = grid, pause
-        self._arrived: dict[str, Message] = {}  # replies that nobody has taken yet, by the message's id
+        # replies that nobody has taken yet, by the message's id
+        self._arrived: dict[str, Message] = {}
 
-    def send(self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf) -> str | None:
-        """Send a message that is void after `seconds`. Returns its id, None where Flower could not take it."""
+    def send(
+        self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf
+    ) -> str | None:
+        """Send a message that is void after `seconds`. Returns its id, None where Flower could not
+        take it.
+        """
         ttl = None if seconds == math.inf else seconds
         message = Message(content, node, kind, group_id=group, ttl=ttl)
-        # One at a time: the contents of many messages are not in memory at once, and each id is that of its own message.
+        # One at a time: the contents of many messages are not in memory at once, and each id is
+        # that of its own message.
         return next(iter(self.grid.push_messages([message])), None)
 
-    def collect(self, ids: Iterable[str], seconds: float = math.inf) -> Iterator[tuple[str, Message]]:
-        """Yield the reply to each of these messages as they come, until all are there or `seconds` have passed.
+    def collect(
+        self, ids: Iterable[str], seconds: float = math.inf
+    ) -> Iterator[tuple[str, Message]]:
+        """Yield the reply to each of these messages as they come, until all are there or `seconds`
+        have passed.
 
-        Those that come together are yielded in the order of the ids; those that are not taken stay for the next time.
+        Those that come together are yielded in the order of the ids; those that are not taken stay
+        for the next time.
         """
         waiting, end = dict.fromkeys(ids), time.monotonic() + seconds
         while waiting:

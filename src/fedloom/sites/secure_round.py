@@ -1,6 +1,8 @@
-"""Server's half of a round of secure recombination over Flower: carries the sites' parcels, and opens what they upload.
+"""Server's half of a round of secure recombination over Flower: carries the sites' parcels, and
+opens what they upload.
 
-A site gives its trained model to nobody: it is asked to train, to exchange, and then to upload envelopes with layers of any site.
+A site gives its trained model to nobody: it is asked to train, to exchange, and then to upload
+envelopes with layers of any site.
 """
 
 import logging
@@ -26,7 +28,9 @@ from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
 
 FEWEST = 2
-"""Peers that the server asks of an exchange: with nobody, a model is known to be its owner's. Sites ask for `fewest-peers`."""
+"""Peers that the server asks of an exchange: with nobody, a model is known to be its owner's. Sites
+ask for `fewest-peers`.
+"""
 
 _logger = logging.getLogger("flwr.fedloom")
 
@@ -42,17 +46,21 @@ def exchanges_layers(method: Method) -> bool:
 
 
 def require_supported(method: Method) -> None:
-    """Raise `InvalidValue` for a method whose sites cannot know in which rounds to exchange their uploads."""
+    """Raise `InvalidValue` for a method whose sites cannot know in which rounds to exchange their
+    uploads.
+    """
     if exchanges_layers(method) and any(stages.automatic for stages in stages_in(method)):
         remedy = "give a last round instead of auto"
         raise InvalidValue(f"{method}: sites must know when secure(...) leads: {remedy}")
 
 
 class Courier:
-    """Carries the letters of one exchange as messages between the server and the sites (a `Transport`).
+    """Carries the letters of one exchange as messages between the server and the sites (a
+    `Transport`).
 
-    Peers have their sites' numbers. A site that does not answer as agreed is `lost`, for a reason, and asked no more. `reached`
-    are the sites to which a message went out, `carried` the bytes that sites have handed in.
+    Peers have their sites' numbers. A site that does not answer as agreed is `lost`, for a reason,
+    and asked no more. `reached` are the sites to which a message went out, `carried` the bytes that
+    sites have handed in.
     """
 
     def __init__(self, sites: KnownSites, round: Round, jobs: Sequence[Job], terms: Terms) -> None:
@@ -70,7 +78,9 @@ class Courier:
     def uploads(self) -> dict[int, list[bytes]]:
         """Return the sealed layers of every peer that hands them over after the exchange."""
         layers = {}
-        for peer, parcel in self._ask(dict.fromkeys(self.terms.peers, b""), {"upload": True}).items():
+        for peer, parcel in self._ask(
+            dict.fromkeys(self.terms.peers, b""), {"upload": True}
+        ).items():
             try:
                 layers[peer] = unpack(parcel, peer, len(self.terms.sizes))
             except ProtocolViolation as fault:
@@ -81,11 +91,16 @@ class Courier:
         # The first request of an exchange before training brings the model that is to be exchanged.
         tensors = {"model"} if self.terms.when == "before_train" and not self.reached else set()
         tasks = [self.jobs[peer] for peer in parcels if peer not in self.lost]
-        tasks = [replace(task, inbox={n: rows for n, rows in task.inbox.items() if n in tensors}) for task in tasks]
+        tasks = [
+            replace(task, inbox={n: rows for n, rows in task.inbox.items() if n in tensors})
+            for task in tasks
+        ]
         by_client = {task.client: parcels[self.sites.numbers[task.client]] for task in tasks}
         words = {"run": self.terms.run, "when": self.terms.when, **words}
         answers = {}
-        for _, task, answer in self.sites.answers("query.exchange", self.round, tasks, lambda _: words, by_client):
+        for _, task, answer in self.sites.answers(
+            "query.exchange", self.round, tasks, lambda _: words, by_client
+        ):
             peer = self.sites.numbers[task.client]
             try:
                 if not isinstance(answer, Fault) or answer.sent:
@@ -101,8 +116,10 @@ class Courier:
 
 @dataclass(frozen=True)
 class SecureRound:
-    """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them train, where the models are
-    exchanged before or withheld; `forget` is told of clients whose work of this round is not taken."""
+    """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them
+    train, where the models are exchanged before or withheld; `forget` is told of clients whose work
+    of this round is not taken.
+    """
 
     sites: KnownSites
     task: Task
@@ -112,17 +129,22 @@ class SecureRound:
     forget: Callable[[int], None]
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
-        """Exchange, train, exchange again; yield what sites then upload. One that an exchange loses sits out the round."""
+        """Exchange, train, exchange again; yield what sites then upload. One that an exchange loses
+        sits out the round.
+        """
         uploading = [job for job in jobs if job.slot is not None]
         idle = [job for job in jobs if job.slot is None]
         sent = {task.client: task.inbox["model"][0] for task in uploading}
-        several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1  # else there is nothing to exchange
+        # else there is nothing to exchange
+        several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1
         exchanged = several and self.method.exchanges("before_train")
         if exchanged:
             courier, faults = self._exchange("before_train", uploading, ServerKey())
             yield from faults
             uploading = [
-                replace(task, inbox={name: rows for name, rows in task.inbox.items() if name != "model"})
+                replace(
+                    task, inbox={name: rows for name, rows in task.inbox.items() if name != "model"}
+                )
                 for task in uploading
                 if self.sites.numbers[task.client] in courier.terms.peers
             ]
@@ -134,18 +156,23 @@ class SecureRound:
             else:
                 yield result
         if trained:
-            for result in self._uploads(sorted(trained, key=lambda reply: reply.job.slot or 0), sent):
+            for result in self._uploads(
+                sorted(trained, key=lambda reply: reply.job.slot or 0), sent
+            ):
                 if isinstance(result, Fault):
                     self.forget(result.job.client)
                 yield result
 
-    def _uploads(self, replies: Sequence[Answer], sent: Mapping[int, Tensor]) -> Iterator[Answer | Fault]:
+    def _uploads(
+        self, replies: Sequence[Answer], sent: Mapping[int, Tensor]
+    ) -> Iterator[Answer | Fault]:
         """Yield the replies with the models that the sites hold after the exchange.
 
-        There is one exchange before upload, whatever becomes of it: from a second one among fewer sites the server would learn
-        whose layers were missing. So the layers that a site holds are lost when it does not upload, as in a simulation those
-        of a client that drops out after the exchange before training. A layer that cannot be used, whoever spoilt it, is
-        replaced by that of the model that the server had sent; so are weights that are not finite.
+        There is one exchange before upload, whatever becomes of it: from a second one among fewer
+        sites the server would learn whose layers were missing. So the layers that a site holds are
+        lost when it does not upload, as in a simulation those of a client that drops out after the
+        exchange before training. A layer that cannot be used, whoever spoilt it, is replaced by
+        that of the model that the server had sent; so are weights that are not finite.
         """
         key = ServerKey()
         courier, faults = self._exchange("before_upload", [reply.job for reply in replies], key)
@@ -164,15 +191,21 @@ class SecureRound:
             elif number in courier.terms.peers:
                 yield Fault(reply.job, courier.lost[number])
 
-    def _exchange(self, when: str, jobs: Sequence[Job], key: ServerKey) -> tuple[Courier, list[Fault]]:
-        """Run one exchange, with a new name and a new key of the server, so that the peers' keys are new.
+    def _exchange(
+        self, when: str, jobs: Sequence[Job], key: ServerKey
+    ) -> tuple[Courier, list[Fault]]:
+        """Run one exchange, with a new name and a new key of the server, so that the peers' keys
+        are new.
 
-        Return the courier, whose terms then have the peers that came to the end, and a fault for each site that did not.
+        Return the courier, whose terms then have the peers that came to the end, and a fault for
+        each site that did not.
         """
         name = f"{self.sites.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))
         peers = tuple(self.sites.numbers[job.client] for job in jobs)
-        opening = Terms(name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes)
+        opening = Terms(
+            name, self.round.number, when, 0, peers, key.public, self.method.rules(), sizes
+        )
         courier, abort = Courier(self.sites, self.round, jobs, opening), ""
         try:
             courier.terms, violations = run_exchange(courier, opening, fewest=FEWEST)
@@ -183,9 +216,15 @@ class SecureRound:
         for violation in violations:
             _logger.warning("round %d: exchange %s: %s", self.round.number, when, violation)
             reason = courier.lost.get(violation.peer) if violation.kind == "left" else None
-            reasons.setdefault(violation.peer, f"{violation}: {reason}" if reason else str(violation))
+            reasons.setdefault(
+                violation.peer, f"{violation}: {reason}" if reason else str(violation)
+            )
         return courier, [
-            Fault(task, reasons.get(number, abort), sent=when == "before_upload" or number in courier.reached)
+            Fault(
+                task,
+                reasons.get(number, abort),
+                sent=when == "before_upload" or number in courier.reached,
+            )
             for task, number in zip(jobs, peers, strict=True)
             if number not in courier.terms.peers
         ]

@@ -1,4 +1,6 @@
-"""ServerApp of Flower: it waits for the sites, and runs the federation in its directory as `fedloom run` does on one machine."""
+"""ServerApp of Flower: it waits for the sites, and runs the federation in its directory as `fedloom
+run` does on one machine.
+"""
 
 import json
 import logging
@@ -36,7 +38,13 @@ from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites
 from fedloom.sites.messages import Mailbox, Words, pack, words_of
 from fedloom.sites.secure_round import require_supported
-from fedloom.sites.site_data import DataAgreement, agreed_table, of_columns, server_table, table_roles
+from fedloom.sites.site_data import (
+    DataAgreement,
+    agreed_table,
+    of_columns,
+    server_table,
+    table_roles,
+)
 from fedloom.state.files import write_text
 from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
 from fedloom.task import Task, make_dataset, make_task
@@ -60,38 +68,52 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary | None:
-    """Run the federation to its end, or go on with it, and write the report; or ask for statistics alone. `pause` is in seconds.
+    """Run the federation to its end, or go on with it, and write the report; or ask for statistics
+    alone. `pause` is in seconds.
 
-    Raises `InvalidValue` for a configuration that does not fit, or sites that do not come; `CheckpointError` for the folder
-    of another run; `Diverged` when no site's model is finite any more.
+    Raises `InvalidValue` for a configuration that does not fit, or sites that do not come;
+    `CheckpointError` for the folder of another run; `Diverged` when no site's model is finite any
+    more.
     """
     settings = deployment(run_config)
     gathering = Gathering(settings, Mailbox(grid, pause))
     if settings.only == "statistics":
         if (settings.output / SITES).exists():
             remedy = "choose another output for these"
-            raise InvalidValue(f"{settings.output} holds a run with statistics of its own: {remedy}")
+            raise InvalidValue(
+                f"{settings.output} holds a run with statistics of its own: {remedy}"
+            )
         with locked(settings.output / ".lock"):
             gathering.statistics(gathering.first_sites())
         return None
     require_supported(build(settings.algorithm))
-    # What only says where and how runs of one machine are made must not decide whether this one may go on.
+    # What only says where and how runs of one machine are made must not decide whether this one may
+    # go on.
     configuration = replace(settings.configuration, engine="rows")
     name = RunName(str(parse(settings.algorithm)), configuration.seed)
     summary = run_configured(
-        configuration, name, _log_event, make_task=gathering.task, path=settings.output, engine=gathering.engine
+        configuration,
+        name,
+        _log_event,
+        make_task=gathering.task,
+        path=settings.output,
+        engine=gathering.engine,
     )
     page = settings.output / "report.html"
     write_page(page, render(str(name), [summary], configuration.targets))
     folder = settings.output.resolve()
-    _logger.info("the run is in %s: model.safetensors, metrics.jsonl, result.json, report.html", folder)
+    _logger.info(
+        "the run is in %s: model.safetensors, metrics.jsonl, result.json, report.html", folder
+    )
     return summary
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Facts of a federation's beginning, which hold for all of its rounds: its name at the sites, whether they have data of their
-    own, the training and test samples of each site, None for one that was not there, and the columns on which tables agree."""
+    """Facts of a federation's beginning, which hold for all of its rounds: its name at the sites,
+    whether they have data of their own, the training and test samples of each site, None for one
+    that was not there, and the columns on which tables agree.
+    """
 
     federation: str
     own: bool
@@ -101,7 +123,9 @@ class Opening:
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
-        """Read the opening in a file; None when there is no file. Raises `CheckpointError` when it cannot be read."""
+        """Read the opening in a file; None when there is no file. Raises `CheckpointError` when it
+        cannot be read.
+        """
         if not path.exists():
             return None
         try:
@@ -114,8 +138,16 @@ class Opening:
 
 
 def _credited(claims: Mapping[int, int], count: int, share: float) -> list[int | None]:
-    """Return the numbers of samples with which `count` sites count, of which some claim these (`capped`)."""
-    taken = capped(torch.tensor(list(claims.values()), dtype=torch.int64), share).double().round().long().tolist()
+    """Return the numbers of samples with which `count` sites count, of which some claim these
+    (`capped`).
+    """
+    taken = (
+        capped(torch.tensor(list(claims.values()), dtype=torch.int64), share)
+        .double()
+        .round()
+        .long()
+        .tolist()
+    )
     credited: dict[int, int] = dict(zip(claims, taken, strict=True))
     for number, claim in claims.items():
         if credited[number] < claim:
@@ -131,15 +163,21 @@ class Gathering:
         self.settings, self.mailbox = settings, mailbox
 
     def task(self, seed: int) -> Task:
-        """Wait for the sites. Return their task, or, where they take their shares of the configuration's data, that of a
-        simulation. Their numbers of samples are those of the start, also when the run goes on later."""
+        """Wait for the sites. Return their task, or, where they take their shares of the
+        configuration's data, that of a simulation. Their numbers of samples are those of the start,
+        also when the run goes on later.
+        """
         configuration, count = self.settings.configuration, self.settings.clients
         path = self.settings.output / SITES
         opening = Opening.read(path, count)
         agreed = self._agreed_columns() if opening is None else None
         if opening is not None and opening.preprocessing is not None:
             agreed = Preprocessing.from_json(opening.preprocessing, str(path))
-        dataset = make_dataset(configuration.data.name) if agreed is None else server_table(agreed, configuration)
+        dataset = (
+            make_dataset(configuration.data.name)
+            if agreed is None
+            else server_table(agreed, configuration)
+        )
         blank = self._task_of(dataset, [1] * count, None, seed)
         briefing = {"data": DataAgreement.of(dataset).words()}
         alike = {"fedloom": fedloom.__version__, "layout": layout_digest(blank)}
@@ -154,13 +192,19 @@ class Gathering:
             opening = Opening(
                 secrets.token_hex(8),
                 have_data,
-                _credited({number: site.samples for number, site in introduced.items()}, count, share),
-                _credited({number: site.tests for number, site in introduced.items()}, count, share),
+                _credited(
+                    {number: site.samples for number, site in introduced.items()}, count, share
+                ),
+                _credited(
+                    {number: site.tests for number, site in introduced.items()}, count, share
+                ),
                 None if agreed is None else agreed.to_json(),
             )
             write_text(path, json.dumps(asdict(opening)) + "\n")
         self.opening = opening
-        self.sites.registered |= {n: size for n, size in enumerate(opening.samples) if size is not None}
+        self.sites.registered |= {
+            n: size for n, size in enumerate(opening.samples) if size is not None
+        }
         if opening.own:
             counted = [samples for samples in opening.samples if samples is not None]
             mean = max(1, round(sum(counted) / len(counted)))
@@ -172,11 +216,15 @@ class Gathering:
             if site.samples != sizes[number]:
                 expected = f"its share of {task.dataset.name} has {sizes[number]}"
                 remedy = "are the data or the versions of NumPy others there?"
-                raise InvalidValue(f"site {number} has {site.samples} samples, but {expected}: {remedy}")
+                raise InvalidValue(
+                    f"site {number} has {site.samples} samples, but {expected}: {remedy}"
+                )
         return task
 
     def _agreed_columns(self) -> Preprocessing | None:
-        """Return the preprocessing of the sites' own tables, from statistics of their columns; None for other data."""
+        """Return the preprocessing of the sites' own tables, from statistics of their columns; None
+        for other data.
+        """
         roles = table_roles(self.settings.configuration)
         if roles is None or not of_columns(self.settings.configuration):
             return None
@@ -186,44 +234,62 @@ class Gathering:
         return agreed_table(self.statistics(sites), roles)
 
     def first_sites(self) -> KnownSites:
-        """Wait for the sites before they agree on anything but the server's data, where these are no table of columns."""
+        """Wait for the sites before they agree on anything but the server's data, where these are
+        no table of columns.
+        """
         configuration, count, briefing = self.settings.configuration, self.settings.clients, {}
         if table_roles(configuration) is None or not of_columns(configuration):
             briefing = {"data": DataAgreement.of(make_dataset(configuration.data.name)).words()}
         sites = KnownSites(self.mailbox, count, briefing, {"fedloom": fedloom.__version__})
-        _logger.info("waiting for %d of %d sites, to compare their columns", self.settings.sites, count)
+        _logger.info(
+            "waiting for %d of %d sites, to compare their columns", self.settings.sites, count
+        )
         sites.wait(self.settings.sites, self.settings.wait)
         return sites
 
     def statistics(self, sites: KnownSites) -> Statistics:
-        """Return statistics of the sites' columns, which are shown and written; the cost of noise is in the ledger before any
-        site answers. With noise they are asked for once: asking again would cost as much again."""
+        """Return statistics of the sites' columns, which are shown and written; the cost of noise
+        is in the ledger before any site answers. With noise they are asked for once: asking again
+        would cost as much again.
+        """
         folder, survey = self.settings.output, self.settings.survey
         path, ledger = folder / "statistics.json", ReleaseLedger(folder / RELEASED, "")
         ledger.resume(0)
         statistics = Statistics.read(path) if path.exists() else None
         if statistics is not None and statistics.noise and not ledger.statistics():
-            raise CheckpointError(f"{ledger.path} does not say what {path} cost: use another folder")
+            raise CheckpointError(
+                f"{ledger.path} does not say what {path} cost: use another folder"
+            )
         if statistics is None or not statistics.noise:
             statistics = collect(lambda request: self._answers(sites, request, ledger), survey)
             for suffix in (".json", ".html"):
                 statistics.save(path.with_suffix(suffix))
         else:
-            _logger.info("statistics with noise are those of %s: other ones would cost as much again", path)
+            _logger.info(
+                "statistics with noise are those of %s: other ones would cost as much again", path
+            )
         table = statistics_table(statistics)
         lines = ([cell.text for cell in line] for line in table.lines)
         text = markdown_table([column.title for column in table.columns], lines)
         _logger.info(
-            "statistics of the sites' data:\n\n%s\n%s\nall numbers, and a page: %s", text, caption(statistics), folder
+            "statistics of the sites' data:\n\n%s\n%s\nall numbers, and a page: %s",
+            text,
+            caption(statistics),
+            folder,
         )
         return statistics
 
-    def _answers(self, sites: KnownSites, request: Words, ledger: ReleaseLedger) -> dict[int, Words]:
+    def _answers(
+        self, sites: KnownSites, request: Words, ledger: ReleaseLedger
+    ) -> dict[int, Words]:
         """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
         if request["noise"] and request["step"] == "sums":
             length = math.sqrt(request["releases"])
             ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
-        seconds, content = self.settings.deadline or self.settings.wait, pack({**request, **sites.briefing})
+        seconds, content = (
+            self.settings.deadline or self.settings.wait,
+            pack({**request, **sites.briefing}),
+        )
         send, known = self.mailbox.send, sites.known.items()
         sent = {send(site.node, "query.statistics", content): number for number, site in known}
         answers = {}
@@ -231,7 +297,9 @@ class Gathering:
             try:
                 answers[sent[message_id]] = dict(words_of(reply)["answer"])
             except (FedloomError, KeyError, TypeError, ValueError) as error:
-                raise InvalidValue(f"site {sent[message_id]} tells no statistics: {error}") from None
+                raise InvalidValue(
+                    f"site {sent[message_id]} tells no statistics: {error}"
+                ) from None
         if silent := sorted({*sent.values()} - answers.keys()):
             raise InvalidValue(f"site {silent[0]} tells no statistics within {seconds:g} s")
         return answers
@@ -243,10 +311,18 @@ class Gathering:
         self.sites.federation, self.sites.numbers = self.opening.federation, numbers
         return FlowerEngine(self.sites, self.settings.largest_share if self.opening.own else 1.0)
 
-    def _task_of(self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int) -> Task:
-        """Return the task of sites with so many samples of their own; the global test set is the server's."""
+    def _task_of(
+        self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int
+    ) -> Task:
+        """Return the task of sites with so many samples of their own; the global test set is the
+        server's.
+        """
         configuration, data = self.settings.configuration, self.settings.configuration.data
-        simulated = {"merge": data.merge, "validation": data.validation is not None, "shift": data.shift != "none"}
+        simulated = {
+            "merge": data.merge,
+            "validation": data.validation is not None,
+            "shift": data.shift != "none",
+        }
         if tests is not None and any(simulated.values()):
             key = next(key for key, used in simulated.items() if used)
             remedy = "leave it out where sites have data of their own"
@@ -260,7 +336,11 @@ class Gathering:
             metrics=configuration.metrics,
             seed=seed,
         )
-        return task if tests is None or not any(tests) else replace(task, local_test=Partition.counted(tests))
+        return (
+            task
+            if tests is None or not any(tests)
+            else replace(task, local_test=Partition.counted(tests))
+        )
 
 
 def _log_event(event: Event) -> None:
@@ -269,7 +349,9 @@ def _log_event(event: Event) -> None:
         record, score = event.record, event.score and f", {event.metric.noun} {event.score}"
         _logger.info("round %d: %.1f s%s", record["round"], event.seconds, score)
         for fault in record["faults"]:
-            _logger.warning("round %d: site %d: %s", record["round"], fault["client"], fault["reason"])
+            _logger.warning(
+                "round %d: site %d: %s", record["round"], fault["client"], fault["reason"]
+            )
     elif event.kind == "notice":
         _logger.warning("%s", event.text)
     elif event.kind in ("started", "skipped"):

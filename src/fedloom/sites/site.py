@@ -1,4 +1,5 @@
-"""Site: it introduces itself, trains, and judges models, each time from a message, its own data and its own memory.
+"""Site: it introduces itself, trains, and judges models, each time from a message, its own data and
+its own memory.
 
 Its state between two messages is on disk, since Flower may start a process for each.
 """
@@ -55,18 +56,30 @@ class Site:
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> "Site":
-        """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not fit."""
+        """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not
+        fit.
+        """
         settings, config = deployment(run_config), NodeConfig.read(node_config)
         if config.sites not in (None, settings.clients):
             clients = f"data.clients of the federation {settings.clients}"
-            raise InvalidValue(f"node configuration: num-partitions is {config.sites}, but {clients}")
+            raise InvalidValue(
+                f"node configuration: num-partitions is {config.sites}, but {clients}"
+            )
         if config.number >= settings.clients:
-            raise InvalidValue(f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)")
+            raise InvalidValue(
+                f"partition-id {config.number} is not one of 0 to {settings.clients - 1} (data.clients)"
+            )
         return cls(settings, config)
 
     def hello(self, words: Words) -> RecordDict:
-        """Introduce this site and say how many samples it has: of a table, once the federation has agreed on columns."""
-        introduction = {"site": self.number, "own": self.config.data is not None, "fedloom": fedloom.__version__}
+        """Introduce this site and say how many samples it has: of a table, once the federation has
+        agreed on columns.
+        """
+        introduction = {
+            "site": self.number,
+            "own": self.config.data is not None,
+            "fedloom": fedloom.__version__,
+        }
         if words.get("data") is None:
             return pack({**introduction, "samples": 1, "tests": 0})
         if exchanges_layers(build(self.settings.algorithm)):
@@ -78,7 +91,11 @@ class Site:
 
     def statistics(self, words: Words) -> RecordDict:
         """Answer a request of `federated_statistics` about the columns of the rows that train here."""
-        columns = self._table(self.config.data) if self.config.data and words.get("data") is None else None
+        columns = (
+            self._table(self.config.data)
+            if self.config.data and words.get("data") is None
+            else None
+        )
         if columns is None:
             columns = client_columns(self._task(words, self.number), self.number)
         return pack({"answer": answer(columns, words, self.config.smallest)})
@@ -87,43 +104,66 @@ class Site:
         """Return the columns of this site's own table before sites have agreed on any."""
         roles, table = table_roles(self.settings.configuration), own_table(source)
         if roles is None or table is None:
-            raise InvalidValue(f"site {self.number}: {source} is no table, as the federation's data are")
+            raise InvalidValue(
+                f"site {self.number}: {source} is no table, as the federation's data are"
+            )
         dataset = table_dataset("table", *table, roles, source)
         if not isinstance(dataset.encoding, TableInputs):
             needed = "need an example at the server: path in table(...)"
             raise InvalidValue(f"site {self.number}: texts and pictures in a table {needed}")
         if lists := [column.name for column in dataset.encoding.columns if column.width > 1]:
             remedy = "make a column of each number, or let all sites bring arrays"
-            raise InvalidValue(f"site {self.number}: column {quoted(lists[0])} of {source} holds lists: {remedy}")
-        train, share = Partition.of([np.arange(len(dataset.train))]), self.settings.configuration.data.local_test
+            raise InvalidValue(
+                f"site {self.number}: column {quoted(lists[0])} of {source} holds lists: {remedy}"
+            )
+        train, share = (
+            Partition.of([np.arange(len(dataset.train))]),
+            self.settings.configuration.data.local_test,
+        )
         if share is not None and not len(dataset.test):
             train, _ = split_train_test(train, self.settings.configuration.seed, share)
         return columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Train as the client that the words say, from the memory that they say. Raises `Refusal` where it cannot."""
+        """Train as the client that the words say, from the memory that they say. Raises `Refusal`
+        where it cannot.
+        """
         round, client = self._addressed(words)
         engine, memory, version = self._remembering(words, round, client, inbox)
         memory_before = engine.store.read(client)
         pipeline = self._pipeline(engine.task, round, inbox)
         expected = _shapes(words.get("expected"))
-        # By the site's own configuration: the server cannot ask for a model that others should have a part in.
+        # By the site's own configuration: the server cannot ask for a model that others should have
+        # a part in.
         exchange = None if expected is None else layer_exchange(pipeline)
         peer = None if exchange is None else self._peer(words, round)
         if exchange and peer and words.get("exchanged") is True:
             both = peer.exchanged()
-            exchanged, as_sent = (from_layers(layers, exchange.units(), engine.task.initial) for layers in both)
+            exchanged, as_sent = (
+                from_layers(layers, exchange.units(), engine.task.initial) for layers in both
+            )
             # Another site may have spoilt a layer: what is not finite is as the server sent it.
-            inbox = {**inbox, "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0)}
+            inbox = {
+                **inbox,
+                "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0),
+            }
             _require_sound(engine.task, inbox)
         job = Job(client, None if expected is None else 0, dict(inbox))
         with using_threads(step_threads(engine.task)):
             result = engine.train_one(pipeline, round, job, expected or {})
         if isinstance(result, Fault):
-            _logger.error("site %d: round %d: %s", self.number, round.number, result.reason, exc_info=result.error)
+            _logger.error(
+                "site %d: round %d: %s",
+                self.number,
+                round.number,
+                result.reason,
+                exc_info=result.error,
+            )
             raise Refusal({"refused": result.reason})
         memory_after = engine.store.read(client)
-        written = any(tensor is not memory_before.get(name) for name, tensor in memory_after.items())
+        written = any(
+            tensor is not memory_before.get(name) for name, tensor in memory_after.items()
+        )
         if written:
             memory.write(self.number, round.number, memory_after)
         needed = {version, *(older for older in words.get("keep", []) if type(older) is int)}
@@ -135,10 +175,15 @@ class Site:
                 peer.keep(to_layers(tensors.pop("model"), exchange.units()))
         figures = {name: float(value) for name, value in result.metrics.items()}
         remembered = round.number if written else version
-        return pack({"site": self.number, "round": round.number, "memory": remembered, "figures": figures}, tensors)
+        return pack(
+            {"site": self.number, "round": round.number, "memory": remembered, "figures": figures},
+            tensors,
+        )
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
-        """Answer a step of an exchange of layers with other sites, or hand over what this site holds after it."""
+        """Answer a step of an exchange of layers with other sites, or hand over what this site
+        holds after it.
+        """
         round, client = self._addressed(words)
         run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
         if words.get("upload") is True:
@@ -148,12 +193,20 @@ class Site:
             raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
 
         def layers() -> list[bytes]:
-            return peer.trained() if when == "before_upload" else self._sent(self._task(words, client), round, inbox)
+            return (
+                peer.trained()
+                if when == "before_upload"
+                else self._sent(self._task(words, client), round, inbox)
+            )
 
-        return pack({"site": self.number}, parcel=peer.answer(parcel, run, when, method.rules(), layers))
+        return pack(
+            {"site": self.number}, parcel=peer.answer(parcel, run, when, method.rules(), layers)
+        )
 
     def _sent(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
-        """Return the layers of the model that the server sent to this site, for an exchange before training."""
+        """Return the layers of the model that the server sent to this site, for an exchange before
+        training.
+        """
         _require_sound(task, inbox)
         method = layer_exchange(self._pipeline(task, round, inbox))
         model = inbox.get("model")
@@ -162,7 +215,9 @@ class Site:
         return to_layers(model[0], method.units())
 
     def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Judge the model that this client would use, or the one that it is sent, on its own test samples."""
+        """Judge the model that this client would use, or the one that it is sent, on its own test
+        samples.
+        """
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         pipeline = self._pipeline(engine.task, round, inbox)
@@ -177,27 +232,40 @@ class Site:
         """Raise `InvalidValue` where this site cannot say who it is to the others."""
         if self.config.identity is None:
             example = "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
-            remedy = f"name its key and everybody's public keys in the node configuration ({example})"
+            remedy = (
+                f"name its key and everybody's public keys in the node configuration ({example})"
+            )
             raise InvalidValue(
                 f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: {remedy}"
             )
         return self.config.identity
 
     def _peer(self, words: Words, round: Round) -> SitePeer:
-        return SitePeer(self.config.folder(words.get("federation")), self.config, self._require_identity(), round)
+        return SitePeer(
+            self.config.folder(words.get("federation")),
+            self.config,
+            self._require_identity(),
+            round,
+        )
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
-        """Return the round and the client's number in it. Raises `RefusedReply` for a message to another."""
+        """Return the round and the client's number in it. Raises `RefusedReply` for a message to
+        another.
+        """
         if words.get("site") != self.number:
             raise RefusedReply(f"this is site {self.number}, not {words.get('site')!r:.40}")
-        return _round(words.get("round")), whole_number(words, "client", 0, self.settings.clients - 1)
+        return _round(words.get("round")), whole_number(
+            words, "client", 0, self.settings.clients - 1
+        )
 
     def _remembering(
         self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
     ) -> tuple[RowsEngine, ClientFiles, int]:
-        """Return an engine in which this client remembers what it did after the round that the words say.
+        """Return an engine in which this client remembers what it did after the round that the
+        words say.
 
-        Its memory has a file for each round that wrote something, so that a site that trains twice in a round answers the same.
+        Its memory has a file for each round that wrote something, so that a site that trains twice
+        in a round answers the same.
         """
         kept = self._kept(words)
         task = kept.for_client(self._share, client, self.settings.clients)
@@ -246,11 +314,16 @@ class Site:
 
 
 def _shapes(value: Any) -> dict[str, TensorSpec] | None:
-    """Return the names and shapes that the server expects, None for nothing. Raises `RefusedReply` for anything else."""
+    """Return the names and shapes that the server expects, None for nothing. Raises `RefusedReply`
+    for anything else.
+    """
     if value is None:
         return None
     try:
-        return {str(name): TensorSpec(tuple(int(size) for size in shape), None) for name, shape in value.items()}
+        return {
+            str(name): TensorSpec(tuple(int(size) for size in shape), None)
+            for name, shape in value.items()
+        }
     except (AttributeError, TypeError, ValueError):
         raise RefusedReply("the server does not say what it expects") from None
 
@@ -258,9 +331,13 @@ def _shapes(value: Any) -> dict[str, TensorSpec] | None:
 def _round(value: Any) -> Round:
     """Return the round among the words. Raises `RefusedReply` for a broken one."""
     try:
-        entries = {field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED}
+        entries = {
+            field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED
+        }
         entries["selected"] = tuple(int(client) for client in entries["selected"])
-        rates = [entries[name] for name in ("learning_rate", "initial_learning_rate", "rate_change")]
+        rates = [
+            entries[name] for name in ("learning_rate", "initial_learning_rate", "rate_change")
+        ]
         sound = all(0 < rate < math.inf for rate in rates) and type(entries["poisson"]) is bool
     except (KeyError, TypeError, ValueError):
         sound = False
@@ -272,10 +349,14 @@ def _round(value: Any) -> Round:
 
 
 def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
-    """Raise `RefusedReply` unless what the server sent is one row each, with a model that could be one of this task."""
+    """Raise `RefusedReply` unless what the server sent is one row each, with a model that could be
+    one of this task.
+    """
     for name, rows in inbox.items():
         if rows.dim() == 0 or len(rows) != 1:
-            raise RefusedReply(f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row")
+            raise RefusedReply(
+                f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row"
+            )
     model, layout = inbox.get("model"), task.layout
     if model is not None:
         if model.dtype != layout.dtype or model.dim() != 2 or model.shape[1] > layout.size:
@@ -284,5 +365,8 @@ def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
         if not bool(torch.isfinite(model).all()):
             raise RefusedReply("the server sent a model that is not finite")
     integers = inbox.get(INTEGERS)
-    if integers is not None and (integers.dtype, tuple(integers.shape)) != (torch.int64, (1, layout.integers)):
+    if integers is not None and (integers.dtype, tuple(integers.shape)) != (
+        torch.int64,
+        (1, layout.integers),
+    ):
         raise RefusedReply("the server sent integer buffers of another model")

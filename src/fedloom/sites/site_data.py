@@ -1,6 +1,8 @@
-"""Data of sites that bring their own: the preprocessing on which all agree, and how a site reads its samples.
+"""Data of sites that bring their own: the preprocessing on which all agree, and how a site reads
+its samples.
 
-A federation of tables agrees before round 1, without sharing a file, by statistics of columns: means, deviations, categories.
+A federation of tables agrees before round 1, without sharing a file, by statistics of columns:
+means, deviations, categories.
 """
 
 import json
@@ -17,7 +19,14 @@ from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import read_any
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.data.preprocessing import ModelOutputs, PictureInputs, Preprocessing, TensorInputs, TextInputs, as_arrow
+from fedloom.data.preprocessing import (
+    ModelOutputs,
+    PictureInputs,
+    Preprocessing,
+    TensorInputs,
+    TextInputs,
+    as_arrow,
+)
 from fedloom.data.sets.own import function_data, own_samples, read_image_folder, split_arrays
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
@@ -34,12 +43,15 @@ _TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
 
 @dataclass(frozen=True)
 class DataAgreement:
-    """Properties of the samples of every site: the name of the data set, the way to a model's inputs and from its outputs, the
-    objective as an expression, the number of classes, and of token data the number of tokens."""
+    """Properties of the samples of every site: the name of the data set, the way to a model's
+    inputs and from its outputs, the objective as an expression, the number of classes, and of token
+    data the number of tokens.
+    """
 
     name: str
     preprocessing: Preprocessing
-    objective: Annotated[str, Field(pattern="^[^:]*$")]  # a server may not have sites import modules
+    # a server may not have sites import modules
+    objective: Annotated[str, Field(pattern="^[^:]*$")]
     classes: int
     vocabulary: int | None
 
@@ -50,7 +62,9 @@ class DataAgreement:
         if isinstance(objective, Standardised):
             objective = Regression(objective.kind, objective.delta)
         expression = expression_of(objective) or ""
-        return cls(dataset.name, dataset.preprocessing, expression, dataset.classes, dataset.vocabulary)
+        return cls(
+            dataset.name, dataset.preprocessing, expression, dataset.classes, dataset.vocabulary
+        )
 
     @classmethod
     def read(cls, words: Any) -> "DataAgreement":
@@ -66,10 +80,14 @@ class DataAgreement:
         return {**vars(self), "preprocessing": json.loads(self.preprocessing.to_json())}
 
     def dataset(self, source: str, configuration: Configuration) -> Dataset:
-        """Return a site's own samples. Raises `DataError`, or `InvalidValue` with the source and, of a table, the column."""
+        """Return a site's own samples. Raises `DataError`, or `InvalidValue` with the source and,
+        of a table, the column.
+        """
         inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
         try:
-            objective = build_objective(configuration.objective or self.objective, configuration.metrics)
+            objective = build_objective(
+                configuration.objective or self.objective, configuration.metrics
+            )
             table = own_table(source) if isinstance(inputs, TableInputs | TextInputs) else None
             if table is not None:
                 columns = [inputs.column] if isinstance(inputs, TextInputs) else []
@@ -77,7 +95,9 @@ class DataAgreement:
                 rows = table_dataset("table", *table, roles, source, agreed=self.preprocessing)
                 return standardised_target(rows, self.preprocessing, objective)
             scale = (
-                (inputs.mean or None, inputs.deviation or None) if isinstance(inputs, PictureInputs) else (None, None)
+                (inputs.mean or None, inputs.deviation or None)
+                if isinstance(inputs, PictureInputs)
+                else (None, None)
             )
             train, test = own_data(source, self.preprocessing)
             dataset = Dataset(
@@ -86,25 +106,39 @@ class DataAgreement:
             )  # fmt: skip
         except InvalidValue as error:
             raise InvalidValue(f"{source}: {str(error).removeprefix(f'{source}: ')}") from None
-        tokens = TensorInputs((inputs.length,), "int64") if isinstance(inputs, TextInputs) else inputs
-        if differences := replace(dataset.preprocessing, outputs=ModelOutputs()).differences(Preprocessing(tokens)):
+        tokens = (
+            TensorInputs((inputs.length,), "int64") if isinstance(inputs, TextInputs) else inputs
+        )
+        if differences := replace(dataset.preprocessing, outputs=ModelOutputs()).differences(
+            Preprocessing(tokens)
+        ):
             raise InvalidValue(f"{source}: here and in the federation {differences[0]}")
         highest = int(train.inputs.max()) if self.vocabulary is not None else 0
         if self.vocabulary is not None and highest >= self.vocabulary:
-            raise InvalidValue(f"{source}: tokens must be 0 to {self.vocabulary - 1}, and {highest} is among them")
+            raise InvalidValue(
+                f"{source}: tokens must be 0 to {self.vocabulary - 1}, and {highest} is among them"
+            )
         return dataset
 
 
 def own_table(source: str) -> tuple[Any, Any] | None:
-    """Return the Arrow tables of a site's own rows, to train on and, perhaps without rows, to test on; None for other data."""
+    """Return the Arrow tables of a site's own rows, to train on and, perhaps without rows, to test
+    on; None for other data.
+    """
     path, test = Path(source), None
     if ":" in source and not path.exists():
         function = found_at(source, "source", "'module:function'")
         try:
             table = as_arrow(function())
         except Exception as error:
-            raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
-    elif path.suffix in _TABLES or (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            raise DataError(
+                f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}"
+            ) from error
+    elif (
+        path.suffix in _TABLES
+        or (path / "state.json").is_file()
+        or (path / "dataset_dict.json").is_file()
+    ):
         table, test = read_any(path)
     else:
         return None
@@ -114,49 +148,76 @@ def own_table(source: str) -> tuple[Any, Any] | None:
 def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples, Samples | None]:
     """Return a site's samples for training, and those for testing, None where it sets none aside.
 
-    The source is `module:function`, called without arguments, or the path of a folder of npy files, an npz file, or a folder of
-    pictures by class. Raises `DataError` for samples that are missing or do not fit together.
+    The source is `module:function`, called without arguments, or the path of a folder of npy files,
+    an npz file, or a folder of pictures by class. Raises `DataError` for samples that are missing
+    or do not fit together.
     """
     path, encoding = Path(source), None if agreed is None else agreed.inputs
     if ":" in source and not path.exists():
         data = function_data(source)
         splits = [data.train, data.test] if isinstance(data, Dataset) else data
         train, *held_out = (replace(samples, groups=None) for samples in splits)
-    elif agreed and isinstance(encoding, PictureInputs) and path.is_dir() and not any(path.glob("*.npy")):
+    elif (
+        agreed
+        and isinstance(encoding, PictureInputs)
+        and path.is_dir()
+        and not any(path.glob("*.npy"))
+    ):
         channels, height, width = encoding.shape
         folders = [path / name for name in ("train", "test") if (path / name).is_dir()] or [path]
         classes, size = agreed.outputs.classes, (height, width)
-        train, *held_out = (read_image_folder(folder, classes, channels, size) for folder in folders)
+        train, *held_out = (
+            read_image_folder(folder, classes, channels, size) for folder in folders
+        )
     else:
-        arrays = [(inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(path), source)]
+        arrays = [
+            (inputs, labels, None) for inputs, labels, _ in split_arrays(read_arrays(path), source)
+        ]
         train, *held_out = own_samples(arrays, "channels_first", source)
     if not len(train):
         raise DataError(f"{source}: no samples to train on")
     test = held_out[0] if held_out and len(held_out[0]) else None
-    if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (train.inputs.shape[1:], train.inputs.dtype):
+    if test is not None and (test.inputs.shape[1:], test.inputs.dtype) != (
+        train.inputs.shape[1:],
+        train.inputs.dtype,
+    ):
         raise DataError(f"{source}: samples for testing look different from those for training")
     return train, test
 
 
 def table_roles(configuration: Configuration) -> Columns | None:
-    """Return the roles of columns in a configuration whose data set is a table; None for another data set."""
+    """Return the roles of columns in a configuration whose data set is a table; None for another
+    data set.
+    """
     entry, options = datasets.read(configuration.data.name)
     names = {field.name for field in fields(Columns)}
-    return Columns(**{n: value for n, value in options.items() if n in names}) if entry.name == "table" else None
+    return (
+        Columns(**{n: value for n, value in options.items() if n in names})
+        if entry.name == "table"
+        else None
+    )
 
 
 def of_columns(configuration: Configuration) -> bool:
     """Return True unless a table's file at the server shows that it is one of texts or of pictures."""
     _, options = datasets.read(configuration.data.name)
-    return not options.get("path") or isinstance(make_dataset(configuration.data.name).encoding, TableInputs)
+    return not options.get("path") or isinstance(
+        make_dataset(configuration.data.name).encoding, TableInputs
+    )
 
 
 def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any) -> Dataset:
-    """Return the data set with this objective, and a target of numbers as the federation standardises it."""
+    """Return the data set with this objective, and a target of numbers as the federation
+    standardises it.
+    """
     if not agreed.outputs.mean or not isinstance(objective, Regression):
         return replace(dataset, objective=objective, standardise=False)
-    scaled = Standardised(objective.kind, objective.delta, agreed.outputs.mean, agreed.outputs.deviation)
-    train, test = (replace(s, labels=scaled.standardised(s.labels)) for s in (dataset.train, dataset.test))
+    scaled = Standardised(
+        objective.kind, objective.delta, agreed.outputs.mean, agreed.outputs.deviation
+    )
+    train, test = (
+        replace(s, labels=scaled.standardised(s.labels)) for s in (dataset.train, dataset.test)
+    )
     return replace(dataset, train=train, test=test, objective=scaled)
 
 
@@ -170,9 +231,15 @@ def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
         spread, (low, high) = column.deviation, column.edges
         if statistics.noise and not spread:  # it is lost in the noise
             spread = (high - low) / 12**0.5  # of what is spread evenly
-        count, mean, square = (torch.tensor([x]).double() for x in (column.count, column.mean, spread**2))
+        count, mean, square = (
+            torch.tensor([x]).double() for x in (column.count, column.mean, spread**2)
+        )
         deviation = Moments(count, mean, square * count).deviation
-        categories = None if column.kind == "numbers" else tuple(sorted(column.categories, key=_numbers_first))
+        categories = (
+            None
+            if column.kind == "numbers"
+            else tuple(sorted(column.categories, key=_numbers_first))
+        )
         figures = ((column.mean,), (float(deviation),)) if categories is None else ((), ())
         columns.append(TableColumn(name, categories, *figures))
     *inputs, target = columns
@@ -192,7 +259,9 @@ def _numbers_first(text: str) -> tuple[bool, int, str]:
 
 
 def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset:
-    """Return the data set of a federation of tables at the server: no row to train on, and those of a path to test on."""
+    """Return the data set of a federation of tables at the server: no row to train on, and those of
+    a path to test on.
+    """
     _, options = datasets.read(configuration.data.name)
     roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)
     objective: Objective = CLASSIFICATION if agreed.outputs.classes else Regression()

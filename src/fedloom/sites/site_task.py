@@ -22,7 +22,9 @@ from fedloom.sites.site_data import DataAgreement
 from fedloom.task import Task, make_task, mislabelled
 
 MOST_TASKS = 16
-"""Most tasks of sites with data of their own that a process keeps. It has one site, except in tests."""
+"""Most tasks of sites with data of their own that a process keeps. It has one site, except in
+tests.
+"""
 
 FileState = tuple[str, int, int, int]
 """Path of a file, its size, and when its content and its entry in the file system changed."""
@@ -30,7 +32,9 @@ FileState = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class SiteTask(Task):
-    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are empty here."""
+    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are
+    empty here.
+    """
 
     def __post_init__(self) -> None:
         """Accept empty shares."""
@@ -60,7 +64,9 @@ class KeptTask:
             clients: Number of clients in the federation.
         """
         task = self.task
-        frozen = {id(weight): weight for weight in task.model.parameters() if not weight.requires_grad}
+        frozen = {
+            id(weight): weight for weight in task.model.parameters() if not weight.requires_grad
+        }
 
         def share(partition: Partition) -> Partition:
             sizes = np.zeros(clients, np.int64)
@@ -84,7 +90,8 @@ class OwnData:
 
     Attributes:
         text: Configuration of the federation, as TOML or as the path of a file.
-        output: Output folder of the federation, which differs between deployments of one configuration.
+        output: Output folder of the federation, which differs between deployments of one
+            configuration.
         memory: Memory folder of the site.
         number: Number of the site, by which its label noise is drawn.
         source: Path or function of the site's data.
@@ -143,7 +150,9 @@ def own_task(own: OwnData) -> KeptTask:
 
     noise = label_noises.build_unless_none(settings.data.label_noise)
     if noise is not None:
-        task = mislabelled(task, noise, stream_seed(settings.seed, "label noise", client=own.number))
+        task = mislabelled(
+            task, noise, stream_seed(settings.seed, "label noise", client=own.number)
+        )
     return KeptTask(task)
 
 
@@ -158,7 +167,8 @@ def simulated_task(text: str) -> KeptTask:
 
 
 def _file_states(source: str) -> tuple[FileState, ...]:
-    """Return the states of a file, or of a folder and what is in it; nothing for a path that does not exist.
+    """Return the states of a file, or of a folder and what is in it; nothing for a path that does
+    not exist.
 
     Folders behind symbolic links are not searched, since links may form a circle.
     """
@@ -170,5 +180,7 @@ def _file_states(source: str) -> tuple[FileState, ...]:
     for path in sorted(paths):
         with suppress(OSError):
             status = path.stat()
-            states.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            states.append(
+                (str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            )
     return tuple(states)

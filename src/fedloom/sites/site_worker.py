@@ -1,8 +1,10 @@
-"""A site's answers to messages, and its worker: one process per SuperNode and run that keeps PyTorch and the task loaded.
+"""A site's answers to messages, and its worker: one process per SuperNode and run that keeps
+PyTorch and the task loaded.
 
-Flower starts a process for each message. That process loads neither, starts the worker if there is none, and hands the message
-over, as bytes that are never unpickled, through a Unix socket in a folder that only the site's user can open, where lies a secret
-that both sides prove to know. Whatever fails, the process answers the message itself: what a site remembers is on disk.
+Flower starts a process for each message. That process loads neither, starts the worker if there is
+none, and hands the message over, as bytes that are never unpickled, through a Unix socket in a
+folder that only the site's user can open, where lies a secret that both sides prove to know.
+Whatever fails, the process answers the message itself: what a site remembers is on disk.
 """
 
 import logging
@@ -31,7 +33,9 @@ from fedloom.state.digest import digest
 from fedloom.state.files import write_bytes
 
 IDLE_MINUTES = 5
-"""Minutes that a worker waits for another message, unless the site's `worker-minutes` say otherwise."""
+"""Minutes that a worker waits for another message, unless the site's `worker-minutes` say
+otherwise.
+"""
 
 _STARTING = 60.0  # seconds that a worker may take to listen
 
@@ -41,10 +45,13 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 def answer(message: Message, context: Context) -> RecordDict:
-    """Return the site's answer, or its reason for giving none: one line, of which the site's own log tells more."""
+    """Return the site's answer, or its reason for giving none: one line, of which the site's own
+    log tells more.
+    """
     try:
         words = words_of(message, ARRAYS, PARCEL)
-        from fedloom.sites.site import Site  # and PyTorch, which the process that hands a message over does without
+        # and PyTorch, which the process that hands a message over does without
+        from fedloom.sites.site import Site
 
         site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
         match message.metadata.message_type:
@@ -72,7 +79,9 @@ def answer(message: Message, context: Context) -> RecordDict:
 
 
 def handed_over(message: Message, context: Context) -> RecordDict | None:
-    """Return the worker's answer to a message; None where there is no worker or it fails, and this process must answer."""
+    """Return the worker's answer to a message; None where there is no worker or it fails, and this
+    process must answer.
+    """
     superexec, minutes = _superexec(), context.node_config.get("worker-minutes", IDLE_MINUTES)
     if superexec is None or not isinstance(minutes, (int, float)) or not minutes > 0:
         return None
@@ -88,7 +97,9 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
 
 
 def _superexec() -> int | None:
-    """Return the process that started this one for a single message, None where there is none or Flower installs for each."""
+    """Return the process that started this one for a single message, None where there is none or
+    Flower installs for each.
+    """
     program, *arguments = sys.argv
     if Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
         return None
@@ -98,7 +109,9 @@ def _superexec() -> int | None:
 
 
 def _folder(context: Context, superexec: int) -> Path:
-    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode was started again."""
+    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode
+    was started again.
+    """
     temporary = tempfile.gettempdir()
     name = digest(f"{context.run_id} {context.node_id} {superexec} {temporary}")
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
@@ -107,7 +120,9 @@ def _folder(context: Context, superexec: int) -> Path:
 
 
 def _connected(folder: Path) -> Connection | None:
-    """Connect to the worker in `folder`; None where there is none. Raises `OSError` for a folder that others can use."""
+    """Connect to the worker in `folder`; None where there is none. Raises `OSError` for a folder
+    that others can use.
+    """
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -123,7 +138,9 @@ def _connected(folder: Path) -> Connection | None:
 def _started(folder: Path, superexec: int, seconds: float) -> Connection:
     """Start a worker and connect to it. Raises `OSError` when it does not come up."""
     shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
-    worker = start_python(["-u", "-m", __spec__.name, str(folder), str(superexec), str(seconds)], {})
+    worker = start_python(
+        ["-u", "-m", __spec__.name, str(folder), str(superexec), str(seconds)], {}
+    )
     end = time.monotonic() + _STARTING
     while worker.poll() is None and time.monotonic() < end:
         connection = _connected(folder)
@@ -139,8 +156,9 @@ def _started(folder: Path, superexec: int, seconds: float) -> Connection:
 def work(folder: Path, superexec: int, seconds: float) -> None:
     """Answer the messages that come to the socket in `folder`, which is made here.
 
-    The worker ends with its SuperExec, and, unless it is at work, when its folder is gone or no message comes for too long. A
-    message that comes at that very moment is answered by the process that brought it.
+    The worker ends with its SuperExec, and, unless it is at work, when its folder is gone or no
+    message comes for too long. A message that comes at that very moment is answered by the process
+    that brought it.
     """
     secret, working, since = secrets.token_bytes(32), False, time.monotonic()
 
@@ -159,7 +177,8 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
     with Listener(str(folder / "socket"), "AF_UNIX", backlog=8, authkey=secret) as listener:
         (folder / "socket").chmod(0o600)
         write_bytes(folder / "secret", secret, mode=0o600)  # whoever sees it can connect
-        exit_unless(needed)  # also from the middle of a message: files are written whole or not at all
+        # also from the middle of a message: files are written whole or not at all
+        exit_unless(needed)
         while True:
             try:
                 with listener.accept() as connection:

@@ -1,4 +1,6 @@
-"""Runnable Flower app for a configuration: `fedloom flower init`. Its files are those in `app/`, with the blanks filled in."""
+"""Runnable Flower app for a configuration: `fedloom flower init`. Its files are those in `app/`,
+with the blanks filled in.
+"""
 
 import json
 import re
@@ -28,9 +30,12 @@ _LONGEST = 32  # of an app's name, to Flower
 _TEMPLATE = files("fedloom.sites") / "app"
 
 EXAMPLE = (_TEMPLATE / "example.toml").read_text(encoding="utf-8")
-"""The configuration of an app that is made without one: three sites share scikit-learn's handwritten digits."""
+"""The configuration of an app that is made without one: three sites share scikit-learn's
+handwritten digits.
+"""
 
-_PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore"}  # where each file goes
+# where each file goes
+_PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore"}
 
 _DATA = "federation/data.py"
 
@@ -38,25 +43,33 @@ _PEERS = """
 `identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
 through the server, and is a new one when sites are added."""
 
-# Keys of a configuration that say something of comparisons or of one machine, not of the run over sites.
+# Keys of a configuration that say something of comparisons or of one machine, not of the run over
+# sites.
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
 
 
-def write_app(folder: Path, file: Path | None = None, overrides: Sequence[str] = ()) -> Configuration:
-    """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by `overrides`, into `folder`.
+def write_app(
+    folder: Path, file: Path | None = None, overrides: Sequence[str] = ()
+) -> Configuration:
+    """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by
+    `overrides`, into `folder`.
 
-    Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not one or names no method,
-    and for files that are there already; nothing is written then.
+    Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not
+    one or names no method, and for files that are there already; nothing is written then.
     """
     name = folder.resolve().name
     if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
-        rule = f"letters, figures and hyphens that begins with a letter, at most {_LONGEST} characters"
+        rule = (
+            f"letters, figures and hyphens that begins with a letter, at most {_LONGEST} characters"
+        )
         raise InvalidValue(f"folder {name!r} must have a name of {rule}: Flower calls the app so")
     text = _configuration_text(file, overrides)
     plan = configuration({"name": name, **tomllib.loads(text)})
     contents = _contents(name, plan, text)
     if taken := [path for path in contents if (folder / path).exists()]:
-        raise InvalidValue(f"{folder / taken[0]} is there already: choose another folder, or remove it first")
+        raise InvalidValue(
+            f"{folder / taken[0]} is there already: choose another folder, or remove it first"
+        )
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content, encoding="utf-8")
@@ -88,7 +101,9 @@ def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
         "description": tomli_w.dumps({"description": summary}).strip(),
         "sites": str(sites),
         "last": str(sites - 1),
-        "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'" if secure else "",
+        "identity": " identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
+        if secure
+        else "",
         "peers": _PEERS if secure else "",
         "configuration": f"configuration = {_literal(text.strip())}",
     }
@@ -113,13 +128,27 @@ def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
             case TextInputs(column=column):
                 columns = [column or "text"]
             case PictureInputs(shape=(channels, height, width)):
-                sizes = {"mode": "L" if channels == 1 else "RGB", "width": str(width), "height": str(height)}
+                sizes = {
+                    "mode": "L" if channels == 1 else "RGB",
+                    "width": str(width),
+                    "height": str(height),
+                }
                 classes = _texts(dataset.preprocessing.outputs.classes)
                 return "pictures", {"path": "/srv/pictures", "classes": classes, **sizes}
     if columns is not None:
-        return "table", {"path": "/srv/data.csv", "columns": _texts(columns), "target": _texts([target])}
-    shape, dtype = (dataset.spec.shape, dataset.train.inputs.dtype) if dataset else ((1,), torch.float32)
-    return "arrays", {"path": "/srv/data.npz", "shape": repr(shape), "dtype": f"{dtype}".removeprefix("torch.")}
+        return "table", {
+            "path": "/srv/data.csv",
+            "columns": _texts(columns),
+            "target": _texts([target]),
+        }
+    shape, dtype = (
+        (dataset.spec.shape, dataset.train.inputs.dtype) if dataset else ((1,), torch.float32)
+    )
+    return "arrays", {
+        "path": "/srv/data.npz",
+        "shape": repr(shape),
+        "dtype": f"{dtype}".removeprefix("torch."),
+    }
 
 
 def _texts(names: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""Clients' memory in files, one for each version of it: of all clients of a simulation, or of the one client of a site."""
+"""Clients' memory in files, one for each version of it: of all clients of a simulation, or of the
+one client of a site.
+"""
 
 import re
 from collections.abc import Collection
@@ -13,7 +15,9 @@ Tensors = dict[str, Tensor]
 
 
 class ClientFiles:
-    """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never changed."""
+    """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never
+    changed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # which may not exist yet
@@ -28,11 +32,15 @@ class ClientFiles:
         return {(int(match[1]), int(match[2])) for match in names if match}
 
     def read(self, client: int, version: int) -> Tensors:
-        """Return what the client remembered. Raises `DamagedCheckpoint` when the file is missing or not as it was written."""
+        """Return what the client remembered. Raises `DamagedCheckpoint` when the file is missing or
+        not as it was written.
+        """
         return read_tensors(self.path(client, version), client=str(client), version=str(version))[0]
 
     def write(self, client: int, version: int, tensors: Tensors, durable: bool = True) -> None:
-        """Write all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
+        """Write all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it
+        cannot be written.
+        """
         make_folder(self.folder)
         about = {"client": str(client), "version": str(version)}
         write_tensors(self.path(client, version), tensors, about, durable)
@@ -41,7 +49,9 @@ class ClientFiles:
         remove(self.path(client, version))
 
     def remove_before(self, client: int, version: int, needed: Collection[int]) -> None:
-        """Remove what this client wrote before `version`, except the versions that are still needed."""
+        """Remove what this client wrote before `version`, except the versions that are still
+        needed.
+        """
         for number, older in self.scan():
             if number == client and older < version and older not in needed:
                 self.remove(number, older)

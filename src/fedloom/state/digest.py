@@ -1,4 +1,6 @@
-"""The digests of the package, one for each purpose; the numbers of random streams come from `fedloom.randomness`."""
+"""The digests of the package, one for each purpose; the numbers of random streams come from
+`fedloom.randomness`.
+"""
 
 import hashlib
 import json
@@ -7,10 +9,14 @@ from typing import Any
 import xxhash
 
 Checksum = xxhash.xxh3_128
-"""Notices bits that flipped in a file of this run, about as fast as memory is read. It is no signature."""
+"""Notices bits that flipped in a file of this run, about as fast as memory is read. It is no
+signature.
+"""
 
 Digest = hashlib.sha256
-"""Tells apart what must not be confused: settings, models, sites, and whatever strangers may have changed."""
+"""Tells apart what must not be confused: settings, models, sites, and whatever strangers may have
+changed.
+"""
 
 
 def digest(content: bytes | str) -> str:

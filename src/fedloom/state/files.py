@@ -20,11 +20,13 @@ _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.writing")
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty file to write. It replaces `path` when the block ends, and vanishes when the block fails.
+    """Yield an empty file to write. It replaces `path` when the block ends, and vanishes when the
+    block fails.
 
-    Several writers of one path do not disturb each other: the file of the last one to end stays. `mode` holds for a new file
-    from its first byte on. Unless `durable`, the file outlives this process but perhaps not a power cut, until `flush`. A
-    writer that is killed leaves a folder behind, for `remove_unfinished`.
+    Several writers of one path do not disturb each other: the file of the last one to end stays.
+    `mode` holds for a new file from its first byte on. Unless `durable`, the file outlives this
+    process but perhaps not a power cut, until `flush`. A writer that is killed leaves a folder
+    behind, for `remove_unfinished`.
     """
     folder = path.with_name(f".{path.name}.{secrets.token_hex(8)}.writing")
     folder.mkdir(mode=0o700)
@@ -45,7 +47,9 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder and those above it, where they are missing. Raises `CheckpointError` when it cannot be made."""
+    """Make a folder and those above it, where they are missing. Raises `CheckpointError` when it
+    cannot be made.
+    """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:
@@ -71,7 +75,9 @@ def slug(text: str) -> str:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what killed writers left in this directory, but nothing that is being written, and no other file."""
+    """Remove what killed writers left in this directory, but nothing that is being written, and no
+    other file.
+    """
     for folder in directory.glob(".*.writing"):
         if _UNFINISHED.fullmatch(folder.name) and folder.is_dir():
             with suppress(OSError), _locked(folder):  # a writer at work holds the lock
@@ -80,7 +86,9 @@ def remove_unfinished(directory: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the block or this process ends. Raises `BlockingIOError` when it is locked."""
+    """Lock a folder until the block or this process ends. Raises `BlockingIOError` when it is
+    locked.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +103,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Write a file; `mode` and `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
+    """Write a file; `mode` and `durable` as in `replacing`. Raises `CheckpointError` when it cannot
+    be written.
+    """
     try:
         with replacing(path, mode=mode, durable=durable) as temporary:
             temporary.write_bytes(content)
@@ -104,7 +114,9 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool 
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Append a line, all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it cannot be written."""
+    """Append a line, all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError`
+    when it cannot be written.
+    """
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as file:

@@ -1,4 +1,6 @@
-"""Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints name."""
+"""Pools of models that are larger than memory: matrices in memory-mapped files, which checkpoints
+name.
+"""
 
 import json
 import os
@@ -18,13 +20,16 @@ _NAMES = "rows-" + 7 * "[0-9]"
 
 
 class PoolFiles:
-    """Makes matrices of models: in memory, or in files of `directory` where one is larger than `budget` bytes.
+    """Makes matrices of models: in memory, or in files of `directory` where one is larger than
+    `budget` bytes.
 
-    Such a matrix is a tensor like any other, whose pages the system reads and writes back as it finds room; so its numbers are
-    those that it would have in memory. Each matrix has a new file. A checkpoint holds the file's name and checksum instead of
-    the numbers, and a run that goes on maps the file again, so a file that a checkpoint names must not change any more. Files
-    that neither of the two newest checkpoints needs are removed with the next one. A method whose state is one pool has two
-    files between rounds, and a third in a round. Without a directory a file has no name, and goes with its tensor.
+    Such a matrix is a tensor like any other, whose pages the system reads and writes back as it
+    finds room; so its numbers are those that it would have in memory. Each matrix has a new file. A
+    checkpoint holds the file's name and checksum instead of the numbers, and a run that goes on
+    maps the file again, so a file that a checkpoint names must not change any more. Files that
+    neither of the two newest checkpoints needs are removed with the next one. A method whose state
+    is one pool has two files between rounds, and a third in a round. Without a directory a file has
+    no name, and goes with its tensor.
     """
 
     def __init__(self, directory: Path | None = None, budget: int | None = None) -> None:
@@ -33,17 +38,30 @@ class PoolFiles:
         self._entries: dict[
             str, tuple[object, str]
         ] = {}  # by file: its tensor's fingerprint, its entry in a checkpoint
-        # Which of the files on the disk the checkpoints there name is not known before the first two are adopted or written.
-        self._newest = set() if directory is None else {path.name for path in directory.glob(_NAMES)}
+        # Which of the files on the disk the checkpoints there name is not known before the first
+        # two are adopted or written.
+        self._newest = (
+            set() if directory is None else {path.name for path in directory.glob(_NAMES)}
+        )
         self._older = self._newest
         self._next = 1 + max((int(name.removeprefix("rows-")) for name in self._newest), default=-1)
 
     def takes(self, tensor_bytes: int, device: torch.device | None = None) -> bool:
-        """Return True if a tensor of so many bytes lies in a file. Tensors of an accelerator stay there."""
-        return self.budget is not None and tensor_bytes > self.budget and (device is None or device.type == "cpu")
+        """Return True if a tensor of so many bytes lies in a file. Tensors of an accelerator stay
+        there.
+        """
+        return (
+            self.budget is not None
+            and tensor_bytes > self.budget
+            and (device is None or device.type == "cpu")
+        )
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Return an uninitialised tensor. Raises `CheckpointError` where there is no room for its file."""
+    def empty(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        """Return an uninitialised tensor. Raises `CheckpointError` where there is no room for its
+        file.
+        """
         size = prod(shape) * dtype.itemsize
         if not self.takes(size, device):
             return torch.empty(*shape, dtype=dtype, device=device)
@@ -51,7 +69,8 @@ class PoolFiles:
         self._next += 1
         try:
             with path.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # a page of the map on a full disk would end the process
+                # a page of the map on a full disk would end the process
+                os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             remove(path)
             raise not_written(path, error, size) from None
@@ -69,7 +88,8 @@ class PoolFiles:
     def write(self, tensor: Tensor) -> str | None:
         """Return a tensor's entry in a checkpoint, None for one that lies in memory.
 
-        A tensor too large for that moves to a file, which is on the disk when this returns; one that is unchanged is not written.
+        A tensor too large for that moves to a file, which is on the disk when this returns; one
+        that is unchanged is not written.
         """
         name = self._name(tensor)
         if not name:
@@ -86,7 +106,9 @@ class PoolFiles:
         return entry
 
     def read(self, entry: str) -> Tensor:
-        """Return the tensor of an entry of `write`. Raises `DamagedCheckpoint` when its file is not as it was written."""
+        """Return the tensor of an entry of `write`. Raises `DamagedCheckpoint` when its file is not
+        as it was written.
+        """
         about = json.loads(entry)
         path, dtype = self._folder() / about["file"], getattr(torch, about["dtype"])
         try:
@@ -96,11 +118,15 @@ class PoolFiles:
                     self._entries[path.name] = _fingerprint(tensor), entry
                     return tensor
         except (OSError, RuntimeError) as error:
-            raise DamagedCheckpoint(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+            raise DamagedCheckpoint(
+                f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+            ) from None
         raise DamagedCheckpoint(f"{path} is damaged: it does not match its digest")
 
     def keep(self, entries: Iterable[str]) -> None:
-        """Keep the files of the newest checkpoint, which has these entries, and of the one before it. Others are removed."""
+        """Keep the files of the newest checkpoint, which has these entries, and of the one before
+        it. Others are removed.
+        """
         newest = {json.loads(entry)["file"] for entry in entries}
         if newest != self._newest or not newest:  # else this round's checkpoint is written again
             self._older, self._newest = self._newest, newest
@@ -111,9 +137,19 @@ class PoolFiles:
                 remove(path)
 
     def _name(self, tensor: Tensor) -> str:
-        """Return the name of the file that a tensor lies in, from its beginning; empty where there is none."""
-        file = tensor.untyped_storage().filename if tensor.is_contiguous() and not tensor.storage_offset() else None
-        return Path(file).name if file and Path(file).parent in (self.directory, self._temporary) else ""
+        """Return the name of the file that a tensor lies in, from its beginning; empty where there
+        is none.
+        """
+        file = (
+            tensor.untyped_storage().filename
+            if tensor.is_contiguous() and not tensor.storage_offset()
+            else None
+        )
+        return (
+            Path(file).name
+            if file and Path(file).parent in (self.directory, self._temporary)
+            else ""
+        )
 
     def _folder(self) -> Path:
         if self.directory is None and self._temporary is None:

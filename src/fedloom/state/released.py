@@ -1,8 +1,9 @@
 """Ledger of the releases of a run under differential privacy, in a file apart from its checkpoints.
 
-Over real sites the noise of a round is not drawn from the run's streams, so that a round that is repeated after a kill or from
-an older checkpoint is a second release. Its cost must survive every damage that the run survives. So each round is written
-here, and has reached the disk, before anything of it is released.
+Over real sites the noise of a round is not drawn from the run's streams, so that a round that is
+repeated after a kill or from an older checkpoint is a second release. Its cost must survive every
+damage that the run survives. So each round is written here, and has reached the disk, before
+anything of it is released.
 """
 
 import json
@@ -26,12 +27,15 @@ CUT_SHORT = "cut short"
 """Stands for the method of a release whose line was cut short."""
 
 STATISTICS = "statistics"
-"""Stands for the method of statistics of the sites' columns before round 1, all of whose numbers together are one release."""
+"""Stands for the method of statistics of the sites' columns before round 1, all of whose numbers
+together are one release.
+"""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Release that a round is about to make through the wrapper `method`, with `noise` in units of the clip.
+    """Release that a round is about to make through the wrapper `method`, with `noise` in units of
+    the clip.
 
     It costs each of `clients`; None: everybody, where participants must stay secret.
     """
@@ -44,8 +48,10 @@ class Release:
 
 
 class ReleaseLedger:
-    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it and, from the first round on,
-    the run's identity: statistics that come before may be asked for alone."""
+    """Append-only file of releases, a line of JSON each. A line's digest covers all lines before it
+    and, from the first round on, the run's identity: statistics that come before may be asked for
+    alone.
+    """
 
     def __init__(self, path: Path, identity: str) -> None:
         self.path = path
@@ -53,10 +59,11 @@ class ReleaseLedger:
         self._digest, self._start = "", digest(f"fedloom releases {identity}")
 
     def resume(self, evidence: int) -> None:
-        """Read the releases of an earlier start. A last line that was cut short counts as a release that costs every client.
+        """Read the releases of an earlier start. A last line that was cut short counts as a release
+        that costs every client.
 
-        Raises `CheckpointError` when a line is missing or not as it was written, or the ledger ends before round `evidence`,
-        the last that the run's directory shows anything of.
+        Raises `CheckpointError` when a line is missing or not as it was written, or the ledger ends
+        before round `evidence`, the last that the run's directory shows anything of.
         """
         self.releases, self._digest = [], ""
         try:
@@ -74,7 +81,9 @@ class ReleaseLedger:
             self.append(Release(recorded, CUT_SHORT, 0.0, 0.0))
 
     def append(self, release: Release) -> None:
-        """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it cannot be written."""
+        """Write one release. It is on the disk when this returns. Raises `CheckpointError` when it
+        cannot be written.
+        """
         entry = asdict(release)
         chained = self._chained(entry)
         append_line(self.path, f"{json.dumps({**entry, 'digest': chained})}\n".encode())
@@ -82,13 +91,17 @@ class ReleaseLedger:
         self._digest = chained
 
     def require_methods(self, methods: Collection[str]) -> None:
-        """Raise `CheckpointError` for releases of other methods than these: their cost would be lost."""
+        """Raise `CheckpointError` for releases of other methods than these: their cost would be
+        lost.
+        """
         known = {*methods, CUT_SHORT, STATISTICS}
         if unknown := sorted({release.method for release in self.releases} - known):
             raise self._refusal(f"counts releases of {unknown[0]!r}, which is not in this run")
 
     def counts(self, method: str, clients: int) -> Tensor:
-        """Return the number of releases that each client has paid for, `[clients]` int64. A release without names costs all."""
+        """Return the number of releases that each client has paid for, `[clients]` int64. A release
+        without names costs all.
+        """
         counts = torch.zeros(clients, dtype=torch.int64)
         for release in self.releases:
             if release.method in (method, CUT_SHORT):
@@ -97,10 +110,14 @@ class ReleaseLedger:
 
     def statistics(self) -> float:
         """Return the sum of 1 / noise^2 over the releases of statistics."""
-        return sum((release.noise**-2 for release in self.releases if release.method == STATISTICS), 0.0)
+        return sum(
+            (release.noise**-2 for release in self.releases if release.method == STATISTICS), 0.0
+        )
 
     def _chained(self, entry: dict[str, Any]) -> str:
-        begins = entry["method"] != STATISTICS and all(release.method == STATISTICS for release in self.releases)
+        begins = entry["method"] != STATISTICS and all(
+            release.method == STATISTICS for release in self.releases
+        )
         return digest((self._start if begins else "") + self._digest + json.dumps(entry))
 
     def _read(self, number: int, line: bytes) -> None:
@@ -118,4 +135,6 @@ class ReleaseLedger:
         self._digest = chained
 
     def _refusal(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {reason}: what privacy was spent is not known; use another folder")
+        return CheckpointError(
+            f"{self.path} {reason}: what privacy was spent is not known; use another folder"
+        )

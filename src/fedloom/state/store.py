@@ -1,6 +1,7 @@
 """Clients' memory from round to round: control variates, personal models, stored updates.
 
-In a simulation one `ClientStore` holds it, in memory up to a budget and beyond it in files; a real site keeps `ClientFiles`.
+In a simulation one `ClientStore` holds it, in memory up to a budget and beyond it in files; a real
+site keeps `ClientFiles`.
 """
 
 import copy
@@ -29,9 +30,10 @@ class ClientStore:
     """Named tensors for each client that has written any.
 
     What a round writes can be undone until `commit`. Beyond `budget` bytes, the least recently used
-    clients are moved to files. What a client writes later goes to a new version of its file, numbered over all clients. A
-    checkpoint (`state`) names the versions that are current, so that clients that did not change cost it nothing; `release`
-    removes the files that only older checkpoints needed. Without a `directory`, files lie in a temporary folder.
+    clients are moved to files. What a client writes later goes to a new version of its file,
+    numbered over all clients. A checkpoint (`state`) names the versions that are current, so that
+    clients that did not change cost it nothing; `release` removes the files that only older
+    checkpoints needed. Without a `directory`, files lie in a temporary folder.
     """
 
     def __init__(self, directory: Path | None = None, budget: int = BUDGET) -> None:
@@ -58,16 +60,21 @@ class ClientStore:
         self._undo: dict[int, Tensors] = {}  # before this round's writes
         self._undoable = True
         self._memory_bytes = self._undo_bytes = 0
-        self._versions: dict[int, int] = {}  # of each client's file, where one holds what it remembers
+        # of each client's file, where one holds what it remembers
+        self._versions: dict[int, int] = {}
         self._next = 1 + max((version for _, version in existing), default=0)
-        self._checkpointed = self._next  # older versions are on the disk, and may belong to a checkpoint
-        self._superseded: list[tuple[int, int]] = []  # needed by the newest checkpoint, but not by the next one
+        # older versions are on the disk, and may belong to a checkpoint
+        self._checkpointed = self._next
+        # needed by the newest checkpoint, but not by the next one
+        self._superseded: list[tuple[int, int]] = []
         self._outdated = list(existing)  # needed by no checkpoint after the next one
 
     # --- what clients remember ---
 
     def read(self, client: int) -> Tensors:
-        """Return everything the client remembers, by name and not to be changed in place; empty where it has written nothing."""
+        """Return everything the client remembers, by name and not to be changed in place; empty
+        where it has written nothing.
+        """
         tensors = self._in_memory.pop(client, None)
         if tensors is None:
             if client not in self._versions:
@@ -84,7 +91,8 @@ class ClientStore:
         if self._undoable and client not in self._undo:
             self._undo[client] = remembered
             self._undo_bytes += _bytes(remembered)
-            if self._undo_bytes > self.budget // 2:  # the round is repeated from a checkpoint instead
+            # the round is repeated from a checkpoint instead
+            if self._undo_bytes > self.budget // 2:
                 self._undo, self._undo_bytes, self._undoable = {}, 0, False
         self._put(client, {**remembered, **tensors})
         self._spill()
@@ -136,13 +144,19 @@ class ClientStore:
     # --- checkpoints ---
 
     def state(self) -> Tensors:
-        """Return what a checkpoint must hold: everything by `client/name` while that is little, else the current versions.
+        """Return what a checkpoint must hold: everything by `client/name` while that is little,
+        else the current versions.
 
-        The files of these versions are on the disk when it returns, and stay until two newer checkpoints have been released.
+        The files of these versions are on the disk when it returns, and stay until two newer
+        checkpoints have been released.
         """
         if not self._versions and self._memory_bytes <= INLINE:
             memory = sorted(self._in_memory.items())
-            return {f"{client}/{name}": tensor for client, tensors in memory for name, tensor in tensors.items()}
+            return {
+                f"{client}/{name}": tensor
+                for client, tensors in memory
+                for name, tensor in tensors.items()
+            }
         for client in self._in_memory:
             self._write_file(client)
         files = self._files()
@@ -154,13 +168,17 @@ class ClientStore:
         return {VERSIONS: torch.tensor(sorted(self._versions.items()), dtype=torch.int64)}
 
     def release(self) -> None:
-        """Remove the files that no checkpoint needs any more, now that one with the last `state` is on the disk."""
+        """Remove the files that no checkpoint needs any more, now that one with the last `state` is
+        on the disk.
+        """
         for file in self._outdated:
             self._files().remove(*file)
         self._outdated, self._superseded = self._superseded, []
 
     def restore(self, state: Tensors) -> None:
-        """Replace everything by a `state`, reading its files. Raises `DamagedCheckpoint`, and forgets all, if one is damaged."""
+        """Replace everything by a `state`, reading its files. Raises `DamagedCheckpoint`, and
+        forgets all, if one is damaged.
+        """
         self._forget()
         versions = dict(state.get(VERSIONS, torch.empty(0, 2, dtype=torch.int64)).tolist())
         for client, version in versions.items():
@@ -184,17 +202,23 @@ def _bytes(tensors: Tensors) -> int:
 
 
 class Memory:
-    """A cohort's memory as rows `[k, ...]`. Nothing is written before `commit`, so that a client that fails keeps what it had."""
+    """A cohort's memory as rows `[k, ...]`. Nothing is written before `commit`, so that a client
+    that fails keeps what it had.
+    """
 
     def __init__(self, store: ClientStore, clients: Sequence[int]) -> None:
         self._store = store
         self._clients = tuple(clients)
-        self._written: dict[str, tuple[Tensor, Tensor]] = {}  # rows, and a mask of the clients that write theirs
-        self._unread: dict[str, tuple[Tensor, Tensor]] = {}  # the same of rows that are not read back in this round
+        # rows, and a mask of the clients that write theirs
+        self._written: dict[str, tuple[Tensor, Tensor]] = {}
+        # the same of rows that are not read back in this round
+        self._unread: dict[str, tuple[Tensor, Tensor]] = {}
         self._mask = torch.ones(len(self._clients), dtype=torch.bool)
 
     def shielded(self, clients: Tensor) -> "Memory":
-        """Return the same memory for all clients, in which those in the mask `clients [k]` alone write."""
+        """Return the same memory for all clients, in which those in the mask `clients [k]` alone
+        write.
+        """
         memory = copy.copy(self)
         memory._mask = clients & self._mask
         return memory
@@ -204,7 +228,8 @@ class Memory:
 
         Args:
             name: Name of the tensor.
-            default: `[k, ...]` or `[1, ...]`, the rows of clients that remember nothing under this name.
+            default: `[k, ...]` or `[1, ...]`, the rows of clients that remember nothing under this
+                name.
 
         Returns:
             Rows `[k, ...]`, those of `write` left out until the next round.
@@ -215,17 +240,23 @@ class Memory:
         rows = [self._store.read(client).get(name) for client in self._clients]
         if all(row is None for row in rows):
             return fallback
-        return torch.stack([fallback[k] if row is None else row.to(fallback.device) for k, row in enumerate(rows)])
+        return torch.stack(
+            [fallback[k] if row is None else row.to(fallback.device) for k, row in enumerate(rows)]
+        )
 
     def knows(self, name: str) -> Tensor:
         """Return a mask `[k]` of the clients that remember something under `name`."""
-        return torch.tensor([name in self._written or name in self._store.read(client) for client in self._clients])
+        return torch.tensor(
+            [name in self._written or name in self._store.read(client) for client in self._clients]
+        )
 
     def __setitem__(self, name: str, rows: Tensor) -> None:
         self._written[name] = rows.detach(), self._mask
 
     def write(self, name: str, rows: Tensor, clients: Tensor) -> None:
-        """Write rows `[k, ...]` for the clients in the mask `clients [k]` alone. They are read back from the next round on."""
+        """Write rows `[k, ...]` for the clients in the mask `clients [k]` alone. They are read back
+        from the next round on.
+        """
         self._unread[name] = rows.detach(), clients & self._mask
 
     def commit(self, positions: Sequence[int] | None = None) -> None:

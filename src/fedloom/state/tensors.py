@@ -1,6 +1,7 @@
 """Named tensors as safetensors files, which are complete or absent. Reading them runs no code.
 
-Each file holds a checksum of its contents, by which a reader notices a bit that flipped on the disk.
+Each file holds a checksum of its contents, by which a reader notices a bit that flipped on the
+disk.
 """
 
 import json
@@ -22,11 +23,17 @@ _TYPES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True) -> None:
-    """Write a safetensors file, the same bytes for the same tensors; `durable` as in `replacing`. Raises `CheckpointError`."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True
+) -> None:
+    """Write a safetensors file, the same bytes for the same tensors; `durable` as in `replacing`.
+    Raises `CheckpointError`.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
-            raise CheckpointError(f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is")
+            raise CheckpointError(
+                f"{path} cannot be written: safetensors has no {tensor.dtype}, which {name} is"
+            )
     plain = _ordered({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     about = json.dumps(dict(metadata), sort_keys=True)
     header = _header(plain, about)
@@ -36,12 +43,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             for tensor in plain.values():
                 file.write(tensor_bytes(tensor))
     except OSError as error:
-        raise not_written(path, error, len(header) + sum(tensor.nbytes for tensor in plain.values())) from None
+        raise not_written(
+            path, error, len(header) + sum(tensor.nbytes for tensor in plain.values())
+        ) from None
 
 
 def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return copies of the tensors and the metadata, which must have the `expected` entries, of a file of `write_tensors`.
-    Raises `DamagedCheckpoint` when it is missing, cut short, no such file at all, or not as it was written."""
+    """Return copies of the tensors and the metadata, which must have the `expected` entries, of a
+    file of `write_tensors`. Raises `DamagedCheckpoint` when it is missing, cut short, no such file
+    at all, or not as it was written.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -55,7 +66,9 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
         metadata: object = json.loads(about)
     except (ValueError, RecursionError):
         metadata = None
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise DamagedCheckpoint(f"{path} is damaged: its metadata are not texts by name")
     for name, value in expected.items():
         if metadata.get(name) != value:
@@ -75,11 +88,17 @@ def _ordered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _header(tensors: Mapping[str, Tensor], about: str) -> bytes:
     """Return the beginning of a safetensors file: the length of the header, then JSON."""
-    entries: dict[str, object] = {"__metadata__": {"digest": _checksum(tensors, about), "fedloom": about}}
+    entries: dict[str, object] = {
+        "__metadata__": {"digest": _checksum(tensors, about), "fedloom": about}
+    }
     end = 0
     for name, tensor in tensors.items():
         offsets = [end, end := end + tensor.nbytes]
-        entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        entries[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,1 +1,3 @@
-"""Readers of files: one format each, from a path to tensors. Reading a file, whoever wrote it, never runs its code."""
+"""Readers of files: one format each, from a path to tensors. Reading a file, whoever wrote it,
+never runs its code.
+"""

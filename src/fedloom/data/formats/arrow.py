@@ -1,4 +1,6 @@
-"""Arrow tables: from parquet and CSV files, folders of Hugging Face's `datasets`, or their hub; and columns of pictures."""
+"""Arrow tables: from parquet and CSV files, folders of Hugging Face's `datasets`, or their hub; and
+columns of pictures.
+"""
 
 import json
 from collections import Counter
@@ -18,11 +20,14 @@ _TEXT_BATCH = 1000  # the same if it has not
 _ROW_BYTES = 64  # a row's label and group, and the permutation that holds out rows
 _CELL_BYTES = 8  # an input in float64
 _COLUMN_BYTES = 10_000  # Arrow's builder of a column
-_BLOCK = 1 << 25  # bytes of a CSV file that are parsed at a time: Arrow's 1 MiB takes thrice as long over wide rows
+# bytes of a CSV file that are parsed at a time: Arrow's 1 MiB takes thrice as long over wide rows
+_BLOCK = 1 << 25
 
 
 def read_parquet(paths: Sequence[Path]) -> Any:
-    """Read parquet files as one Arrow table; raises `DataError` for a damaged or too large one, or columns that differ."""
+    """Read parquet files as one Arrow table; raises `DataError` for a damaged or too large one, or
+    columns that differ.
+    """
     return _read_all(paths, _parquet_batches, "damaged parquet file")
 
 
@@ -47,18 +52,27 @@ def _read_all(paths: Sequence[Path], batches: Callable[[Path], Iterator[Any]], d
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    """Yield the schema and the batches of a parquet file, after a check of what its footer says that they take."""
+    """Yield the schema and the batches of a parquet file, after a check of what its footer says
+    that they take.
+    """
     import pyarrow as pa
     from pyarrow import parquet as pq
 
     with pq.ParquetFile(path) as file:
         footer, schema = file.metadata, file.schema_arrow
         groups = [max(0, footer.row_group(k).total_byte_size) for k in range(footer.num_row_groups)]
-        widths = [kind.bit_width / 8 if pa.types.is_primitive(kind) else None for kind in schema.types]
+        widths = [
+            kind.bit_width / 8 if pa.types.is_primitive(kind) else None for kind in schema.types
+        ]
         fixed = int(footer.num_rows * sum(width or 0 for width in widths))
         require_room(_table_bytes(footer.num_rows, len(widths), max(fixed, sum(groups))), path)
-        # A few bytes of a file can stand for many rows of text, each at most as long as its row group.
-        rows = _BATCH if None not in widths else min(_TEXT_BATCH, allowed_bytes() // max([1, *groups]) or 1)
+        # A few bytes of a file can stand for many rows of text, each at most as long as its row
+        # group.
+        rows = (
+            _BATCH
+            if None not in widths
+            else min(_TEXT_BATCH, allowed_bytes() // max([1, *groups]) or 1)
+        )
         yield schema
         yield from file.iter_batches(rows)
 
@@ -76,24 +90,32 @@ def _table_bytes(rows: int, columns: int, content: int) -> int:
 
 
 def checked(table: Any, source: Path | str) -> Any:
-    """Return an Arrow table after a check of its size, its text and the names of its columns; raises `DataError`."""
+    """Return an Arrow table after a check of its size, its text and the names of its columns;
+    raises `DataError`.
+    """
     with reading(source, "damaged table"):
         names = Counter(table.column_names)
         require_room(_table_bytes(table.num_rows, len(names), table.nbytes), source)
         # Arrow trusts offsets, and Python's text must be UTF-8.
         table.validate(full=True)
     if len(names) < table.num_columns:
-        raise DataError(f"{source}: two columns have one name: {quoted(names.most_common(1)[0][0])}")
+        raise DataError(
+            f"{source}: two columns have one name: {quoted(names.most_common(1)[0][0])}"
+        )
     return table
 
 
 def read_any(path: Path) -> tuple[Any, Any]:
-    """Read rows to train on, and to test on or None, from a CSV or parquet file or a folder of `save_to_disk`."""
+    """Read rows to train on, and to test on or None, from a CSV or parquet file or a folder of
+    `save_to_disk`.
+    """
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
             splits = json.loads(read_text(path / "dataset_dict.json", "json"))["splits"]
             if "train" not in splits:
-                raise DataError(f"{path}: no split 'train' (it has: {shortened(', '.join(map(str, splits)))})")
+                raise DataError(
+                    f"{path}: no split 'train' (it has: {shortened(', '.join(map(str, splits)))})"
+                )
             test = next((name for name in ("test", "validation") if name in splits), None)
             return _saved(path / "train"), None if test is None else _saved(path / test)
         if path.is_dir():
@@ -103,7 +125,9 @@ def read_any(path: Path) -> tuple[Any, Any]:
     if path.suffix in (".parquet", ".pq"):
         return read_parquet([path]), None
     if path.suffix not in (".csv", ".tsv", ".txt"):
-        raise DataError(f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote")
+        raise DataError(
+            f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote"
+        )
     return _read_csv(path), None
 
 
@@ -123,49 +147,71 @@ def _read_csv(path: Path) -> Any:
         cells = text.count(delimiter.encode()) + rows
         content = max(len(text), 8 * cells) + _CELL_BYTES * cells  # a number takes 8 bytes in Arrow
         require_room(rows * _ROW_BYTES + columns * _COLUMN_BYTES + content, path)
-        return checked(csv.read_csv(BytesIO(text), csv.ReadOptions(block_size=_BLOCK), parsing, empty), path)
+        return checked(
+            csv.read_csv(BytesIO(text), csv.ReadOptions(block_size=_BLOCK), parsing, empty), path
+        )
 
 
 def _saved(folder: Path) -> Any:
     with reading(folder, "no folder that save_to_disk wrote"):
         files = json.loads(read_text(folder / "state.json", "json"))["_data_files"]
-        paths = [folder / Path(file["filename"]).name for file in files]  # in this folder, wherever a name leads
+        # in this folder, wherever a name leads
+        paths = [folder / Path(file["filename"]).name for file in files]
         require_room(sum(path.stat().st_size for path in paths), folder)
-        return checked(_read_all(paths, _stream_batches, "no folder that save_to_disk wrote"), folder)
+        return checked(
+            _read_all(paths, _stream_batches, "no folder that save_to_disk wrote"), folder
+        )
 
 
 def is_pictures(kind: Any) -> bool:
-    """Return True for the type of a column of packed pictures, as Hugging Face's `datasets` store them."""
+    """Return True for the type of a column of packed pictures, as Hugging Face's `datasets` store
+    them.
+    """
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def hub_table(repository: str, split: str) -> Any:
-    """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises `MissingExtra` or `DataError`."""
+    """Load a data set of the Hugging Face hub as an Arrow table, pictures still packed; raises
+    `MissingExtra` or `DataError`.
+    """
     hub = import_extra("datasets", "hub", f"loading {repository} from the Hugging Face hub")
     with reading(f"hub data set {repository!r}, split {split!r}", "cannot be loaded"):
-        # The format "arrow" hands out the stored columns; decoding each picture into an object would cost minutes.
+        # The format "arrow" hands out the stored columns; decoding each picture into an object
+        # would cost minutes.
         return hub.load_dataset(repository, split=split).with_format("arrow")[:]
 
 
-def decode_column(table: Any, channels: int, source: str, names: Sequence[str] = ("image", "img")) -> Tensor:
-    """Decode the column of pictures, the first one of `names`, to uint8 `[n, channels, height, width]`; raises `DataError`."""
+def decode_column(
+    table: Any, channels: int, source: str, names: Sequence[str] = ("image", "img")
+) -> Tensor:
+    """Decode the column of pictures, the first one of `names`, to uint8 `[n, channels, height,
+    width]`; raises `DataError`.
+    """
     import pyarrow as pa
 
     cells = column(table, names, source)
     kind = cells.type
     if is_pictures(kind):
-        cells = pa.chunked_array([chunk.field("bytes") for chunk in cells.chunks], type=kind.field("bytes").type)
+        cells = pa.chunked_array(
+            [chunk.field("bytes") for chunk in cells.chunks], type=kind.field("bytes").type
+        )
     if not pa.types.is_binary(cells.type) and not pa.types.is_large_binary(cells.type):
-        raise DataError(f"{source}: pictures must be stored as bytes, not as {shortened(str(cells.type))}")
+        raise DataError(
+            f"{source}: pictures must be stored as bytes, not as {shortened(str(cells.type))}"
+        )
     # One contiguous array: indexing a chunked one searches its chunks for every picture.
     packed = cells.combine_chunks() if cells.num_chunks else pa.array([], type=cells.type)
-    return decode_images(len(packed), lambda row: packed[row].as_py(), lambda row: f"{source}: row {row}", channels)
+    return decode_images(
+        len(packed), lambda row: packed[row].as_py(), lambda row: f"{source}: row {row}", channels
+    )
 
 
 def column(table: Any, names: Sequence[str], source: str) -> Any:
-    """Return the first column of `table` called one of `names`; raises `DataError` if there is none or it has empty cells."""
+    """Return the first column of `table` called one of `names`; raises `DataError` if there is none
+    or it has empty cells.
+    """
     available = table.column_names
     name = next((name for name in names if name in available), None)
     if name is None:

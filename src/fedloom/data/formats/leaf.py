@@ -16,15 +16,24 @@ def json_files(folder: Path, pattern: str = "*.json") -> list[Path]:
     """Return the json files in `folder`, `all_data_10` after `all_data_9`."""
 
     def order(path: Path) -> list[tuple[int, str]]:
-        return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", path.name)]
+        return [
+            (int(word), "") if word.isdecimal() else (-1, word)
+            for word in re.split(r"(\d+)", path.name)
+        ]
 
     return sorted(folder.glob(pattern), key=order)
 
 
-def read_leaf(path: Path, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, tuple[Any, Any]]:
-    """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is parsed."""
+def read_leaf(
+    path: Path, convert: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """Read each user's `x` and `y`; `convert` is called as each object closes, before the next is
+    parsed.
+    """
     with reading(path, "damaged json"):
         content = json.loads(read_text(path, "json"), object_hook=convert)
-    with reading(path, "no LEAF file (wanted users, a list of names, and user_data with x and y of each)"):
+    with reading(
+        path, "no LEAF file (wanted users, a list of names, and user_data with x and y of each)"
+    ):
         samples = {name: content["user_data"][name] for name in content["users"]}
         return {name: (user["x"], user["y"]) for name, user in samples.items()}

@@ -1,4 +1,6 @@
-"""The memory that a data set may take, whatever a file or an option claims, and the errors of damaged files."""
+"""The memory that a data set may take, whatever a file or an option claims, and the errors of
+damaged files.
+"""
 
 import math
 import os
@@ -16,7 +18,9 @@ DEFAULT = 4.0
 
 
 def allowed_bytes() -> int:
-    """Return the most memory that one data set may take; raises `InvalidValue` if the environment says no number."""
+    """Return the most memory that one data set may take; raises `InvalidValue` if the environment
+    says no number.
+    """
     text = os.environ.get(VARIABLE) or str(DEFAULT)
     try:
         size = float(text)
@@ -28,10 +32,14 @@ def allowed_bytes() -> int:
 
 
 def require_room(needed: int, source: Path | str, share: float = 1) -> None:
-    """Raise `DataError` unless `source` may take `needed` bytes, of which no more than `share` of the memory allowed."""
+    """Raise `DataError` unless `source` may take `needed` bytes, of which no more than `share` of
+    the memory allowed.
+    """
     needed = min(needed, 2**90)  # the sizes in a header may multiply to more than a float holds
     if needed > allowed_bytes() * share:
-        takes, may, needs = (size / 2**30 for size in (needed, allowed_bytes() * share, needed / share))
+        takes, may, needs = (
+            size / 2**30 for size in (needed, allowed_bytes() * share, needed / share)
+        )
         raise DataError(
             f"{source}: takes {takes:,.2f} GiB of memory, more than the {may:,.2f} GiB that it may take: set {VARIABLE} to more "
             f"than {needs:,.2f} if the data are meant to be so large"
@@ -40,7 +48,9 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
 
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
-    """Raise `DataError`, in one line that names `path`, for values that are not allowed, pipes and `damage`: all other errors."""
+    """Raise `DataError`, in one line that names `path`, for values that are not allowed, pipes and
+    `damage`: all other errors.
+    """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: cannot be read (it is a device or a pipe, which may have no end)")
     try:
@@ -57,14 +67,18 @@ def reading(path: Path | str, damage: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the bytes of `path`; raises `DataError` if it cannot be read, or takes more memory than it may."""
+    """Read the bytes of `path`; raises `DataError` if it cannot be read, or takes more memory than
+    it may.
+    """
     with reading(path, "damaged file"):
         require_room(path.stat().st_size, path)
         return path.read_bytes()
 
 
 def read_text(path: Path, kind: str = "text", share: float = 1) -> str:
-    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read, is too large or is not UTF-8."""
+    """Read the text of `path`; raises `DataError`, naming its `kind`, if it cannot be read, is too
+    large or is not UTF-8.
+    """
     with reading(path, f"damaged {kind}"):
         require_room(path.stat().st_size, path, share)
         return path.read_text(encoding="utf-8")

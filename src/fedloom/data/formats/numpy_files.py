@@ -13,7 +13,9 @@ from fedloom.errors import DataError, quoted
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
-    """Read the arrays of an npz file, or of the npy files in a folder, by name, but no Python objects."""
+    """Read the arrays of an npz file, or of the npy files in a folder, by name, but no Python
+    objects.
+    """
     arrays: dict[str, Any] = {}
     with reading(path, "damaged, or neither an npz file nor a folder of npy files"):
         if path.is_dir():
@@ -21,7 +23,9 @@ def read_arrays(path: Path) -> dict[str, Any]:
             require_room(sum(file.stat().st_size for file in files), path)
             for member in files:
                 with reading(member, "damaged npy file"), member.open("rb") as file:
-                    arrays[member.stem] = _array(file, member.stat().st_size, f"{path}: {quoted(member.stem)}")
+                    arrays[member.stem] = _array(
+                        file, member.stat().st_size, f"{path}: {quoted(member.stem)}"
+                    )
             return arrays
         with path.open("rb") as file, ZipFile(file) as archive:
             require_room(sum(entry.file_size for entry in archive.infolist()), path)
@@ -33,13 +37,23 @@ def read_arrays(path: Path) -> dict[str, Any]:
 
 
 def _array(file: IO[bytes], size: int, source: str) -> np.ndarray[Any, Any]:
-    """Read the array in an npy file of `size` bytes; its header cannot claim more elements than that holds."""
-    read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    """Read the array in an npy file of `size` bytes; its header cannot claim more elements than
+    that holds.
+    """
+    read_header = (
+        npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    )
     shape, _, dtype = read_header(file)
     if not dtype.hasobject:  # which `read_array` refuses
         valid = all(type(extent) is int and extent >= 0 for extent in shape)
-        if not valid or not dtype.itemsize or file.tell() + math.prod(shape) * dtype.itemsize != size:
-            raise DataError(f"{source}: damaged: an array of {dtype} of shape {quoted(shape)} in {size} bytes")
+        if (
+            not valid
+            or not dtype.itemsize
+            or file.tell() + math.prod(shape) * dtype.itemsize != size
+        ):
+            raise DataError(
+                f"{source}: damaged: an array of {dtype} of shape {quoted(shape)} in {size} bytes"
+            )
     file.seek(0)
     array: np.ndarray[Any, Any] = npy.read_array(file, allow_pickle=False)
     return array

@@ -19,10 +19,13 @@ from fedloom.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
-_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
+)
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _BYTES_A_PIXEL = 4  # while it is decoded, whatever its mode
-_SHARE = 1 / 16  # of the memory of a data set that one picture may take: 67 million pixels by default
+# of the memory of a data set that one picture may take: 67 million pixels by default
+_SHARE = 1 / 16
 _CHUNK = 500  # pictures a task: long enough that handing out tasks costs nothing
 
 
@@ -33,7 +36,9 @@ def decode_images(
     channels: int,
     size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Decode pictures on several threads to uint8 `[count, channels, height, width]`, scaled to `size` if given."""
+    """Decode pictures on several threads to uint8 `[count, channels, height, width]`, scaled to
+    `size` if given.
+    """
     if not count:
         return torch.empty((0, channels, *(size or (0, 0))), dtype=torch.uint8)
     if size is not None:
@@ -49,20 +54,27 @@ def decode_images(
                 image = _decode(content(row), name(row), channels, size)
                 if image.shape != shape:
                     extents = [f"{height} x {width}" for _, height, width in (image.shape, shape)]
-                    raise DataError(f"{name(row)}: {extents[0]} pixels, but {name(0)} has {extents[1]}")
+                    raise DataError(
+                        f"{name(row)}: {extents[0]} pixels, but {name(0)} has {extents[1]}"
+                    )
                 pixels[row] = image
 
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(decode_chunk, range(0, count, _CHUNK)))  # which cancels the others after an error
+            # which cancels the others after an error
+            list(pool.map(decode_chunk, range(0, count, _CHUNK)))
     return torch.from_numpy(pixels)
 
 
 def open_picture(content: bytes) -> Image.Image:
-    """Open a picture in one of the formats that Pillow decodes itself: for others it starts programs that interpret them."""
+    """Open a picture in one of the formats that Pillow decodes itself: for others it starts
+    programs that interpret them.
+    """
     return Image.open(io.BytesIO(content), formats=_FORMATS)
 
 
-def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, int] | None) -> Pixels:
+def _decode(
+    content: bytes | None, name: str, channels: int, size: tuple[int, int] | None
+) -> Pixels:
     if content is None:
         raise DataError(f"{name}: no picture")
     with reading(name, "unreadable picture"):
@@ -81,12 +93,16 @@ def _decode(content: bytes | None, name: str, channels: int, size: tuple[int, in
 
 def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
     """Decode picture files to uint8 `[n, channels, height, width]`; raises as `decode_images`."""
-    return decode_images(len(paths), lambda row: read_bytes(paths[row]), lambda row: str(paths[row]), channels, size)
+    return decode_images(
+        len(paths), lambda row: read_bytes(paths[row]), lambda row: str(paths[row]), channels, size
+    )
 
 
 def class_folders(root: Path) -> list[str]:
     """Return the names of the folders in `root`, sorted: the classes of an image folder."""
-    return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def pictures(folder: Path) -> list[Path]:

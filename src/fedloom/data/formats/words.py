@@ -28,7 +28,9 @@ def tokens(line: str) -> list[str]:
 
 
 def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
-    """Return the function at `module:function`, from a text to its tokens; `tokens` for an empty path."""
+    """Return the function at `module:function`, from a text to its tokens; `tokens` for an empty
+    path.
+    """
     if not path:
         return tokens
     function = found_at(path, "tokenizer", "'module:function'")
@@ -44,10 +46,15 @@ def tokenizer(path: str) -> Callable[[str], Sequence[str]]:
 
 
 def vocabulary(texts: Iterable[Sequence[str]], most: int | None = None) -> dict[str, int]:
-    """Number the tokens 2, 3, ... by falling count, then alphabetically; at most `most` ids with the two special ones."""
+    """Number the tokens 2, 3, ... by falling count, then alphabetically; at most `most` ids with
+    the two special ones.
+    """
     counts = Counter(token for text in texts for token in text)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return {token: number for number, token in enumerate(ranked[: None if most is None else most - 2], start=2)}
+    return {
+        token: number
+        for number, token in enumerate(ranked[: None if most is None else most - 2], start=2)
+    }
 
 
 def encode(texts: Sequence[Sequence[str]], numbers: Mapping[str, int], length: int) -> Tensor:

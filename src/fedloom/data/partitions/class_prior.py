@@ -4,7 +4,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import Concentration, class_sizes, deal, partition_stream, shuffled_by_class
+from fedloom.data.partitions.classes import (
+    Concentration,
+    class_sizes,
+    deal,
+    partition_stream,
+    shuffled_by_class,
+)
 from fedloom.errors import InvalidValue, quoted
 
 _CELLS = 4_000_000  # steps x classes at a time: 32 MB
@@ -20,22 +26,24 @@ def class_prior(
     alpha: Concentration = 0.6,
     sizes: str = "iid",
 ) -> Partition:
-    """Label skew at given sizes: client i draws its classes from its own prior Dir(alpha) over them (inner Dirichlet).
+    """Label skew at given sizes: client i draws its classes from its own prior Dir(alpha) over them
+    (inner Dirichlet).
 
-    Sample by sample: a random client that is not yet full draws a class from its prior, renormalised over the classes that are
-    not used up, and takes the next unused sample of it. (A client whose prior is zero in double precision on all of these
-    draws among them uniformly.)
+    Sample by sample: a random client that is not yet full draws a class from its prior,
+    renormalised over the classes that are not used up, and takes the next unused sample of it. (A
+    client whose prior is zero in double precision on all of these draws among them uniformly.)
 
     Args:
         alpha: The concentration of the priors, greater than 0: smaller, stronger skew.
-        sizes: The partition whose sizes the clients have: `iid`, which differ by at most one, or such as `lognormal(0.3)`,
-            `quantity(0.5)`, `exponential(0.1)`.
+        sizes: The partition whose sizes the clients have: `iid`, which differ by at most one, or
+            such as `lognormal(0.3)`, `quantity(0.5)`, `exponential(0.1)`.
 
     Raises:
-        InvalidValue: For fewer than one client or more clients than samples, and for `sizes` that leave samples over.
+        InvalidValue: For fewer than one client or more clients than samples, and for `sizes` that
+            leave samples over.
 
-    Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup; with `sizes`, FedDyn (Acar et
-    al., ICLR 2021), section 4, as Flower's InnerDirichletPartitioner.
+    Source: FedUmf appendix (non-IID, 0.6), after FedDC (Gao et al., CVPR 2022), experimental setup;
+    with `sizes`, FedDyn (Acar et al., ICLR 2021), section 4, as Flower's InnerDirichletPartitioner.
     """
     rng = partition_stream(labels, clients, seed)
     available = class_sizes(labels)
@@ -47,12 +55,15 @@ def class_prior(
     priors = rng.dirichlet(np.full(len(available), alpha), size=clients)
     turns = draw_turns(room, rng)
     drawn = draw_classes(priors, turns, rng.random(len(turns)), available)
-    owners = turns[np.argsort(drawn, kind="stable")]  # the takers of class 0 in their order, then those of class 1 ...
+    # the takers of class 0 in their order, then those of class 1 ...
+    owners = turns[np.argsort(drawn, kind="stable")]
     return deal(shuffled_by_class(labels, rng), owners, clients, rng)
 
 
 def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
-    """Draw the client of each step among those with fewer than `room[i]` steps so far, by rejection."""
+    """Draw the client of each step among those with fewer than `room[i]` steps so far, by
+    rejection.
+    """
     room = room.copy()
     blocks = []
     while (steps := int(room.sum())) > 0:
@@ -65,7 +76,10 @@ def draw_turns(room: Indices, rng: np.random.Generator) -> Indices:
 
 
 def draw_classes(
-    priors: npt.NDArray[np.float64], turns: Indices, uniforms: npt.NDArray[np.float64], sizes: Indices
+    priors: npt.NDArray[np.float64],
+    turns: Indices,
+    uniforms: npt.NDArray[np.float64],
+    sizes: Indices,
 ) -> Indices:
     """Draw the class of each step from its client's prior over the classes that have samples left."""
     remaining = sizes.copy()

@@ -14,8 +14,12 @@ Concentration = Annotated[float, Field(ge=1e-9, le=1e9)]
 """A Dirichlet distribution's alpha, in the range that double precision can draw with."""
 
 
-def partition_stream(labels: Indices, clients: int, seed: int, *, minimum: int = 1) -> np.random.Generator:
-    """Return the generator that draws a partition; raises `InvalidValue` unless every client can have `minimum` samples."""
+def partition_stream(
+    labels: Indices, clients: int, seed: int, *, minimum: int = 1
+) -> np.random.Generator:
+    """Return the generator that draws a partition; raises `InvalidValue` unless every client can
+    have `minimum` samples.
+    """
     if clients < 1:
         raise InvalidValue(f"clients must be at least 1, not {clients}")
     if clients * minimum > len(labels):
@@ -45,13 +49,19 @@ def shuffled_by_class(labels: Indices, rng: np.random.Generator) -> Indices:
 
 
 def deal(samples: Indices, owners: Indices, clients: int, rng: np.random.Generator) -> Partition:
-    """Assign sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random order."""
+    """Assign sample `samples[j]` to client `owners[j]` (-1: to none), each client's in random
+    order.
+    """
     mixed = rng.permutation(len(samples))
     return Partition.from_owners(samples[mixed], owners[mixed], clients)
 
 
-def cut_classes(labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator) -> Partition:
-    """Assign `counts[i, c]` random samples of class c to client i (`[clients, classes that occur]`); the others go to nobody."""
+def cut_classes(
+    labels: Indices, counts: npt.NDArray[np.int64], rng: np.random.Generator
+) -> Partition:
+    """Assign `counts[i, c]` random samples of class c to client i (`[clients, classes that
+    occur]`); the others go to nobody.
+    """
     clients, classes = counts.shape
     unassigned = class_sizes(labels) - counts.sum(axis=0)
     numbers = np.concatenate([np.arange(clients), [-1]])

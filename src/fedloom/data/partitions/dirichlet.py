@@ -5,7 +5,12 @@ import numpy.typing as npt
 
 from fedloom.config.fields import Count
 from fedloom.data.partition import Indices, Partition, partitions
-from fedloom.data.partitions.classes import Concentration, class_sizes, cut_classes, partition_stream
+from fedloom.data.partitions.classes import (
+    Concentration,
+    class_sizes,
+    cut_classes,
+    partition_stream,
+)
 from fedloom.errors import InvalidValue
 
 _MOST_DRAWS = 10_000
@@ -14,22 +19,31 @@ _MOST_SHARES = 200_000_000  # Dirichlet shares over all draws: some seconds
 
 @partitions.register("dirichlet")
 def dirichlet(
-    labels: Indices, clients: int, seed: int, groups: Indices | None, *, alpha: Concentration = 0.5, minimum: Count = 10
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    alpha: Concentration = 0.5,
+    minimum: Count = 10,
 ) -> Partition:
-    """Label skew over clients: each class is shared out by Dir(alpha); smaller alpha, stronger skew.
+    """Label skew over clients: each class is shared out by Dir(alpha); smaller alpha, stronger
+    skew.
 
-    Class after class: q ~ Dir(alpha 1) over the clients, q_i = 0 for those that hold n / clients samples or more,
-    q <- q / sum(q); client i gets the samples from floor(n_c sum_{j<i} q_j) to floor(n_c sum_{j<=i} q_j).
+    Class after class: q ~ Dir(alpha 1) over the clients, q_i = 0 for those that hold n / clients
+    samples or more, q <- q / sum(q); client i gets the samples from floor(n_c sum_{j<i} q_j) to
+    floor(n_c sum_{j<=i} q_j).
 
     Args:
         alpha: The concentration, greater than 0.
-        minimum: All is drawn anew until every client has so many samples (10 in FedMR, min(4 B, n / (2 N)) = 40 in FedALA); at
-            most 10,000 times, fewer where clients x classes is large.
+        minimum: All is drawn anew until every client has so many samples (10 in FedMR, min(4 B, n /
+            (2 N)) = 40 in FedALA); at most 10,000 times, fewer where clients x classes is large.
 
     Raises:
         InvalidValue: For clients * minimum > n, or if no draw reaches `minimum`.
 
-    Source: Hsu, Qi, Brown, arXiv 1909.06335; FedMR (arXiv 2305.10730) section 5.1; FedALA (AAAI 2023) section 5.1.
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; FedMR (arXiv 2305.10730) section 5.1; FedALA (AAAI
+    2023) section 5.1.
     """
     rng = partition_stream(labels, clients, seed, minimum=minimum)
     sizes = class_sizes(labels)
@@ -47,14 +61,17 @@ def dirichlet(
     )
 
 
-def draw_counts(sizes: Indices, clients: int, alpha: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def draw_counts(
+    sizes: Indices, clients: int, alpha: float, rng: np.random.Generator
+) -> npt.NDArray[np.int64]:
     """Draw the samples of each client and class once, `[clients, classes]`, for `sizes [classes]`."""
     fair = sizes.sum() / clients
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     totals = np.zeros(clients, dtype=np.int64)
     for label, size in enumerate(sizes):
-        # A Dirichlet vector renormalised over some clients is itself Dirichlet over these. Drawing that at once cannot divide
-        # by a sum that is zero in double precision, as it may be with a small alpha.
+        # A Dirichlet vector renormalised over some clients is itself Dirichlet over these. Drawing
+        # that at once cannot divide by a sum that is zero in double precision, as it may be with a
+        # small alpha.
         open_clients = np.flatnonzero(totals < fair)
         shares = rng.dirichlet(np.full(len(open_clients), alpha))
         cuts = np.floor(np.cumsum(shares[:-1]) * size).astype(np.int64)

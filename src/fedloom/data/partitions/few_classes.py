@@ -24,13 +24,15 @@ def pathological(
     balanced: bool = False,
     least: Count = 40,
 ) -> Partition:
-    """A few classes a client: groups of clients share `classes_per_client` classes, with disjoint samples.
+    """A few classes a client: groups of clients share `classes_per_client` classes, with disjoint
+    samples.
 
-    Class after class goes to the first ceil(N k / C) clients that have fewer than k classes (k = `classes_per_client`,
-    C classes). Of the n_c samples each of these m clients but the last gets a random whole number in [a, n_c / m) with
-    a = max(n_c / (10 m), min(least, n / (2 N)) / C), the last one the remainder.
-    If k does not divide C the clients at the end may have fewer than k classes, and classes for which no client remains
-    (always so for N k < C) are held by nobody, as in the authors' protocol.
+    Class after class goes to the first ceil(N k / C) clients that have fewer than k classes (k =
+    `classes_per_client`, C classes). Of the n_c samples each of these m clients but the last gets a
+    random whole number in [a, n_c / m) with a = max(n_c / (10 m), min(least, n / (2 N)) / C), the
+    last one the remainder. If k does not divide C the clients at the end may have fewer than k
+    classes, and classes for which no client remains (always so for N k < C) are held by nobody, as
+    in the authors' protocol.
 
     Args:
         classes_per_client: k.
@@ -40,7 +42,8 @@ def pathological(
     Raises:
         InvalidValue: For k > C or a class with fewer samples than clients to share it.
 
-    Source: FedALA (Zhang et al., AAAI 2023) section 5.1, pathological setting, and its authors' partition.
+    Source: FedALA (Zhang et al., AAAI 2023) section 5.1, pathological setting, and its authors'
+    partition.
     """
     rng, classes = _start(labels, clients, seed, classes_per_client)
     holders = np.zeros((clients, classes), dtype=bool)
@@ -54,43 +57,62 @@ def pathological(
 
 @partitions.register("label_quantity")
 def label_quantity(
-    labels: Indices, clients: int, seed: int, groups: Indices | None, *, classes_per_client: Count = 2
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    classes_per_client: Count = 2,
 ) -> Partition:
-    """Hold `classes_per_client` random classes a client, each class in equal parts over its holders.
+    """Hold `classes_per_client` random classes a client, each class in equal parts over its
+    holders.
 
-    Client i holds class i modulo the number of classes; its further ones are drawn at random. With fewer clients than
-    classes some may have no holder.
+    Client i holds class i modulo the number of classes; its further ones are drawn at random. With
+    fewer clients than classes some may have no holder.
 
     Args:
         classes_per_client: Classes that a client holds, at most those that occur.
 
     Raises:
-        InvalidValue: For more classes a client than occur, or a class with fewer samples than holders.
+        InvalidValue: For more classes a client than occur, or a class with fewer samples than
+            holders.
 
-    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV (quantity-based label imbalance).
+    Source: Li, Diao, Chen, He, Federated Learning on Non-IID Data Silos, ICDE 2022, section IV
+    (quantity-based label imbalance).
     """
     rng, classes = _start(labels, clients, seed, classes_per_client)
     holders = np.zeros((clients, classes), dtype=bool)
     for client in range(clients):
         assigned = client % classes
-        drawn = rng.choice(np.delete(np.arange(classes), assigned), classes_per_client - 1, replace=False)
+        drawn = rng.choice(
+            np.delete(np.arange(classes), assigned), classes_per_client - 1, replace=False
+        )
         holders[client, [assigned, *drawn]] = True
     return _shared(labels, holders, equal_sizes, rng)
 
 
-def _start(labels: Indices, clients: int, seed: int, classes_per_client: int) -> tuple[np.random.Generator, int]:
+def _start(
+    labels: Indices, clients: int, seed: int, classes_per_client: int
+) -> tuple[np.random.Generator, int]:
     """Return the generator and the number of classes that occur, after a check of the numbers."""
     rng = partition_stream(labels, clients, seed)
     classes = len(class_sizes(labels))
     if classes_per_client > classes:
-        raise InvalidValue(f"classes_per_client must be at most {classes}, the classes, not {classes_per_client}")
+        raise InvalidValue(
+            f"classes_per_client must be at most {classes}, the classes, not {classes_per_client}"
+        )
     return rng, classes
 
 
 def _shared(
-    labels: Indices, holders: npt.NDArray[np.bool_], divide: Callable[[int, int], Indices], rng: np.random.Generator
+    labels: Indices,
+    holders: npt.NDArray[np.bool_],
+    divide: Callable[[int, int], Indices],
+    rng: np.random.Generator,
 ) -> Partition:
-    """Assign each class to its `holders [clients, classes]`, to each as many samples as `divide(samples, clients)` says."""
+    """Assign each class to its `holders [clients, classes]`, to each as many samples as
+    `divide(samples, clients)` says.
+    """
     counts = np.zeros(holders.shape, dtype=np.int64)
     for label, size in enumerate(class_sizes(labels).tolist()):
         held_by = np.flatnonzero(holders[:, label])
@@ -105,7 +127,9 @@ def _shared(
 
 
 def _random_sizes(size: int, clients: int, floor: float, rng: np.random.Generator) -> Indices:
-    """Divide `size` at random into numbers of at least 1, `[clients]`: in [a, size / clients), the last one the remainder."""
+    """Divide `size` at random into numbers of at least 1, `[clients]`: in [a, size / clients), the
+    last one the remainder.
+    """
     fair = size / clients
     end = max(math.ceil(fair), 2)  # with one sample a client the interval is empty: all are 1
     begin = min(math.ceil(max(fair / 10, floor)), end - 1)

@@ -11,24 +11,36 @@ from fedloom.randomness import numpy_stream
 
 @partitions.register("natural")
 def natural(
-    labels: Indices, clients: int, seed: int, groups: Indices | None, *, minimum: Count = 1, together: Count = 1
+    labels: Indices,
+    clients: int,
+    seed: int,
+    groups: Indices | None,
+    *,
+    minimum: Count = 1,
+    together: Count = 1,
 ) -> Partition:
-    """Clients as they are: one for each writer or user with at least `minimum` samples, or for `together` of these at random.
+    """Clients as they are: one for each writer or user with at least `minimum` samples, or for
+    `together` of these at random.
 
-    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their numbers.
+    `clients` = 0 takes them all, otherwise that many at random; they keep the order of their
+    numbers.
 
     Args:
         minimum: Writers with fewer samples are left out.
-        together: The writers of a client; those that make no whole client join the one with the highest number.
+        together: The writers of a client; those that make no whole client join the one with the
+            highest number.
 
     Raises:
-        InvalidValue: For data without groups, or more clients than there are with `minimum` samples.
+        InvalidValue: For data without groups, or more clients than there are with `minimum`
+            samples.
 
-    Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST, 100 samples or more;
-    `together` as Flower's GroupedNaturalIdPartitioner.
+    Source: LEAF (Caldas et al., arXiv 1812.01097); FedMR (arXiv 2305.10730) section 5.1: FEMNIST,
+    100 samples or more; `together` as Flower's GroupedNaturalIdPartitioner.
     """
     if groups is None:
-        raise InvalidValue("partition 'natural' needs data that know whom each sample came from (such as FEMNIST)")
+        raise InvalidValue(
+            "partition 'natural' needs data that know whom each sample came from (such as FEMNIST)"
+        )
     require_at_least("clients", clients, 0)
     _, members, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     able = np.flatnonzero(sizes >= minimum)
@@ -41,7 +53,9 @@ def natural(
         )
     rng = numpy_stream(seed, "partition")
     mixed = rng.permutation(able) if together > 1 else able
-    chosen = np.sort(rng.choice(possible, clients, replace=False)) if clients else np.arange(possible)
+    chosen = (
+        np.sort(rng.choice(possible, clients, replace=False)) if clients else np.arange(possible)
+    )
     numbers = np.full(possible, -1)
     numbers[chosen] = np.arange(len(chosen))
     owners = np.full(len(sizes), -1)
@@ -50,18 +64,24 @@ def natural(
 
 
 @partitions.register("fixed")
-def fixed(labels: Indices, clients: int, seed: int, groups: Indices | None, *, file: str = "split.npz") -> Partition:
-    """The partition in `file`, as `Partition.save` wrote it, whatever the seed; the file's number of clients, or 0.
+def fixed(
+    labels: Indices, clients: int, seed: int, groups: Indices | None, *, file: str = "split.npz"
+) -> Partition:
+    """The partition in `file`, as `Partition.save` wrote it, whatever the seed; the file's number
+    of clients, or 0.
 
     Args:
         file: The path of the npz file.
 
     Raises:
-        DataError: For a file that is missing, damaged or of other data (a sample that does not exist or has two clients).
+        DataError: For a file that is missing, damaged or of other data (a sample that does not
+            exist or has two clients).
         InvalidValue: For another number of clients.
     """
     partition = Partition.load(file)
     if clients not in (0, len(partition)):
-        raise InvalidValue(f"clients must be {len(partition)}, as many as {file} holds, or 0, not {clients}")
+        raise InvalidValue(
+            f"clients must be {len(partition)}, as many as {file} holds, or 0, not {clients}"
+        )
     require_samples(partition, len(labels), file)
     return partition

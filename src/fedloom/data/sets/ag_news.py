@@ -37,10 +37,12 @@ def ag_news(
 ) -> Dataset:
     """AG News: 120,000 and 7,600 articles of 4 topics, as token numbers `[length]` int64.
 
-    Title and description are lower-cased and split ("basic english"); 0 fills up, 1 stands for tokens outside the vocabulary.
+    Title and description are lower-cased and split ("basic english"); 0 fills up, 1 stands for
+    tokens outside the vocabulary.
 
     Args:
-        folder: The folder with `train.csv` and `test.csv` (class 1..4, title, description) or parquet (text, label 0..3).
+        folder: The folder with `train.csv` and `test.csv` (class 1..4, title, description) or
+            parquet (text, label 0..3).
         hub: Download from the Hugging Face hub.
         length: Tokens that a text is cut or filled up to.
         max_vocabulary: The most ids, 0 and 1 included, of the commonest tokens; None for all.
@@ -56,7 +58,13 @@ def ag_news(
     train, test = (Samples(encode(articles, numbers, length), labels) for articles, labels in texts)
     encoding = TextInputs(tuple(numbers), length)
     return Dataset(
-        "ag_news", train, test, len(_NAMES), vocabulary=len(numbers) + 2, class_names=_NAMES, encoding=encoding
+        "ag_news",
+        train,
+        test,
+        len(_NAMES),
+        vocabulary=len(numbers) + 2,
+        class_names=_NAMES,
+        encoding=encoding,
     )
 
 
@@ -64,12 +72,16 @@ def _read(folder: Path) -> tuple[_Texts, _Texts] | None:
     files = files_named(folder, ("train.csv", "test.csv"))
     if files is not None:
         return _csv_texts(files[0]), _csv_texts(files[1])
-    tables = [_table_texts(read_parquet(paths), str(paths[0])) for paths in parquet_files(folder) or ()]
+    tables = [
+        _table_texts(read_parquet(paths), str(paths[0])) for paths in parquet_files(folder) or ()
+    ]
     return (tables[0], tables[1]) if tables else None
 
 
 def _fetch() -> tuple[_Texts, _Texts]:
-    train, test = (_table_texts(hub_table(_REPOSITORY, split), _REPOSITORY) for split in ("train", "test"))
+    train, test = (
+        _table_texts(hub_table(_REPOSITORY, split), _REPOSITORY) for split in ("train", "test")
+    )
     return train, test
 
 
@@ -77,7 +89,9 @@ def _csv_texts(path: Path) -> _Texts:
     rows = read_csv(path, 3)
     with reading(path, "the first cell of a row must be a class 1..4"):
         classes = np.array([int(row[0]) for row in rows], np.int64)
-    return [tokens(f"{title} {description}") for _, title, description in rows], class_labels(classes - 1, 4, path)
+    return [tokens(f"{title} {description}") for _, title, description in rows], class_labels(
+        classes - 1, 4, path
+    )
 
 
 def _table_texts(table: Any, source: str) -> _Texts:

@@ -22,12 +22,15 @@ _SPLIT_SEED = 0  # fixed, so that results compare between runs of every seed
 def digits(*, test_fraction: float = 0.2) -> Dataset:
     """1,797 handwritten digits of 8 x 8 pixels, bundled with scikit-learn (10 classes).
 
-    Inputs `[n, 1, 8, 8]` float32: the counts 0..16 of each pixel over 16, which float32 holds exactly.
+    Inputs `[n, 1, 8, 8]` float32: the counts 0..16 of each pixel over 16, which float32 holds
+    exactly.
 
     Args:
-        test_fraction: Of every class floor((1 - test_fraction) n) images train and the others test, whatever the seed.
+        test_fraction: Of every class floor((1 - test_fraction) n) images train and the others test,
+            whatever the seed.
 
-    Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test part).
+    Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test
+    part).
     """
     pixels, labels = _bundled()
     images = torch.from_numpy(pixels).to(torch.float32).div_(16).view(-1, 1, 8, 8)
@@ -38,10 +41,11 @@ def digits(*, test_fraction: float = 0.2) -> Dataset:
 
 @datasets.register("diabetes")
 def diabetes(*, test_fraction: float = 0.2) -> Dataset:
-    """442 patients, 10 measurements each, and how far their diabetes got within a year: a regression.
+    """442 patients, 10 measurements each, and how far their diabetes got within a year: a
+    regression.
 
-    Inputs and target are standardised by mean and deviation of the training rows, so that a model that only knows the mean has
-    an RMSE of about 1.
+    Inputs and target are standardised by mean and deviation of the training rows, so that a model
+    that only knows the mean has an RMSE of about 1.
 
     Args:
         test_fraction: The share of the rows that tests, whatever the seed.
@@ -58,9 +62,11 @@ def breast_cancer(*, test_fraction: float = 0.2) -> Dataset:
     Inputs are standardised by mean and deviation of the training rows.
 
     Args:
-        test_fraction: Of every class floor((1 - test_fraction) n) rows train and the others test, whatever the seed.
+        test_fraction: Of every class floor((1 - test_fraction) n) rows train and the others test,
+            whatever the seed.
 
-    Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis, 1993.
+    Source: Street, Wolberg, Mangasarian, Nuclear feature extraction for breast tumor diagnosis,
+    1993.
     """
     return _table("breast_cancer", test_fraction, CLASSIFICATION)
 
@@ -78,8 +84,13 @@ def wine(*, test_fraction: float = 0.2) -> Dataset:
 
 
 def _bundled() -> tuple[NDArray[Any], NDArray[Any]]:
-    """Read pixels `[n, 64]` and labels `[n]` from scikit-learn's file: importing it takes as long as importing PyTorch."""
-    file = Path(str(getattr(find_spec("sklearn"), "origin", ""))).parent / "datasets/data/digits.csv.gz"
+    """Read pixels `[n, 64]` and labels `[n]` from scikit-learn's file: importing it takes as long
+    as importing PyTorch.
+    """
+    file = (
+        Path(str(getattr(find_spec("sklearn"), "origin", ""))).parent
+        / "datasets/data/digits.csv.gz"
+    )
     if file.is_file():
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
         return table[:, :-1], table[:, -1]
@@ -102,7 +113,13 @@ def _table(name: str, test_fraction: float, objective: Objective) -> Dataset:
         splits = [replace(split, labels=_scaled(split.labels, train.labels)) for split in splits]
     names = tuple(map(str, source.target_names)) if objective.classes else None
     return Dataset(
-        name, splits[0], splits[1], len(names or ()), class_names=names, objective=objective, standardise=False
+        name,
+        splits[0],
+        splits[1],
+        len(names or ()),
+        class_names=names,
+        objective=objective,
+        standardise=False,
     )
 
 

@@ -1,4 +1,6 @@
-"""FEMNIST: handwritten characters, each with its writer, from LEAF's json files and sampled as LEAF samples them."""
+"""FEMNIST: handwritten characters, each with its writer, from LEAF's json files and sampled as LEAF
+samples them.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -49,17 +51,19 @@ def femnist(
     The defaults are FedMR's (`-s niid --sf 0.05 -k 100 -t sample`, about 180 writers).
 
     Args:
-        folder: The folder with LEAF's `all_data/*.json` (100 writers a file), of which LEAF's "niid" sample is taken; or with
-            `train/*.json` and `test/*.json`, already sampled and split.
+        folder: The folder with LEAF's `all_data/*.json` (100 writers a file), of which LEAF's
+            "niid" sample is taken; or with `train/*.json` and `test/*.json`, already sampled and
+            split.
         hub: Download from the Hugging Face hub.
         normalise: `standard` is (0.5 - x) / 0.5, as in FedMR.
-        fraction: In each file writers are taken in random order, whole, until this share of its samples is reached (the
-            last is cut), in (0, 1].
+        fraction: In each file writers are taken in random order, whole, until this share of its
+            samples is reached (the last is cut), in (0, 1].
         least: Writers with fewer samples are dropped, at least 2.
         test_fraction: The share of each writer's samples that is held out, in (0, 1).
         sample_seed: The seed of the writers.
         split_seed: The seed of the samples held out.
-        preprocessed: Read `train` and `test` (True) or `all_data` (False); by default `all_data` only without the former.
+        preprocessed: Read `train` and `test` (True) or `all_data` (False); by default `all_data`
+            only without the former.
 
     Source: Caldas et al., LEAF, 2018.
     """
@@ -70,16 +74,24 @@ def femnist(
         if ready and preprocessed is not False:
             tests = json_files(folder / "test")
             if not tests:
-                raise DataError(f"{folder / 'test'}: no json files, though {folder / 'train'} has some")
-            return cached_split("femnist", "ready", lambda: _read_preprocessed(ready, tests), [*ready, *tests])
+                raise DataError(
+                    f"{folder / 'test'}: no json files, though {folder / 'train'} has some"
+                )
+            return cached_split(
+                "femnist", "ready", lambda: _read_preprocessed(ready, tests), [*ready, *tests]
+            )
         if not raw or preprocessed:
             return None
         files = ([writer for _, writer in read_leaf_images(path)] for path in raw)
-        return cached_split("femnist", f"raw {key}", lambda: split(_sample(files, fraction, sample_seed)), raw)
+        return cached_split(
+            "femnist", f"raw {key}", lambda: split(_sample(files, fraction, sample_seed)), raw
+        )
 
     def fetch() -> Split:
         return cached_split(
-            "hub-femnist", key, lambda: split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed))
+            "hub-femnist",
+            key,
+            lambda: split(_hub_writers(hub_table(_REPOSITORY, "train"), fraction, sample_seed)),
         )
 
     def split(writers: Sequence[Samples]) -> Split:
@@ -98,8 +110,12 @@ def femnist(
     return image_dataset("femnist", samples, _CLASSES, normalise, _SCALE, _NAMES)
 
 
-def take_writers(sizes: Sequence[int], fraction: float, seed: int, file: int) -> list[tuple[int, int]]:
-    """Draw (writer, samples) of a file as LEAF does: whole writers at random, the last one cut to fit."""
+def take_writers(
+    sizes: Sequence[int], fraction: float, seed: int, file: int
+) -> list[tuple[int, int]]:
+    """Draw (writer, samples) of a file as LEAF does: whole writers at random, the last one cut to
+    fit.
+    """
     missing = int(fraction * sum(sizes))
     taken: list[tuple[int, int]] = []
     for position in numpy_stream(seed, f"femnist file {file}").permutation(len(sizes)).tolist():
@@ -115,34 +131,53 @@ def _sample(files: Iterable[Sequence[Writer]], fraction: float, seed: int) -> li
     return [
         writers[position][torch.arange(count)]
         for number, writers in enumerate(files)
-        for position, count in take_writers([len(writer) for writer in writers], fraction, seed, number)
+        for position, count in take_writers(
+            [len(writer) for writer in writers], fraction, seed, number
+        )
     ]
 
 
 def _joined(writers: Sequence[Samples], numbers: Iterable[int]) -> Samples:
     sizes = torch.tensor([len(writer) for writer in writers])
-    inputs, labels = (torch.cat([getattr(writer, name) for writer in writers]) for name in ("inputs", "labels"))
+    inputs, labels = (
+        torch.cat([getattr(writer, name) for writer in writers]) for name in ("inputs", "labels")
+    )
     return Samples(inputs, labels, torch.tensor(list(numbers)).repeat_interleave(sizes))
 
 
 def _read_preprocessed(train: Sequence[Path], test: Sequence[Path]) -> Split:
     """Read training and test samples as LEAF split them; a writer has one number in both."""
-    splits = [[writer for path in paths for writer in read_leaf_images(path)] for paths in (train, test)]
-    number = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in (*splits[0], *splits[1])))}
+    splits = [
+        [writer for path in paths for writer in read_leaf_images(path)] for paths in (train, test)
+    ]
+    number = {
+        name: k
+        for k, name in enumerate(dict.fromkeys(name for name, _ in (*splits[0], *splits[1])))
+    }
     if not all(any(len(samples) for _, samples in writers) for writers in splits):
         raise DataError(f"{train[0].parent.parent}: a part without samples")
-    joined = (_joined([samples for _, samples in split], [number[name] for name, _ in split]) for split in splits)
+    joined = (
+        _joined([samples for _, samples in split], [number[name] for name, _ in split])
+        for split in splits
+    )
     return next(joined), next(joined)
 
 
 def _hub_writers(table: Any, fraction: float, seed: int) -> list[Samples]:
-    """Draw the sample of the hub's table, its writers in groups of 100 as in LEAF's files; only the sample is decoded."""
-    labels = class_labels(column(table, ("character",), _REPOSITORY).to_numpy(), _CLASSES, _REPOSITORY)
+    """Draw the sample of the hub's table, its writers in groups of 100 as in LEAF's files; only the
+    sample is decoded.
+    """
+    labels = class_labels(
+        column(table, ("character",), _REPOSITORY).to_numpy(), _CLASSES, _REPOSITORY
+    )
     rows: dict[Any, list[int]] = {}
     for row, name in enumerate(column(table, ("writer_id",), _REPOSITORY).to_numpy().tolist()):
         rows.setdefault(name, []).append(row)
     writers = list(map(torch.tensor, rows.values()))
-    files = (writers[start : start + _WRITERS_A_FILE] for start in range(0, len(writers), _WRITERS_A_FILE))
+    files = (
+        writers[start : start + _WRITERS_A_FILE]
+        for start in range(0, len(writers), _WRITERS_A_FILE)
+    )
     taken = _sample(files, fraction, seed)
     chosen = torch.cat(taken) if taken else torch.empty(0, dtype=torch.int64)
     sizes = [len(drawn) for drawn in taken]
@@ -155,7 +190,10 @@ def read_leaf_images(path: Path) -> list[tuple[str, Samples]]:
 
     def convert(user: dict[str, Any]) -> dict[str, Any]:
         if isinstance(user.get("x"), list) and isinstance(user.get("y"), list):
-            return {"x": _pixels(user["x"], path), "y": class_labels(user["y"] or np.empty(0, int), _CLASSES, path)}
+            return {
+                "x": _pixels(user["x"], path),
+                "y": class_labels(user["y"] or np.empty(0, int), _CLASSES, path),
+            }
         return user
 
     with reading(path, "no LEAF file of pictures"):

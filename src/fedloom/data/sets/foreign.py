@@ -1,4 +1,6 @@
-"""Data of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and Polars."""
+"""Data of other libraries: torch's map-style data sets, Hugging Face's, and tables of pandas and
+Polars.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -25,8 +27,12 @@ from fedloom.objectives.classification import CLASSIFICATION
 _TEST_FRACTION = 0.2
 
 
-def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Objective | None = None) -> Dataset:
-    """Return the data set of `Samples`, a torch data set, a table, or a pair of them to train and test on."""
+def foreign_dataset(
+    data: Any, target: str = "", group: str = "", objective: Objective | None = None
+) -> Dataset:
+    """Return the data set of `Samples`, a torch data set, a table, or a pair of them to train and
+    test on.
+    """
     train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
     if isinstance(data, Mapping) and "train" in data:  # a DatasetDict
         train, test = data["train"], data.get("test", data.get("validation"))
@@ -35,7 +41,9 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
     with reading(name, "no table that Arrow can hold"):
         tables = [as_arrow(split) for split in splits]
     if tables[0] is not None:
-        kind = "auto" if objective is None else "classification" if objective.classes else "regression"
+        kind = (
+            "auto" if objective is None else "classification" if objective.classes else "regression"
+        )
         columns = Columns(target, group, kind=kind)  # type: ignore[arg-type]
         return table_dataset(name, tables[0], tables[1] if len(tables) > 1 else None, columns, name)
     if target or group:
@@ -50,12 +58,17 @@ def foreign_dataset(data: Any, target: str = "", group: str = "", objective: Obj
 def materialised(data: Any) -> Samples:
     """Read all items of a torch data set into memory, after saying how much they take.
 
-    Where that is too much, memory holds the labels alone, from `data.targets` or `data.labels` or one pass over all items.
+    Where that is too much, memory holds the labels alone, from `data.targets` or `data.labels` or
+    one pass over all items.
     """
     name = type(data).__name__
     if isinstance(data, np.ndarray | torch.Tensor):
-        raise InvalidValue(f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)")
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise InvalidValue(
+            f"data: inputs and labels that are {name}s go together: give fl.Samples(inputs, labels)"
+        )
+    if isinstance(data, IterableDataset) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
         raise InvalidValue(
             f"data: {name} is no data: give the name of a data set, a Dataset, Samples, a torch data set with a length, a "
             "pandas or Polars table, or a Hugging Face Dataset"
@@ -86,7 +99,10 @@ def materialised(data: Any) -> Samples:
         if size <= most:
             inputs[row] = item[0]
         targets.append(item[1:])
-    columns = [np.asarray([np.asarray(cell)[()] for cell in column]) for column in zip(*targets, strict=True)]
+    columns = [
+        np.asarray([np.asarray(cell)[()] for cell in column])
+        for column in zip(*targets, strict=True)
+    ]
     return Samples(inputs, columns[0], columns[1] if len(columns) > 1 else None)
 
 
@@ -97,10 +113,14 @@ def _item(data: Any, name: str, row: int) -> tuple[Any, ...]:
     except Exception as error:
         raise InvalidValue(f"{name}: sample {row} raised {one_line(error_text(error))}") from error
     if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-        raise InvalidValue(f"{name}: sample {row} is a {type(item).__name__}: wanted (inputs, label[, client])")
+        raise InvalidValue(
+            f"{name}: sample {row} is a {type(item).__name__}: wanted (inputs, label[, client])"
+        )
     inputs = np.asarray(item[0])
     if type(item[0]).__module__.startswith("PIL."):
         inputs = inputs[None] if inputs.ndim == 2 else inputs.transpose(2, 0, 1)
     if inputs.dtype.kind == "O":
-        raise InvalidValue(f"{name}: the inputs of sample {row} are {type(item[0]).__name__}: give tensors or arrays")
+        raise InvalidValue(
+            f"{name}: the inputs of sample {row} are {type(item[0]).__name__}: give tensors or arrays"
+        )
     return inputs, *item[1:]

@@ -19,8 +19,17 @@ from fedloom.errors import DataError, quoted
 
 _DIGITS = tuple("0123456789")
 _LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_CLOTHES = ("T-shirt/top", *["trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag"], "ankle boot")
-_FILES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+_CLOTHES = (
+    "T-shirt/top",
+    *["trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag"],
+    "ankle boot",
+)
+_FILES = [
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+]
 
 
 def read_idx(path: Path) -> Tensor:
@@ -29,21 +38,32 @@ def read_idx(path: Path) -> Tensor:
     with reading(path, "damaged gzip or idx file"), path.open("rb") as file:
         content = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         magic = content.read(4)
-        if len(magic) < 4 or magic[:3] != b"\0\0\x08":  # 8: unsigned bytes, the only element type of these data sets
-            raise DataError(f"{path}: not an idx file of bytes (it begins with {magic.hex(' ') or 'nothing'})")
+        # 8: unsigned bytes, the only element type of these data sets
+        if len(magic) < 4 or magic[:3] != b"\0\0\x08":
+            raise DataError(
+                f"{path}: not an idx file of bytes (it begins with {magic.hex(' ') or 'nothing'})"
+            )
         sizes = content.read(4 * magic[3])
         shape = np.frombuffer(sizes, ">u4").tolist()
         count, header = math.prod(shape), 4 + len(sizes)
         require_room(count, path)
-        elements = bytearray(content.read(count + 1))  # the tensor shares its memory; nothing beyond is unpacked
+        # the tensor shares its memory; nothing beyond is unpacked
+        elements = bytearray(content.read(count + 1))
         if len(elements) != count:
             size = f"{header + len(elements)} bytes" + (" or more" if len(elements) > count else "")
-            raise DataError(f"{path}: {size}, but an idx file of shape {quoted(shape)} has {header + count}")
+            raise DataError(
+                f"{path}: {size}, but an idx file of shape {quoted(shape)} has {header + count}"
+            )
         return torch.from_numpy(np.frombuffer(elements, np.uint8).reshape(shape))
 
 
 def _idx_set(
-    name: str, folders: tuple[str, ...], files: Sequence[str], classes: int, scale: Scale | None = None, hub: str = ""
+    name: str,
+    folders: tuple[str, ...],
+    files: Sequence[str],
+    classes: int,
+    scale: Scale | None = None,
+    hub: str = "",
 ) -> PictureSet:
     def read(folder: Path) -> Split | None:
         if (paths := files_named(folder, files)) is None:
@@ -58,7 +78,9 @@ def _idx_set(
 def _idx_samples(images_path: Path, labels_path: Path, name: str, classes: int) -> Samples:
     images, numbers = read_idx(images_path), read_idx(labels_path)
     if images.dim() != 3:
-        raise DataError(f"{images_path}: wanted 3 dimensions, the file has shape {list(images.shape)}")
+        raise DataError(
+            f"{images_path}: wanted 3 dimensions, the file has shape {list(images.shape)}"
+        )
     lowest = 1 if name == "emnist_letters" else 0
     labels = class_labels(numbers.numpy().astype("int64") - lowest, classes, labels_path)
     upright = images.transpose(1, 2).contiguous() if name.startswith("emnist") else images
@@ -81,7 +103,9 @@ _EMNIST_LETTERS, _EMNIST_BALANCED = _emnist("letters", 26), _emnist("balanced", 
 
 
 @datasets.register("mnist")
-def mnist(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
+def mnist(
+    *, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard"
+) -> Dataset:
     """MNIST: handwritten digits, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Args:
@@ -89,13 +113,16 @@ def mnist(*, folder: str | None = None, hub: bool = False, normalise: Normalise 
         hub: Download from the Hugging Face hub.
         normalise: `standard` is mean 0.1307, deviation 0.3081.
 
-    Source: LeCun, Bottou, Bengio, Haffner, Gradient-based learning applied to document recognition, 1998.
+    Source: LeCun, Bottou, Bengio, Haffner, Gradient-based learning applied to document recognition,
+    1998.
     """
     return _MNIST.dataset(folder, hub, normalise, _DIGITS)
 
 
 @datasets.register("fashion_mnist")
-def fashion_mnist(*, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard") -> Dataset:
+def fashion_mnist(
+    *, folder: str | None = None, hub: bool = False, normalise: Normalise = "standard"
+) -> Dataset:
     """Fashion-MNIST: pieces of clothing, 60,000 and 10,000 images `[1, 28, 28]`, 10 classes.
 
     Args:
@@ -110,9 +137,11 @@ def fashion_mnist(*, folder: str | None = None, hub: bool = False, normalise: No
 
 @datasets.register("emnist_letters")
 def emnist_letters(*, folder: str | None = None, normalise: Normalise = "standard") -> Dataset:
-    """EMNIST letters: 124,800 and 20,800 images `[1, 28, 28]` of 26 letters, both cases in one class.
+    """EMNIST letters: 124,800 and 20,800 images `[1, 28, 28]` of 26 letters, both cases in one
+    class.
 
-    Labels 1..26 of the files become 0..25; images are turned upright (the files hold them transposed).
+    Labels 1..26 of the files become 0..25; images are turned upright (the files hold them
+    transposed).
 
     Args:
         folder: The folder with the four idx files (plain or gz).
@@ -139,7 +168,8 @@ def emnist_l(*, folder: str | None = None, normalise: Normalise = "standard") ->
 
 @datasets.register("emnist_balanced")
 def emnist_balanced(*, folder: str | None = None, normalise: Normalise = "standard") -> Dataset:
-    """EMNIST balanced: 112,800 and 18,800 images `[1, 28, 28]` of 47 characters (letters alike in both cases merged).
+    """EMNIST balanced: 112,800 and 18,800 images `[1, 28, 28]` of 47 characters (letters alike in
+    both cases merged).
 
     Args:
         folder: As in `emnist_letters`, as is the preparation.

@@ -1,4 +1,6 @@
-"""Text whose next character or word a model learns: Shakespeare's plays, and the posts of users of Stack Overflow."""
+"""Text whose next character or word a model learns: Shakespeare's plays, and the posts of users of
+Stack Overflow.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +26,9 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 
 _OBJECTIVE = NextToken()
 _Users = dict[str, list[Sequence[str]]]
-"""The sequences of each user: their tokens, of which each but the one at the beginning is predicted from the earlier ones."""
+"""The sequences of each user: their tokens, of which each but the one at the beginning is predicted
+from the earlier ones.
+"""
 
 
 @datasets.register("shakespeare")
@@ -36,14 +40,15 @@ def shakespeare(
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2,
     least: Count = 2,
 ) -> Dataset:
-    """Shakespeare, the next character: `[length]` character numbers and the `[length]` that follow; the groups are the speakers.
+    """Shakespeare, the next character: `[length]` character numbers and the `[length]` that follow;
+    the groups are the speakers.
 
     There are 82 numbers: 0 fills up, 1 stands for a character that LEAF's 80 do not have.
 
     Args:
-        folder: The folder with LEAF's `train/*.json` and `test/*.json`, or `all_data/*.json` (x: texts of 80 characters, y: the
-            next one), or with plays, `*.txt`: speeches with an empty line between, each under a line `NAME:` (text without such
-            lines is one speaker's).
+        folder: The folder with LEAF's `train/*.json` and `test/*.json`, or `all_data/*.json` (x:
+            texts of 80 characters, y: the next one), or with plays, `*.txt`: speeches with an empty
+            line between, each under a line `NAME:` (text without such lines is one speaker's).
         length: A speaker's speeches are joined and cut every `length` characters.
         places: Predict a character at every position, or at the last alone, as LEAF does.
         test_fraction: The share of each speaker's sequences, from the end, that tests, in (0, 1).
@@ -61,12 +66,16 @@ def shakespeare(
         plays = sorted(folder.glob("*.txt"))
         if not raw and not plays:
             return None
-        return _split(_leaf_texts(raw, length) if raw else _speeches(plays, length), test_fraction, least)
+        return _split(
+            _leaf_texts(raw, length) if raw else _speeches(plays, length), test_fraction, least
+        )
 
     files = "LEAF's train/*.json and test/*.json, all_data/*.json, or plays as *.txt"
     folders = ("shakespeare", "leaf/data/shakespeare")
     train, test = load("shakespeare", folders, files, read, None, folder, False)
-    return _dataset("shakespeare", train, test, TextInputs(tuple(ALPHABET), length, "characters"), places)
+    return _dataset(
+        "shakespeare", train, test, TextInputs(tuple(ALPHABET), length, "characters"), places
+    )
 
 
 @datasets.register("stackoverflow")
@@ -79,21 +88,26 @@ def stackoverflow(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Texts of many users, the next word: `[length]` word numbers and the `[length]` that follow; the groups are the users.
+    """Texts of many users, the next word: `[length]` word numbers and the `[length]` that follow;
+    the groups are the users.
 
     Each text is one sample: its beginning, its words, its end.
 
     Args:
-        folder: The folder with `train.jsonl` and perhaps `test.jsonl`: on each line `{"user": "42", "text": "how do i ..."}`, or
-            all of a user's texts as `{"user": "42", "texts": ["...", "..."]}`.
+        folder: The folder with `train.jsonl` and perhaps `test.jsonl`: on each line `{"user": "42",
+            "text": "how do i ..."}`, or all of a user's texts as `{"user": "42", "texts": ["...",
+            "..."]}`.
         length: Words that a text is cut or filled up to.
-        max_vocabulary: The most numbers of the commonest words of the training texts, with those that fill up (0) and stand
-            for other words (1), the beginning and the end.
-        tokenizer: A function of yours, `module:function`, from a text to its words; by default as in `ag_news`.
-        test_fraction: Without `test.jsonl`, the share of each user's texts that is held out, in (0, 1).
+        max_vocabulary: The most numbers of the commonest words of the training texts, with those
+            that fill up (0) and stand for other words (1), the beginning and the end.
+        tokenizer: A function of yours, `module:function`, from a text to its words; by default as
+            in `ag_news`.
+        test_fraction: Without `test.jsonl`, the share of each user's texts that is held out, in (0,
+            1).
         seed: The seed of the texts held out.
 
-    Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (20 words, 10,000 in the vocabulary).
+    Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (20 words, 10,000 in the
+    vocabulary).
     """
 
     def read(folder: Path) -> tuple[_Users, _Users | None] | None:
@@ -109,10 +123,18 @@ def stackoverflow(
     if test is None:
         train, test = _held_out(train, test_fraction, seed)
     numbers = vocabulary((text for texts in train.values() for text in texts), max_vocabulary)
-    return _dataset("stackoverflow", train, test, TextInputs(tuple(numbers), length, tokenizer or "words"), "every")
+    return _dataset(
+        "stackoverflow",
+        train,
+        test,
+        TextInputs(tuple(numbers), length, tokenizer or "words"),
+        "every",
+    )
 
 
-def _dataset(name: str, train: _Users, test: _Users, encoding: TextInputs, places: Literal["every", "last"]) -> Dataset:
+def _dataset(
+    name: str, train: _Users, test: _Users, encoding: TextInputs, places: Literal["every", "last"]
+) -> Dataset:
     numbers, length = encoding.numbers, encoding.length
     position = {user: number for number, user in enumerate(dict.fromkeys([*train, *test]))}
     splits = []
@@ -130,11 +152,15 @@ def _dataset(name: str, train: _Users, test: _Users, encoding: TextInputs, place
     if not len(splits[0]):
         raise DataError(f"{name}: no text to learn from")
     size = len(numbers) + 2
-    return Dataset(name, splits[0], splits[1], vocabulary=size, objective=_OBJECTIVE, encoding=encoding)
+    return Dataset(
+        name, splits[0], splits[1], vocabulary=size, objective=_OBJECTIVE, encoding=encoding
+    )
 
 
 def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Users]:
-    """Return each user's sequences as (training, test): those at the end test, and at least one trains."""
+    """Return each user's sequences as (training, test): those at the end test, and at least one
+    trains.
+    """
     train, test = {}, {}
     for user, texts in users.items():
         if len(texts) >= least:
@@ -145,7 +171,9 @@ def _split(users: _Users, test_fraction: float, least: int) -> tuple[_Users, _Us
 
 def _held_out(users: _Users, test_fraction: float, seed: int) -> tuple[_Users, _Users]:
     sequences = [(user, text) for user, texts in users.items() for text in texts]
-    owners = torch.tensor([number for number, texts in enumerate(users.values()) for _ in texts], dtype=torch.int64)
+    owners = torch.tensor(
+        [number for number, texts in enumerate(users.values()) for _ in texts], dtype=torch.int64
+    )
     train, test = hold_out(Samples(torch.arange(len(sequences)), owners), test_fraction, seed)
     splits: tuple[_Users, _Users] = {}, {}
     for users, samples in zip(splits, (train, test), strict=True):
@@ -161,8 +189,12 @@ def _leaf_texts(paths: Iterable[Path], length: int) -> _Users:
         for user, (x, y) in read_leaf(path).items():
             lists = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
             if not lists or not all(isinstance(text, str) and text for text in (*x, *y)):
-                raise DataError(f"{path}: user {quoted(user)}: x must be texts and y as many characters")
-            users.setdefault(user, []).extend(text[-length:] + target[0] for text, target in zip(x, y, strict=True))
+                raise DataError(
+                    f"{path}: user {quoted(user)}: x must be texts and y as many characters"
+                )
+            users.setdefault(user, []).extend(
+                text[-length:] + target[0] for text, target in zip(x, y, strict=True)
+            )
     return users
 
 
@@ -176,7 +208,9 @@ def _speeches(paths: Iterable[Path], length: int) -> _Users:
                 spoken.setdefault(name[:-1].strip(), []).append(speech)
             else:
                 spoken.setdefault("", []).append(block.strip("\n"))
-    joined = {name: "\n".join(speeches) for name, speeches in spoken.items() if name or len(spoken) == 1}
+    joined = {
+        name: "\n".join(speeches) for name, speeches in spoken.items() if name or len(spoken) == 1
+    }
     return {
         name: [text[start : start + length + 1] for start in range(0, len(text) - 1, length)]
         for name, text in joined.items()
@@ -191,5 +225,7 @@ def _lines(path: Path, split: Callable[[str], Sequence[str]]) -> _Users:
             with reading(f"{path}: line {number}", 'wanted {"user": "42", "text": "how do i ..."}'):
                 post = json.loads(line)
                 user, texts = post["user"], post["texts"] if "texts" in post else [post["text"]]
-                users.setdefault(str(user), []).extend(["<s>", *split(text), "</s>"] for text in texts)
+                users.setdefault(str(user), []).extend(
+                    ["<s>", *split(text), "</s>"] for text in texts
+                )
     return users

@@ -1,4 +1,6 @@
-"""Origins of standard data sets: the user's folder, the folder of all data, or the Hugging Face hub."""
+"""Origins of standard data sets: the user's folder, the folder of all data, or the Hugging Face
+hub.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,9 @@ def load(
     folder: str | None,
     hub: bool,
 ) -> T:
-    """Return the set `name` from `folder`, FEDLOOM_DATA or, asked for, the hub; raises `DataError` with the `files` to get."""
+    """Return the set `name` from `folder`, FEDLOOM_DATA or, asked for, the hub; raises `DataError`
+    with the `files` to get.
+    """
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"{folder}: no such folder (wanted for {name})")
     for candidate in candidates(folders, folder):
@@ -48,18 +52,33 @@ def load(
     )
 
 
-def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()) -> Split:
-    """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in size or time."""
-    stamps = [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path in files if (status := path.stat())]
+def cached_split(
+    name: str, key: str, make: Callable[[], Split], files: Sequence[Path] = ()
+) -> Split:
+    """Return `make()`, kept in the cache folder for (`name`, `key`) until one of `files` changes in
+    size or time.
+    """
+    stamps = [
+        (str(path.absolute()), status.st_size, status.st_mtime_ns)
+        for path in files
+        if (status := path.stat())
+    ]
     of = digest_of_json([_FORMAT, key, stamps])[:24]
     folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
     path = folder / f"{name}-{of}.safetensors"
     with suppress(DamagedCheckpoint):
         fields: dict[str, Any] = read_tensors(path, of=of)[0]
-        train, test = (Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS}) for split in _SPLITS)
+        train, test = (
+            Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS})
+            for split in _SPLITS
+        )
         return train, test
     samples = make()
-    fields = {f"{split}.{name}": getattr(samples[k], name) for k, split in enumerate(_SPLITS) for name in _FIELDS}
+    fields = {
+        f"{split}.{name}": getattr(samples[k], name)
+        for k, split in enumerate(_SPLITS)
+        for name in _FIELDS
+    }
     with suppress(OSError, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
@@ -69,8 +88,13 @@ def cached_split(name: str, key: str, make: Callable[[], Split], files: Sequence
 
 
 def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:
-    """Return the files `names` in `folder`, each plain or with `.gz`, or None; raises `DataError` if only some are there."""
-    files = [next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None) for name in names]
+    """Return the files `names` in `folder`, each plain or with `.gz`, or None; raises `DataError`
+    if only some are there.
+    """
+    files = [
+        next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+        for name in names
+    ]
     if not any(files):
         return None
     for name, path in zip(names, files, strict=True):
@@ -79,8 +103,12 @@ def files_named(folder: Path, names: Sequence[str]) -> list[Path] | None:
     return [path for path in files if path is not None]
 
 
-def parquet_files(folder: Path, train: str = "train", test: str = "test") -> tuple[list[Path], list[Path]] | None:
-    """Return the parquet files of both splits in `folder`, by the beginnings of their names; None without some of both."""
+def parquet_files(
+    folder: Path, train: str = "train", test: str = "test"
+) -> tuple[list[Path], list[Path]] | None:
+    """Return the parquet files of both splits in `folder`, by the beginnings of their names; None
+    without some of both.
+    """
     files = [sorted(folder.glob(f"{split}*.parquet")) for split in (train, test)]
     return (files[0], files[1]) if all(files) else None
 
@@ -92,7 +120,10 @@ def candidates(folders: Sequence[str], folder: str | None) -> Iterator[Path]:
         return
     root = Path(base)
     bases = [root / name for name in folders]
-    # Several sets use the same file names: the folder of all data counts as this set's only if its path says so.
-    if folder is not None or {name.lower() for name in root.parts[-2:]} & {name.lower() for name in folders}:
+    # Several sets use the same file names: the folder of all data counts as this set's only if its
+    # path says so.
+    if folder is not None or {name.lower() for name in root.parts[-2:]} & {
+        name.lower() for name in folders
+    }:
         bases.append(root)
     yield from (path for base in bases for name in _SUBFOLDERS if (path := base / name).is_dir())

@@ -38,10 +38,11 @@ def arrays(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Arrays of your own: `inputs`, `labels` and optionally `groups` (the client of each sample), and the same with `test_`.
+    """Arrays of your own: `inputs`, `labels` and optionally `groups` (the client of each sample),
+    and the same with `test_`.
 
-    Inputs are uint8 pictures `[n, h, w]` or `[n, channels, h, w]`, float features of any shape, or integer tokens
-    `[n, tokens]`; labels are integers 0..classes-1.
+    Inputs are uint8 pictures `[n, h, w]` or `[n, channels, h, w]`, float features of any shape, or
+    integer tokens `[n, tokens]`; labels are integers 0..classes-1.
 
     Args:
         path: An npz file, or a folder of npy files. Pickled objects in them are refused.
@@ -55,12 +56,16 @@ def arrays(
         DataError: For a file that is missing, damaged or too large, or arrays that do not fit.
     """
     if not path:
-        raise InvalidValue("arrays needs path: an npz file or a folder of npy files (inputs, labels, ...)")
+        raise InvalidValue(
+            "arrays needs path: an npz file or a folder of npy files (inputs, labels, ...)"
+        )
     by_name = read_arrays(Path(path))
     for key in by_name:
         if key not in _KEYS:
             near = suggestion(key, _KEYS)
-            raise DataError(f"{path}: unknown array {quoted(key)}{near} (there may be: {', '.join(_KEYS)})")
+            raise DataError(
+                f"{path}: unknown array {quoted(key)}{near} (there may be: {', '.join(_KEYS)})"
+            )
     samples = own_samples(split_arrays(by_name, path), layout, path)
     return _dataset("arrays", samples, classes, normalise, test_fraction, seed, path)
 
@@ -75,9 +80,11 @@ def images(
     test_fraction: float = 0.2,
     seed: int = 0,
 ) -> Dataset:
-    """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or `<class>/*.png` alone.
+    """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or
+    `<class>/*.png` alone.
 
-    Classes are the folders of the training pictures in alphabetical order. Decoded pictures are kept in the cache folder.
+    Classes are the folders of the training pictures in alphabetical order. Decoded pictures are
+    kept in the cache folder.
 
     Args:
         folder: The folder.
@@ -103,7 +110,12 @@ def images(
         folders.append(root / "test")
     extent = None if size is None else (size, size)
     with reading(root, "damaged folder of pictures"):
-        files = [path for split in folders for name in class_folders(split) for path in pictures(split / name)]
+        files = [
+            path
+            for split in folders
+            for name in class_folders(split)
+            for path in pictures(split / name)
+        ]
 
         def read() -> Split:
             train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
@@ -113,7 +125,9 @@ def images(
     if len(folders) == 1:
         train, test = hold_out(train, test_fraction, seed)
     elif train.inputs.shape[1:] != test.inputs.shape[1:]:
-        raise DataError(f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them")
+        raise DataError(
+            f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them"
+        )
     return image_dataset("images", (train, test), len(names), normalise, None, names)
 
 
@@ -129,11 +143,12 @@ def python(
 ) -> Dataset:
     """Data from a function of your own: `source="my_package.data:load"`, called without arguments.
 
-    It returns (inputs, labels), (inputs, labels, client ids) or `Samples`; or two of these, for training and test; or a
-    `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
+    It returns (inputs, labels), (inputs, labels, client ids) or `Samples`; or two of these, for
+    training and test; or a `Dataset`. Arrays are as in the data set `arrays`, from NumPy or torch.
 
     Args:
-        source: The function; its module is looked for among the installed ones and in the current folder.
+        source: The function; its module is looked for among the installed ones and in the current
+            folder.
         classes: As in `arrays`, as are the following.
         layout: The order of pictures' dimensions.
         normalise: The normalisation of pictures.
@@ -151,24 +166,39 @@ def python(
 
 
 def split_arrays(arrays: Mapping[str, Any], path: Path | str) -> list[Arrays]:
-    """Return the arrays for training and, if there are any, for testing; raises `DataError` for one that is missing."""
+    """Return the arrays for training and, if there are any, for testing; raises `DataError` for one
+    that is missing.
+    """
     prefixes = ("", "test_") if any(key.startswith("test_") for key in arrays) else ("",)
     for key in (f"{prefix}{name}" for prefix in prefixes for name in ("inputs", "labels")):
         if key not in arrays:
-            raise DataError(f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(arrays))) or 'none'})")
-    return [(arrays[f"{key}inputs"], arrays[f"{key}labels"], arrays.get(f"{key}groups")) for key in prefixes]
+            raise DataError(
+                f"{path}: no array {key!r} (it has: {shortened(', '.join(sorted(arrays))) or 'none'})"
+            )
+    return [
+        (arrays[f"{key}inputs"], arrays[f"{key}labels"], arrays.get(f"{key}groups"))
+        for key in prefixes
+    ]
 
 
 def function_data(source: str, layout: Layout = "channels_first") -> Dataset | Sequence[Samples]:
-    """Return the data of the function at `source`; raises `DataError` for whatever it raises, or if it returns none."""
+    """Return the data of the function at `source`; raises `DataError` for whatever it raises, or if
+    it returns none.
+    """
     function = found_at(source, "source", "'module:function'")
     try:
         data = function()
     except Exception as error:
-        raise DataError(f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}") from error
+        raise DataError(
+            f"{source}: raised {one_line(f'{type(error).__name__}: {error}')}"
+        ) from error
     if isinstance(data, Dataset):
         return data
-    pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(split, tuple | Samples) for split in data)
+    pair = (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and all(isinstance(split, tuple | Samples) for split in data)
+    )
     splits = data if pair else (data,)
     if all(isinstance(split, Samples) for split in splits):
         return same_names(*splits)
@@ -186,14 +216,20 @@ def own_samples(splits: Sequence[Arrays], layout: Layout, source: str) -> Sequen
 
 
 def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
-    inputs, labels, groups = (array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split)
+    inputs, labels, groups = (
+        array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split
+    )
     inputs = np.asarray(inputs)
     if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
-        raise DataError(f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}")
+        raise DataError(
+            f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}"
+        )
     if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
         inputs = inputs.transpose(0, 3, 1, 2)
     samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
-    if samples.inputs.dtype == torch.int64 and (samples.inputs.dim() != 2 or (samples.inputs < 0).any()):
+    if samples.inputs.dtype == torch.int64 and (
+        samples.inputs.dim() != 2 or (samples.inputs < 0).any()
+    ):
         raise DataError(
             f"{source}: integer inputs are tokens [n, tokens] of at least 0, not of shape {list(inputs.shape)}"
         )
@@ -219,7 +255,9 @@ def _dataset(
 def read_image_folder(
     root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
 ) -> Samples:
-    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in `classes`."""
+    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in
+    `classes`.
+    """
     numbers = {name: label for label, name in enumerate(classes)}
     names = class_folders(root)
     if strange := [name for name in names if name not in numbers]:
@@ -227,5 +265,7 @@ def read_image_folder(
         raise DataError(f"{root / strange[0]}: no such class among the training images ({listed})")
     files = [(path, numbers[name]) for name in names for path in pictures(root / name)]
     if not files:
-        raise DataError(f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)")
+        raise DataError(
+            f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)"
+        )
     return labelled_pictures(files, channels, size)

@@ -13,13 +13,15 @@ from fedloom.randomness import stream
 
 
 @datasets.register("part")
-def random_part(*, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 1000, seed: int = 0) -> Dataset:
+def random_part(
+    *, of: str = "digits", samples: Annotated[int, Field(ge=2)] = 1000, seed: int = 0
+) -> Dataset:
     """A random part of another set: `part(of='mnist(normalise=half)', samples=6000)`.
 
     Args:
         of: The set, whose normalisation stays.
-        samples: How many in all, of the training and of the test samples in proportion to their numbers, at least one of each.
-            A set that is no larger is taken as it is.
+        samples: How many in all, of the training and of the test samples in proportion to their
+            numbers, at least one of each. A set that is no larger is taken as it is.
         seed: The seed of the draw, whatever the seed of a run.
 
     Raises:

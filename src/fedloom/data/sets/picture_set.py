@@ -22,7 +22,9 @@ _CHUNK = 8192
 
 @dataclass(frozen=True)
 class PictureSet:
-    """A set of pictures in files that `read` reads or, where it has a `repository` on the hub, in tables."""
+    """A set of pictures in files that `read` reads or, where it has a `repository` on the hub, in
+    tables.
+    """
 
     name: str
     folders: tuple[str, ...]
@@ -41,10 +43,16 @@ class PictureSet:
         return load(self.name, self.folders, self.files, self._read, fetch, folder, hub)
 
     def dataset(
-        self, folder: str | None, hub: bool, normalise: Normalise, class_names: Sequence[str] | None = None
+        self,
+        folder: str | None,
+        hub: bool,
+        normalise: Normalise,
+        class_names: Sequence[str] | None = None,
     ) -> Dataset:
         """Return the data set; raises as `origin.load`."""
-        return image_dataset(self.name, self.load(folder, hub), self.classes, normalise, self.scale, class_names)
+        return image_dataset(
+            self.name, self.load(folder, hub), self.classes, normalise, self.scale, class_names
+        )
 
     def _read(self, folder: Path) -> Split | None:
         split = self.read(folder)
@@ -52,25 +60,36 @@ class PictureSet:
         if paths is None:
             return split
         tables = ((read_parquet(files), str(files[0])) for files in paths)
-        return cached_split(self.name, self.label, lambda: self._decoded(tables), [*paths[0], *paths[1]])
+        return cached_split(
+            self.name, self.label, lambda: self._decoded(tables), [*paths[0], *paths[1]]
+        )
 
     def _fetch(self) -> Split:
-        tables = ((hub_table(self.repository, name), f"{self.repository} {name}") for name in self.tables)
+        tables = (
+            (hub_table(self.repository, name), f"{self.repository} {name}") for name in self.tables
+        )
         return cached_split(f"hub-{self.name}", self.repository, lambda: self._decoded(tables))
 
     def _decoded(self, tables: Iterable[tuple[Any, str]]) -> Split:
-        train, test = (image_samples(table, self.label, self.classes, self.channels, name) for table, name in tables)
+        train, test = (
+            image_samples(table, self.label, self.classes, self.channels, name)
+            for table, name in tables
+        )
         return train, test
 
 
-def labelled_pictures(files: Sequence[tuple[Path, int]], channels: int, size: tuple[int, int] | None = None) -> Samples:
+def labelled_pictures(
+    files: Sequence[tuple[Path, int]], channels: int, size: tuple[int, int] | None = None
+) -> Samples:
     """Return the samples of picture files, each with its label."""
     labels = torch.tensor([label for _, label in files], dtype=torch.long)
     return Samples(read_files([path for path, _ in files], channels, size), labels)
 
 
 def image_samples(table: Any, label: str, classes: int, channels: int, source: str) -> Samples:
-    """Return the samples of packed pictures (column `image` or `img`) and labels; raises `DataError` with `source` and row."""
+    """Return the samples of packed pictures (column `image` or `img`) and labels; raises
+    `DataError` with `source` and row.
+    """
     with reading(source, "damaged labels"):
         labels = class_labels(column(table, (label,), source).to_numpy(), classes, source)
     return Samples(decode_column(table, channels, source), labels)
@@ -93,10 +112,14 @@ def image_dataset(
 
 
 def channel_scale(images: Tensor) -> Scale:
-    """Return mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255; 1 for a constant channel."""
+    """Return mean and standard deviation of each channel of uint8 `images [n, C, ...]`, over 255; 1
+    for a constant channel.
+    """
     counts = torch.zeros((images.shape[1], 256), dtype=torch.float64)
     for chunk in images.split(_CHUNK):  # counting takes eight bytes a pixel
-        counts += torch.stack([torch.bincount(plane.flatten(), minlength=256) for plane in chunk.unbind(1)])
+        counts += torch.stack(
+            [torch.bincount(plane.flatten(), minlength=256) for plane in chunk.unbind(1)]
+        )
     values = torch.arange(256, dtype=torch.float64) / 255
     share = counts / counts.sum(1, keepdim=True).clamp_min(1)
     mean = share @ values

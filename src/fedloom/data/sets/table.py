@@ -1,4 +1,6 @@
-"""Tables with named columns, one of them the target: CSV, parquet and folders of Hugging Face's `save_to_disk`."""
+"""Tables with named columns, one of them the target: CSV, parquet and folders of Hugging Face's
+`save_to_disk`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.regression import Regression
 
-_TARGETS = ("label", "labels", "target", "class", "y")  # names of a column of labels, if no target is named
+# names of a column of labels, if no target is named
+_TARGETS = ("label", "labels", "target", "class", "y")
 _TEXTS = ("text", "sentence", "content")
 _LENGTH, _VOCABULARY = 200, 30_000
 
@@ -47,19 +50,21 @@ def table(
     """A table of your own: `table(path='patients.csv', target='outcome', group='hospital')`.
 
     Args:
-        path: A CSV file with a header, a parquet file, or a folder written by Hugging Face's `save_to_disk`.
-        test_path: The rows to test on. Without it and a test part in the folder, `test_fraction` of the rows, of each class, is
-            held out by `seed`.
+        path: A CSV file with a header, a parquet file, or a folder written by Hugging Face's
+            `save_to_disk`.
+        test_path: The rows to test on. Without it and a test part in the folder, `test_fraction` of
+            the rows, of each class, is held out by `seed`.
         target: The column to learn.
         group: The column, or several, that say whose a row is, for `partition = "natural"`.
-        inputs: The columns to learn from, by default all others: numbers as they are; text as one column of 0 and 1 for each
-            category of the training rows.
+        inputs: The columns to learn from, by default all others: numbers as they are; text as one
+            column of 0 and 1 for each category of the training rows.
         categorical: Columns of numbers that are encoded as text is.
         kind: By default floats are a regression, whole numbers and text classes.
-        missing: Empty cells are refused, filled with the mean of the rows that clients train on (of text: a category of their
-            own), or their rows dropped.
-        standardise: Bring columns of numbers, and a target of numbers, to mean 0 and deviation 1 over the rows that clients train
-            on. Figures and predictions are in the target's own units.
+        missing: Empty cells are refused, filled with the mean of the rows that clients train on (of
+            text: a category of their own), or their rows dropped.
+        standardise: Bring columns of numbers, and a target of numbers, to mean 0 and deviation 1
+            over the rows that clients train on. Figures and predictions are in the target's own
+            units.
         test_fraction: The share of rows held out, in (0, 1).
         seed: The seed of the rows held out.
 
@@ -76,16 +81,20 @@ def table(
     if test_path:
         test = read_any(Path(test_path))[0]
     columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
-    return table_dataset("table", train, test, columns, path, test_fraction=test_fraction, seed=seed)
+    return table_dataset(
+        "table", train, test, columns, path, test_fraction=test_fraction, seed=seed
+    )
 
 
 def table_dataset(
     name: str, train: Any, test: Any, columns: Columns, source: str, *, test_fraction: float = 0.2, seed: int = 0,
     agreed: Preprocessing | None = None
 ) -> Dataset:  # fmt: skip
-    """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is held out.
+    """Return the data set of Arrow tables; without `test` (None), `test_fraction` of the rows is
+    held out.
 
-    With the preprocessing on which a federation has `agreed`, columns, categories and classes are those of all its sites.
+    With the preprocessing on which a federation has `agreed`, columns, categories and classes are
+    those of all its sites.
     """
     tables = [checked(table, source) for table in ([train] if test is None else [train, test])]
     if agreed is not None and isinstance(agreed.inputs, TableInputs):
@@ -102,7 +111,12 @@ def table_dataset(
     if agreed is not None and agreed.outputs.classes and objective.classes:
         class_names = agreed.outputs.classes
         if rows.label_names is None:
-            rows = Samples(rows.inputs, rows.labels.numpy().astype(str), rows.groups, group_names=rows.group_names)
+            rows = Samples(
+                rows.inputs,
+                rows.labels.numpy().astype(str),
+                rows.groups,
+                group_names=rows.group_names,
+            )
     cut = len(tables[0])
     splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
     training = splits[0].inputs.numpy()
@@ -111,7 +125,9 @@ def table_dataset(
     if len(columns.inputs) == 1 and is_pictures(cells.type):
         pixels = decode_column(table, _channels(cells, source), source, columns.inputs)
         pictures = [replace(split, inputs=pixels[split.inputs]) for split in splits]
-        dataset = image_dataset(name, (pictures[0], pictures[1]), classes, "standard", None, class_names)
+        dataset = image_dataset(
+            name, (pictures[0], pictures[1]), classes, "standard", None, class_names
+        )
         return replace(dataset, target=columns.target)
     encoding = None if agreed is None else agreed.inputs
     if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and is_text(cells.type):
@@ -134,17 +150,28 @@ def table_dataset(
 
 
 def _resolved(table: Any, columns: Columns, source: str) -> Columns:
-    """Fill in the columns that were left open; raises `InvalidValue` for one that the table does not have."""
+    """Fill in the columns that were left open; raises `InvalidValue` for one that the table does
+    not have.
+    """
     names = dict.fromkeys(table.column_names)
     target = columns.target or next((name for name in _TARGETS if name in names), "")
     listed = shortened(", ".join(names))
     if not target:
-        raise InvalidValue(f"{source}: which column is to be learned? Give target, one of: {listed}")
+        raise InvalidValue(
+            f"{source}: which column is to be learned? Give target, one of: {listed}"
+        )
     taken = {target, *columns.groups}
     free = [name for name in names if name not in taken]
-    special = [name for name in free if name in _TEXTS or is_pictures(table.schema.field(name).type)]
+    special = [
+        name for name in free if name in _TEXTS or is_pictures(table.schema.field(name).type)
+    ]
     inputs = list(columns.inputs) or special[:1] or free
-    roles = {"target": [target], "group": columns.groups, "inputs": inputs, "categorical": columns.categorical}
+    roles = {
+        "target": [target],
+        "group": columns.groups,
+        "inputs": inputs,
+        "categorical": columns.categorical,
+    }
     for role, chosen in roles.items():
         allowed = inputs if role == "categorical" else names
         for name in chosen:
@@ -152,14 +179,18 @@ def _resolved(table: Any, columns: Columns, source: str) -> Columns:
                 near = f"{suggestion(name, allowed)} (there are: {shortened(', '.join(allowed))})"
                 raise InvalidValue(f"{source}: {role}: no column {quoted(name)}{near}")
     if clash := taken & set(inputs):
-        raise InvalidValue(f"{source}: inputs: {quoted(next(iter(clash)))} is the target or a group too")
+        raise InvalidValue(
+            f"{source}: inputs: {quoted(next(iter(clash)))} is the target or a group too"
+        )
     if not inputs:
         raise InvalidValue(f"{source}: inputs: no column is left")
     return replace(columns, target=target, inputs=inputs)
 
 
 def _complete(table: Any, columns: Columns, source: str) -> Any:
-    """Select columns, without rows that have an empty cell if these are dropped; raises `DataError` for other empty cells."""
+    """Select columns, without rows that have an empty cell if these are dropped; raises `DataError`
+    for other empty cells.
+    """
     import pyarrow as pa
 
     names = [columns.target, *columns.groups, *columns.inputs]
@@ -183,13 +214,17 @@ def _complete(table: Any, columns: Columns, source: str) -> Any:
 
 
 def _joined(tables: Sequence[Any], columns: Columns) -> Any:
-    """Return the rows of all tables, of the types of those to train on; numbers may be whole in one table alone."""
+    """Return the rows of all tables, of the types of those to train on; numbers may be whole in one
+    table alone.
+    """
     import pyarrow as pa
 
     train, *tests = tables
     for position, test in enumerate(tests):
         kinds = [
-            field if is_text(field.type) or field.name == columns.target else test.schema.field(field.name)
+            field
+            if is_text(field.type) or field.name == columns.target
+            else test.schema.field(field.name)
             for field in train.schema
         ]
         tests[position] = test.cast(pa.schema(kinds))
@@ -207,10 +242,13 @@ def _rows(table: Any, columns: Columns, source: str) -> Samples:
     target = f"{source}: target {quoted(columns.target)}"
     if columns.kind == "classification" and values.dtype.kind == "f":
         if (values % 1).any() or (np.abs(values) >= 2**63).any():
-            raise DataError(f"{target} has fractions or numbers beyond 2^63, so they are no classes")
+            raise DataError(
+                f"{target} has fractions or numbers beyond 2^63, so they are no classes"
+            )
         values = values.astype(np.int64)  # as pandas keeps whole numbers beside empty cells
     if columns.kind == "regression":
-        with np.errstate(over="ignore"), reading(target, "no numbers"):  # an infinite one is refused
+        # an infinite one is refused
+        with np.errstate(over="ignore"), reading(target, "no numbers"):
             values = values.astype(np.float32)
     labels, names = as_labels(values)
     groups, group_names = _groups([table.column(name) for name in columns.groups])
@@ -225,7 +263,9 @@ def _groups(columns: Sequence[Any]) -> tuple[Tensor | None, Names | None]:
     for column in columns[1:]:
         cells, position = categories(column)
         pairs, index = np.unique(index * len(cells) + position, return_inverse=True)
-        texts = [f"{texts[pair // len(cells)]} / {cells[pair % len(cells)]}" for pair in pairs.tolist()]
+        texts = [
+            f"{texts[pair // len(cells)]} / {cells[pair % len(cells)]}" for pair in pairs.tolist()
+        ]
     numbers, names = as_groups(texts or np.empty(0, int))
     return numbers[torch.from_numpy(index)], names
 

@@ -22,16 +22,20 @@ def tiny_imagenet(
     test: Literal["validation", "held_out"] = "validation",
     test_fraction: float = 0.1,
 ) -> Dataset:
-    """Tiny ImageNet: 100,000 training and 10,000 validation images `[3, 64, 64]`, 200 classes (label = rank of the id).
+    """Tiny ImageNet: 100,000 training and 10,000 validation images `[3, 64, 64]`, 200 classes
+    (label = rank of the id).
 
     Decoded pictures stay in the cache folder.
 
     Args:
-        folder: The folder as Stanford packs it, or parquet files. The official test images have no labels.
+        folder: The folder as Stanford packs it, or parquet files. The official test images have no
+            labels.
         hub: Download from the Hugging Face hub.
-        normalise: `standard` is mean (.4802, .4481, .3975), deviation (.2770, .2691, .2821); FedALA uses `half`.
-        test: `validation` tests on the validation images; `held_out` leaves them out and holds out `test_fraction` of each
-            class, so that training and test samples are the 100,000 images that FedALA uses.
+        normalise: `standard` is mean (.4802, .4481, .3975), deviation (.2770, .2691, .2821); FedALA
+            uses `half`.
+        test: `validation` tests on the validation images; `held_out` leaves them out and holds out
+            `test_fraction` of each class, so that training and test samples are the 100,000 images
+            that FedALA uses.
         test_fraction: The share of each class that `held_out` holds out, in (0, 1).
     """
     split = _SET.load(folder, hub)
@@ -46,7 +50,10 @@ def _read(folder: Path) -> Split | None:
     train, validation = _files(folder)
     paths = [path for path, _ in (*train, *validation) if path.is_file()]
     return cached_split(
-        "tiny_imagenet", "folder", lambda: (labelled_pictures(train, 3), labelled_pictures(validation, 3)), paths
+        "tiny_imagenet",
+        "folder",
+        lambda: (labelled_pictures(train, 3), labelled_pictures(validation, 3)),
+        paths,
     )
 
 
@@ -73,7 +80,9 @@ def _files(root: Path) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
     for number, line in enumerate(_lines(annotations), start=1):
         cells = line.split("\t")
         if len(cells) < 2 or cells[1] not in label or "/" in cells[0] or not cells[0].isprintable():
-            raise DataError(f"{annotations}: line {number} does not name a picture and a class of wnids.txt")
+            raise DataError(
+                f"{annotations}: line {number} does not name a picture and a class of wnids.txt"
+            )
         validation.append((root / "val" / "images" / cells[0], label[cells[1]]))
     for name, files in (("train", train), ("val", validation)):
         if not files:

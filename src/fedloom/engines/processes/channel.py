@@ -1,7 +1,8 @@
-"""A pipe between two processes, and memory that they share: tensors stay in the memory, the pipe carries their positions.
+"""A pipe between two processes, and memory that they share: tensors stay in the memory, the pipe
+carries their positions.
 
-Shared memory is a file without a name: it cannot be left behind, does not count against the size of /dev/shm, and is freed when
-the last process that maps it has ended, in whatever way.
+Shared memory is a file without a name: it cannot be left behind, does not count against the size of
+/dev/shm, and is freed when the last process that maps it has ended, in whatever way.
 """
 
 import mmap
@@ -25,10 +26,13 @@ from torch import Tensor
 from fedloom.engines.pickling import dump
 
 SMALLEST = 1 << 16
-"""Bytes of the smallest region. Sizes are powers of two, so that regions can be reused; untouched pages cost nothing."""
+"""Bytes of the smallest region. Sizes are powers of two, so that regions can be reused; untouched
+pages cost nothing.
+"""
 
 INLINE = 4096
-"""Tensors of at most this many bytes, unless in shared memory already, are sent inside the message."""
+"""Tensors of at most this many bytes, unless in shared memory already, are sent inside the message.
+"""
 
 Position = tuple[int, int, int]
 """Start and size of a region, and an offset in it."""
@@ -43,7 +47,9 @@ def anonymous_file() -> int:
 
 
 class SharedMemory:
-    """A file that this process alone extends, by regions that are reused when freed: new pages cost more than a copy."""
+    """A file that this process alone extends, by regions that are reused when freed: new pages cost
+    more than a copy.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.size = descriptor, 0
@@ -86,7 +92,9 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message for any number of processes: bytes, and its tensors' memory, which is kept `alive` until it has been read."""
+    """A message for any number of processes: bytes, and its tensors' memory, which is kept `alive`
+    until it has been read.
+    """
 
     data: bytes
     entries: list[tuple[Position, int] | bytes]
@@ -103,25 +111,38 @@ def pack(message: Any, memory: SharedMemory, common: Mapping[int, int] | None = 
         if position is None and len(array) > INLINE:
             buffers[index], position = memory.region(len(array))
             buffers[index][: len(array)] = array
-        entries.append(array.tobytes() if position is None or not len(array) else (position, len(array)))
+        entries.append(
+            array.tobytes() if position is None or not len(array) else (position, len(array))
+        )
     return Parcel(data, entries, buffers)
 
 
 class Channel:
-    """One end of the pipe. Received tensors lie in the other side's memory, of descriptor `peer_memory`, which may reuse it."""
+    """One end of the pipe. Received tensors lie in the other side's memory, of descriptor
+    `peer_memory`, which may reuse it.
+    """
 
     def __init__(self, connection: Connection, memory: SharedMemory, peer_memory: int) -> None:
         self.connection, self.memory, self.peer_memory = connection, memory, peer_memory
         self._mapped: dict[int, mmap.mmap] = {}  # regions of the other process
 
     def send(self, *parcels: Parcel | None) -> None:
-        """Send messages packed with this end's memory. Raises `OSError` if the other process has ended."""
-        self.connection.send_bytes(pickle.dumps([parcel and (parcel.data, parcel.entries) for parcel in parcels]))
+        """Send messages packed with this end's memory. Raises `OSError` if the other process has
+        ended.
+        """
+        self.connection.send_bytes(
+            pickle.dumps([parcel and (parcel.data, parcel.entries) for parcel in parcels])
+        )
 
     def receive(self) -> list[Any]:
-        """Receive messages that were sent together. Raises `EOFError` or `OSError` if the other process has ended."""
+        """Receive messages that were sent together. Raises `EOFError` or `OSError` if the other
+        process has ended.
+        """
         messages = pickle.loads(self.connection.recv_bytes())
-        return [message and (message[0], [self._at(entry) for entry in message[1]]) for message in messages]
+        return [
+            message and (message[0], [self._at(entry) for entry in message[1]])
+            for message in messages
+        ]
 
     def close(self) -> None:
         """Close this end of the pipe and the other side's memory."""
@@ -130,8 +151,13 @@ class Channel:
 
     def _at(self, entry: tuple[Position, int] | bytes) -> Any:
         if isinstance(entry, bytes):
-            # A copy, because sums may round differently on memory that is not aligned as PyTorch aligns its own.
-            return torch.frombuffer(bytearray(entry), dtype=torch.uint8).clone().numpy() if entry else entry
+            # A copy, because sums may round differently on memory that is not aligned as PyTorch
+            # aligns its own.
+            return (
+                torch.frombuffer(bytearray(entry), dtype=torch.uint8).clone().numpy()
+                if entry
+                else entry
+            )
         (start, size, offset), count = entry
         if start not in self._mapped:
             self._mapped[start] = mmap.mmap(self.peer_memory, size, offset=start)

@@ -1,4 +1,6 @@
-"""The processes engine: worker processes on this machine train the clients, with all models in shared memory."""
+"""The processes engine: worker processes on this machine train the clients, with all models in
+shared memory.
+"""
 
 import contextlib
 import math
@@ -16,7 +18,14 @@ from torch import Tensor
 from fedloom.config.fields import Count, checked
 from fedloom.engines.base import engines
 from fedloom.engines.client_work import Setup, WorkDone
-from fedloom.engines.dispatch import WorkerDied, WorkerEngine, WorkerHandle, Workers, end_all, grouped
+from fedloom.engines.dispatch import (
+    WorkerDied,
+    WorkerEngine,
+    WorkerHandle,
+    Workers,
+    end_all,
+    grouped,
+)
 from fedloom.engines.pickling import load
 from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, anonymous_file, pack
 from fedloom.engines.processes.worker import VARIABLE
@@ -36,21 +45,24 @@ _PROGRAM = "from fedloom.engines.processes.worker import main; main()"
 class ProcessesEngine(WorkerEngine):
     """Trains clients in worker processes, with the numbers of the rows engine on as many threads.
 
-    The workers start once and stay. They read the task's data, the models they are sent and the clients' memory from shared
-    memory, and write trained models into one shared matrix, so no model is pickled. The task's training samples are moved into
-    shared memory. A free worker takes the remaining client with the most samples.
+    The workers start once and stay. They read the task's data, the models they are sent and the
+    clients' memory from shared memory, and write trained models into one shared matrix, so no model
+    is pickled. The task's training samples are moved into shared memory. A free worker takes the
+    remaining client with the most samples.
 
     Args:
         task: What clients train, on the CPU.
         proof: Shortcuts that the task allows, stacks included, if they were proven before.
         workers: Number of processes.
         threads: Threads of each.
-        inside: With `stacked`, a worker takes several clients of similar sizes, which train in lock step, with the numbers of the
-            rows engine to float tolerance. They still train one by one if the model or the method cannot be stacked.
+        inside: With `stacked`, a worker takes several clients of similar sizes, which train in lock
+            step, with the numbers of the rows engine to float tolerance. They still train one by
+            one if the model or the method cannot be stacked.
         chunk: Most clients of a stack; by default what suits the processor.
 
     Raises:
-        InvalidValue: A number is out of range, the task is not on the CPU, or something in it cannot be pickled.
+        InvalidValue: A number is out of range, the task is not on the CPU, or something in it
+            cannot be pickled.
         FedloomError: No worker can start, or this process is a worker itself.
     """
 
@@ -70,9 +82,14 @@ class ProcessesEngine(WorkerEngine):
         inside: Literal["rows", "stacked"] = "rows",
         chunk: Count | None = None,
     ) -> None:
-        checked(ProcessesEngine, {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk})
+        checked(
+            ProcessesEngine,
+            {"workers": workers, "threads": threads, "inside": inside, "chunk": chunk},
+        )
         if chunk is not None and inside == "rows":
-            raise InvalidValue(f"chunk = {chunk} is a number of models in a stack: give inside = stacked too")
+            raise InvalidValue(
+                f"chunk = {chunk} is a number of models in a stack: give inside = stacked too"
+            )
         if VARIABLE in os.environ:
             remedy = "put what starts it below if __name__ == '__main__':"
             raise FedloomError(f"a worker process began the run anew: {remedy}")
@@ -90,12 +107,17 @@ class ProcessesEngine(WorkerEngine):
 
     def _setup_for(self, task: Task) -> Setup:
         for tensor in (task.train.inputs, task.train.labels):
-            if isinstance(tensor, Tensor) and self.shared_memory.find(tensor.data_ptr()) is None:  # no lazy inputs
+            # no lazy inputs
+            if isinstance(tensor, Tensor) and self.shared_memory.find(tensor.data_ptr()) is None:
                 tensor.data = self.shared_memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
         proven, proof = self._proven
         # It holds however many steps clients make.
         settings = replace(task.training, steps=proven.training.steps)
-        applies = task.model is proven.model and task.train is proven.train and settings == proven.training
+        applies = (
+            task.model is proven.model
+            and task.train is proven.train
+            and settings == proven.training
+        )
         setup = self._proven_setup(task, self.wanted_chunk, proof if applies else None)
         self.chunk = setup.chunk or 1
         return setup
@@ -104,7 +126,11 @@ class ProcessesEngine(WorkerEngine):
         return WorkerProcess(self.threads, self.shared_memory)
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        lines = {handle.channel.connection: handle for handle in handles if isinstance(handle, WorkerProcess)}
+        lines = {
+            handle.channel.connection: handle
+            for handle in handles
+            if isinstance(handle, WorkerProcess)
+        }
         return [lines[line] for line in wait(list(lines)) if isinstance(line, Connection)]
 
     def _pack(self, message: object, common: Mapping[int, int]) -> Parcel:
@@ -114,7 +140,9 @@ class ProcessesEngine(WorkerEngine):
         return self.shared_memory.empty(shape, dtype)
 
     def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Return the same number of groups for every worker, so that all finish at about the same time."""
+        """Return the same number of groups for every worker, so that all finish at about the same
+        time.
+        """
         most = 1 if unstackable_method(pipeline.components()) else self.chunk
         count = self.workers * math.ceil(len(jobs) / (self.workers * most))
         return grouped(jobs, self._sizes(jobs), count, most)
@@ -126,7 +154,9 @@ class ProcessesEngine(WorkerEngine):
 
 
 class WorkerProcess(WorkerHandle):
-    """A worker process, which sends a message once it has started. It does not run the main program again."""
+    """A worker process, which sends a message once it has started. It does not run the main program
+    again.
+    """
 
     def __init__(self, threads: int, memory: SharedMemory) -> None:
         super().__init__()
@@ -139,7 +169,8 @@ class WorkerProcess(WorkerHandle):
         )
         remote.close()
         self.channel = Channel(connection, memory, descriptors[2])
-        self._sent: tuple[Parcel | None, ...] = ()  # their tensors must not be freed before the answer has arrived
+        # their tensors must not be freed before the answer has arrived
+        self._sent: tuple[Parcel | None, ...] = ()
 
     def send(self, setup: Parcel | None, assignment: Parcel | None, work: Parcel) -> None:
         self._sent = setup, assignment, work

@@ -12,10 +12,12 @@ VARIABLE = "FEDLOOM_WORKER"
 def main() -> None:
     """Answer the parent's messages until the pipe is closed.
 
-    The arguments are the parent's process id, the threads, and the file descriptors of the pipe, the parent's memory and its own.
+    The arguments are the parent's process id, the threads, and the file descriptors of the pipe,
+    the parent's memory and its own.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are for the parent, which saves and then ends its workers
+        # they are for the parent, which saves and then ends its workers
+        signal.signal(number, signal.SIG_IGN)
     parent, threads, pipe, other, own = map(int, sys.argv[1:])
     exit_with_parent(parent)
     with importing():

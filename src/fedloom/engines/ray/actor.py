@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class TrainingActor:
-    """Trains clients in a process of its own. Inboxes are copied: the object store ends whoever writes to it."""
+    """Trains clients in a process of its own. Inboxes are copied: the object store ends whoever
+    writes to it.
+    """
 
     def __init__(self, paths: Sequence[str], threads: int, gpu: bool) -> None:
-        exit_with_parent()  # Ray's agent of the node; Ray's own watch may need more than five seconds on a busy machine
+        # Ray's agent of the node; Ray's own watch may need more than five seconds on a busy machine
+        exit_with_parent()
         sys.path += [path for path in paths if path not in sys.path and os.path.exists(path)]
         import torch
 

@@ -1,4 +1,6 @@
-"""The Ray engine: actors on one machine or many train the clients, and models are sent through Ray's object store."""
+"""The Ray engine: actors on one machine or many train the clients, and models are sent through
+Ray's object store.
+"""
 
 import logging
 import math
@@ -15,7 +17,14 @@ from pydantic import Field
 from fedloom.config.fields import NonNegative, checked
 from fedloom.engines.base import engines
 from fedloom.engines.client_work import Setup, WorkDone, slim
-from fedloom.engines.dispatch import MOST_WORKERS, WorkerDied, WorkerEngine, WorkerHandle, end_all, grouped
+from fedloom.engines.dispatch import (
+    MOST_WORKERS,
+    WorkerDied,
+    WorkerEngine,
+    WorkerHandle,
+    end_all,
+    grouped,
+)
 from fedloom.engines.pickling import Packed, dump, load
 from fedloom.engines.ray.session import DIED, LOCAL, Session, has_room, join, leave, load_ray
 from fedloom.engines.stacked import unstackable_method
@@ -26,13 +35,17 @@ from fedloom.state.store import BUDGET
 from fedloom.task import Task
 
 GROUPS = 2
-"""Groups of clients for each actor that trains row by row: with two, a slow actor leaves its second to others."""
+"""Groups of clients for each actor that trains row by row: with two, a slow actor leaves its second
+to others.
+"""
 
 MOST_ACTORS = 10_000
 """Upper limit for the actors on a cluster."""
 
 GROWTH_SECONDS = 180.0
-"""Longest wait for a cluster to add a node that is large enough for an actor. (A local cluster never adds one.)"""
+"""Longest wait for a cluster to add a node that is large enough for an actor. (A local cluster
+never adds one.)
+"""
 
 NOTICE_SECONDS = 60.0
 """Time between two notices that no actor has started yet."""
@@ -47,22 +60,26 @@ _logger = logging.getLogger("fedloom")
 class RayEngine(WorkerEngine):
     """Trains clients in Ray actors, on one machine or many.
 
-    Each node holds one copy of the task's data. Each round, tensors that several clients are sent are put into the object store
-    once; those for one client are sent with its group of clients, and one answer comes back for each group. The clients' memory
-    stays in this process and is sent with their work.
+    Each node holds one copy of the task's data. Each round, tensors that several clients are sent
+    are put into the object store once; those for one client are sent with its group of clients, and
+    one answer comes back for each group. The clients' memory stays in this process and is sent with
+    their work.
 
     Args:
         task: What clients train, on the CPU; with GPUs, actors move it.
         workers: Number of actors; by default as many as the cluster has room for.
         cpus: Cores of each actor, and its threads.
         gpus: GPUs of each actor; a fraction shares one.
-        address: `local` for a cluster of this machine, started and ended here; `auto` for the one that this machine belongs to;
-            `host:port` or `ray://host:port`. Nodes need the same Python, Ray and fedloom.
+        address: `local` for a cluster of this machine, started and ended here; `auto` for the one
+            that this machine belongs to; `host:port` or `ray://host:port`. Nodes need the same
+            Python, Ray and fedloom.
         inside: Engine in an actor: `rows`, or `stacked` in lock step.
-        object_store: Bytes for objects on a local cluster, by default 1 GiB and twice the data; more go to files.
+        object_store: Bytes for objects on a local cluster, by default 1 GiB and twice the data;
+            more go to files.
 
     Raises:
-        InvalidValue: A number is out of range, the task is not on the CPU, or something in it cannot be pickled.
+        InvalidValue: A number is out of range, the task is not on the CPU, or something in it
+            cannot be pickled.
         MissingExtra: Ray is not installed.
         FedloomError: There is no cluster, or no room on it.
     """
@@ -85,9 +102,13 @@ class RayEngine(WorkerEngine):
         amounts = {"workers": workers, "cpus": cpus, "gpus": gpus, "object_store": object_store}
         checked(RayEngine, {**amounts, "inside": inside})
         if not (gpus == 0 or 0.0001 <= gpus <= 1 or gpus in range(2, MOST_WORKERS + 1)):
-            raise InvalidValue(f"gpus must be 0, a share from 0.0001 to 1 or a whole number, not {gpus:g}")
+            raise InvalidValue(
+                f"gpus must be 0, a share from 0.0001 to 1 or a whole number, not {gpus:g}"
+            )
         if address == LOCAL and workers and workers > MOST_WORKERS:
-            raise InvalidValue(f"workers must be at most {MOST_WORKERS} on this machine, not {workers}")
+            raise InvalidValue(
+                f"workers must be at most {MOST_WORKERS} on this machine, not {workers}"
+            )
         super().__init__(workers or 1, inside, memory_budget)
         self.cpus, self.gpus = cpus, gpus
         self.workers_fold = gpus == 0  # else sums would be the GPU's
@@ -106,7 +127,9 @@ class RayEngine(WorkerEngine):
             raise
 
     def _local_room(self) -> int:
-        """Return how many actors this machine has room for, by the threads and GPUs that PyTorch may use."""
+        """Return how many actors this machine has room for, by the threads and GPUs that PyTorch
+        may use.
+        """
         if self.gpus:
             return max(1, int(torch.cuda.device_count() / self.gpus))
         return max(1, int(torch.get_num_threads() / self.cpus))
@@ -116,7 +139,9 @@ class RayEngine(WorkerEngine):
         if self.session.local:
             return self._local_room()
         resources = self._ray.cluster_resources()
-        limits = [resources.get("CPU", 0) / self.cpus] + ([resources.get("GPU", 0) / self.gpus] if self.gpus else [])
+        limits = [resources.get("CPU", 0) / self.cpus] + (
+            [resources.get("GPU", 0) / self.gpus] if self.gpus else []
+        )
         return max(1, int(min(limits)))
 
     def _setup_for(self, task: Task) -> Setup:
@@ -131,23 +156,31 @@ class RayEngine(WorkerEngine):
         return self._ray.put(packed)
 
     def _groups(self, pipeline: Pipeline, jobs: Sequence[Job]) -> list[list[Job]]:
-        count = self.workers * (GROUPS if self.inside == "rows" or unstackable_method(pipeline.components()) else 1)
+        count = self.workers * (
+            GROUPS if self.inside == "rows" or unstackable_method(pipeline.components()) else 1
+        )
         return grouped(jobs, self._sizes(jobs), count, len(jobs))
 
     # --- the actors ---
 
     def _start(self) -> WorkerHandle:
-        """Start an actor. Ray does not restart it: it would refuse calls meanwhile, while a new one can run on any node."""
+        """Start an actor. Ray does not restart it: it would refuse calls meanwhile, while a new one
+        can run on any node.
+        """
         from fedloom.engines.ray.actor import TrainingActor
 
         # On a local cluster no one else takes cores, so its actors need not reserve any.
         cores = 0 if self.session.local else self.cpus
-        kind = self._ray.remote(TrainingActor).options(num_cpus=cores, num_gpus=self.gpus, max_restarts=0)
+        kind = self._ray.remote(TrainingActor).options(
+            num_cpus=cores, num_gpus=self.gpus, max_restarts=0
+        )
         paths = [path or os.getcwd() for path in sys.path]
         return ActorHandle(self._ray, kind.remote(paths, max(1, int(self.cpus)), self.gpus > 0))
 
     def _wait(self, handles: Sequence[WorkerHandle]) -> Sequence[WorkerHandle]:
-        """Wait without a limit for actors that are starting; `FedloomError` if no node is large enough for one."""
+        """Wait without a limit for actors that are starting; `FedloomError` if no node is large
+        enough for one.
+        """
         calls = {handle.call: handle for handle in handles if isinstance(handle, ActorHandle)}
         start = noticed = time.monotonic()
         while True:
@@ -160,11 +193,17 @@ class RayEngine(WorkerEngine):
             if any(handle.ready for handle in self._handles):
                 continue
             cores = 0 if self.session.local else self.cpus
-            if not has_room(self._ray, cores, self.gpus) and (self.session.local or moment - start > GROWTH_SECONDS):
+            if not has_room(self._ray, cores, self.gpus) and (
+                self.session.local or moment - start > GROWTH_SECONDS
+            ):
                 raise FedloomError(f"engine 'ray': no Ray actor can start: {self._shortage()}")
             if moment - noticed > NOTICE_SECONDS:
                 reason = "its process is starting" if self.session.local else self._shortage()
-                _logger.warning("no Ray actor has started in %.0f seconds, still waiting: %s", moment - start, reason)
+                _logger.warning(
+                    "no Ray actor has started in %.0f seconds, still waiting: %s",
+                    moment - start,
+                    reason,
+                )
                 noticed = moment
 
     def _shortage(self) -> str:

@@ -1,4 +1,6 @@
-"""This process's connection to a Ray cluster: an existing one, or one that is started here and ended by its last user."""
+"""This process's connection to a Ray cluster: an existing one, or one that is started here and
+ended by its last user.
+"""
 
 import logging
 import os
@@ -24,15 +26,19 @@ PROBE_SECONDS = 5.0
 """Longest wait for a machine to accept a connection."""
 
 SHORT = 38
-"""Longest path of the temporary folder in which Ray can open its sockets: the system allows 107 characters in all."""
+"""Longest path of the temporary folder in which Ray can open its sockets: the system allows 107
+characters in all.
+"""
 
 _SECURITY = "RAY_AUTH_MODE"
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no reports to its makers
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run` it would send the working directory to every node
+    # under `uv run` it would send the working directory to every node
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning about its future default
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".?",  # no paragraph on standard output when a worker dies: the engine reports that itself
+    # no paragraph on standard output when a worker dies: the engine reports that itself
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".?",
 }
 
 
@@ -43,13 +49,17 @@ _PATIENCE = {
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_health_check_failure_threshold": "100",
 }
-"""Ray's time limits, raised on a cluster that is started here. By default Ray ends a process that has not registered within a
-minute and starts it again, which never succeeds on a machine that needs longer. The death of a process is still noticed."""
+"""Ray's time limits, raised on a cluster that is started here. By default Ray ends a process that
+has not registered within a minute and starts it again, which never succeeds on a machine that needs
+longer. The death of a process is still noticed.
+"""
 
 
 @dataclass
 class Session:
-    """This process's connection to a cluster. Ray allows one connection a process, so all engines in it share it."""
+    """This process's connection to a cluster. Ray allows one connection a process, so all engines
+    in it share it.
+    """
 
     address: str
     started: bool  # by fedloom, not by the program that uses it
@@ -61,7 +71,9 @@ class Session:
     @property
     def died(self) -> bool:
         """True if the local cluster has lost its only node."""
-        return self.raylet is not None and not (self.raylet.is_running() and self.raylet.status() != "zombie")
+        return self.raylet is not None and not (
+            self.raylet.is_running() and self.raylet.status() != "zombie"
+        )
 
     @property
     def local(self) -> bool:
@@ -88,16 +100,20 @@ def load_ray() -> Any:
 
 
 def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
-    """Join the cluster at `address`; a local one is started with this many cores, GPUs and bytes for objects.
+    """Join the cluster at `address`; a local one is started with this many cores, GPUs and bytes
+    for objects.
 
-    A connection that the program made itself serves the addresses `local` and `auto` and outlives the session.
-    Raises `MissingExtra`, `InvalidValue` in a process of another cluster, `FedloomError` if none is there or can be started.
+    A connection that the program made itself serves the addresses `local` and `auto` and outlives
+    the session. Raises `MissingExtra`, `InvalidValue` in a process of another cluster,
+    `FedloomError` if none is there or can be started.
     """
     global _current
     ray = load_ray()
     if not ray.is_initialized():
         _current = None
-    if _current is not None and (address == _current.address or (address == "auto" and not _current.local)):
+    if _current is not None and (
+        address == _current.address or (address == "auto" and not _current.local)
+    ):
         _current.users += 1
         return _current
     if ray.is_initialized():
@@ -111,8 +127,14 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
     session = Session(address, started=True, security=os.environ.get(_SECURITY))
     environment, options = _SETTINGS, dict[str, Any]()
     if address == LOCAL:
-        environment = {**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}  # the cluster's processes inherit it
-        options = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": object_store, "include_dashboard": False}
+        # the cluster's processes inherit it
+        environment = {**_SETTINGS, **_PATIENCE, "PYTHONPATH": import_path()}
+        options = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "object_store_memory": object_store,
+            "include_dashboard": False,
+        }
         if len(tempfile.gettempdir()) <= SHORT:
             session.folder = Path(tempfile.mkdtemp(prefix="fedloom-ray-"))
             # Ray opens its folder to everybody, so it gets one inside a folder of this user alone.
@@ -131,7 +153,8 @@ def join(address: str, cpus: int, gpus: int, object_store: int) -> Session:
         action = "start a cluster here" if address == LOCAL else f"connect to {quoted(address)}"
         raise FedloomError(f"engine 'ray' cannot {action}: {first_line(error)}") from error
     session.raylet = next(
-        (child for child in this.children() if child not in children and "raylet" in child.name()), None
+        (child for child in this.children() if child not in children and "raylet" in child.name()),
+        None,
     )
     _current = session
     return session
@@ -154,7 +177,9 @@ def leave(session: Session) -> None:
 
 
 def has_room(ray: Any, cpus: float, gpus: float) -> bool:
-    """Return True if a node of the cluster is large enough for an actor that needs this much, even if it is busy now."""
+    """Return True if a node of the cluster is large enough for an actor that needs this much, even
+    if it is busy now.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes)
 
@@ -169,7 +194,9 @@ def _our_sigterm() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Raise unless something listens at the address: Ray itself would try for half a minute and more."""
+    """Raise unless something listens at the address: Ray itself would try for half a minute and
+    more.
+    """
     if address == "auto":
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -180,14 +207,24 @@ def _probe(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise FedloomError(f"engine 'ray' cannot reach the cluster at {quoted(address)}: {reason}") from None
+        raise FedloomError(
+            f"engine 'ray' cannot reach the cluster at {quoted(address)}: {reason}"
+        ) from None
 
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, except those that the user has set (but for PYTHONPATH)."""
+    """Set environment variables inside the block, except those that the user has set (but for
+    PYTHONPATH).
+    """
     previous = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if name == "PYTHONPATH" or previous[name] is None})
+    os.environ.update(
+        {
+            name: value
+            for name, value in values.items()
+            if name == "PYTHONPATH" or previous[name] is None
+        }
+    )
     try:
         yield
     finally:

@@ -1,1 +1,3 @@
-"""Trackers: what tells other programs (TensorBoard, MLflow, Weights & Biases, your own) of a run while it goes on."""
+"""Trackers: what tells other programs (TensorBoard, MLflow, Weights & Biases, your own) of a run
+while it goes on.
+"""

@@ -27,9 +27,10 @@ _MOST = 900  # metrics in one request
 class MLflow:
     """Parameters, the figures of each round, and the files of the finished run, for MLflow.
 
-    `uri` is MLflow's store, such as `'sqlite:///mlflow.db'` or `'http://host:5000'`; by default `MLFLOW_TRACKING_URI`.
-    `experiment` is MLflow's name of the experiment, by default the same. Figures are sent every `every` seconds, since a request
-    can take longer than a round. Needs the extra `mlflow`.
+    `uri` is MLflow's store, such as `'sqlite:///mlflow.db'` or `'http://host:5000'`; by default
+    `MLFLOW_TRACKING_URI`. `experiment` is MLflow's name of the experiment, by default the same.
+    Figures are sent every `every` seconds, since a request can take longer than a round. Needs the
+    extra `mlflow`.
     """
 
     uri: str | None = None
@@ -44,22 +45,36 @@ class MLflow:
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
         # Processes must not make the same new database or experiment at the same time.
-        lock = FileLock(Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60)
+        lock = FileLock(
+            Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60
+        )
         with warnings.catch_warnings(action="ignore"), lock:
             import mlflow
 
             self._client = mlflow.MlflowClient(self.uri)
             name = self.experiment or run.experiment
             experiment = self._client.get_experiment_by_name(name)
-            number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-            runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.token}'", max_results=1)
+            number = (
+                self._client.create_experiment(name)
+                if experiment is None
+                else experiment.experiment_id
+            )
+            runs = self._client.search_runs(
+                [number], f"tags.`{_TAG}` = '{run.token}'", max_results=1
+            )
             if runs:
                 self._id = runs[0].info.run_id
                 self._client.update_run(self._id, status="RUNNING")
-                return max((metric.step for metric in self._client.get_metric_history(self._id, _LAST)), default=0)
-            self._id = self._client.create_run(number, tags={_TAG: run.token}, run_name=run.label).info.run_id
+                return max(
+                    (metric.step for metric in self._client.get_metric_history(self._id, _LAST)),
+                    default=0,
+                )
+            self._id = self._client.create_run(
+                number, tags={_TAG: run.token}, run_name=run.label
+            ).info.run_id
             for name, value in dotted(run.configuration).items():
-                self._client.log_param(self._id, name, str(value)[:500])  # the longest that every version takes
+                # the longest that every version takes
+                self._client.log_param(self._id, name, str(value)[:500])
         return 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
@@ -69,7 +84,10 @@ class MLflow:
         time_ms = int(1000 * time.time())
         if self._waiting and len(self._waiting) + len(figures) >= _MOST:
             self._send()
-        self._waiting += [Metric(name, value, time_ms, round) for name, value in (*figures.items(), (_LAST, round))]
+        self._waiting += [
+            Metric(name, value, time_ms, round)
+            for name, value in (*figures.items(), (_LAST, round))
+        ]
         if time.monotonic() - self._sent >= self.every:
             self._send()
 
@@ -78,7 +96,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         time_ms = int(1000 * time.time())
-        self._waiting += [Metric(f"final_{name}", value, time_ms, 0) for name, value in (result or {}).items()]
+        self._waiting += [
+            Metric(f"final_{name}", value, time_ms, 0) for name, value in (result or {}).items()
+        ]
         self._send()
         with warnings.catch_warnings(action="ignore"):
             if result is not None and self._run.directory is not None:
@@ -91,6 +111,7 @@ class MLflow:
         """Send one request, which MLflow takes as a whole or not at all."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            with warnings.catch_warnings(action="ignore"):  # MLflow's own, about which a user of fedloom can do nothing
+            # MLflow's own, about which a user of fedloom can do nothing
+            with warnings.catch_warnings(action="ignore"):
                 self._client.log_batch(self._id, metrics=waiting)
         self._sent = time.monotonic()

@@ -18,11 +18,12 @@ _LAST = "last_round"
 @trackers.register("tensorboard")
 @dataclass
 class TensorBoard:
-    """Figures of each round as scalars for TensorBoard, in the run's directory or below `directory`.
+    """Figures of each round as scalars for TensorBoard, in the run's directory or below
+    `directory`.
 
-    `tensorboard --logdir runs/NAME` then shows all runs of an experiment; below a `directory` of your own they lie in
-    `EXPERIMENT/METHOD/seed-N`. Writing waits at most `flush_seconds`.
-    Needs the extra `tensorboard`; tensorflow is not needed.
+    `tensorboard --logdir runs/NAME` then shows all runs of an experiment; below a `directory` of
+    your own they lie in `EXPERIMENT/METHOD/seed-N`. Writing waits at most `flush_seconds`. Needs
+    the extra `tensorboard`; tensorflow is not needed.
     """
 
     directory: str | None = None
@@ -32,7 +33,9 @@ class TensorBoard:
         require_installed("tensorboard", installing("tensorboard"))
 
     def begin(self, run: TrackedRun) -> int:
-        """Open the event files and remove those of an earlier run; return the last round in the files of this run."""
+        """Open the event files and remove those of an earlier run; return the last round in the
+        files of this run.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         elsewhere = Path(self.directory or "tensorboard") / run.experiment / run.label
@@ -45,14 +48,18 @@ class TensorBoard:
                 recorded = max(recorded, _last_round(path))
             else:
                 path.unlink()
-        self._writer: Any = SummaryWriter(folder, flush_secs=self.flush_seconds, filename_suffix=suffix)
+        self._writer: Any = SummaryWriter(
+            folder, flush_secs=self.flush_seconds, filename_suffix=suffix
+        )
         if not recorded:
             settings = json.dumps(dict(run.configuration), indent=2, ensure_ascii=False)
             self._writer.add_text("configuration", textwrap.indent(settings, "\t"), 0)
         return recorded
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """Write a scalar for each figure. The round's number comes last: it says that the others are complete."""
+        """Write a scalar for each figure. The round's number comes last: it says that the others
+        are complete.
+        """
         for name, value in figures.items():
             self._writer.add_scalar(name, value, round)
         self._writer.add_scalar(_LAST, round, round)

@@ -46,8 +46,8 @@ class Tracker(Protocol):
         """Begin or resume a run.
 
         Returns:
-            The last round whose figures the tracker has already, so that none is recorded twice. With None, the run remembers
-            it, up to the round under way when it was killed.
+            The last round whose figures the tracker has already, so that none is recorded twice.
+            With None, the run remembers it, up to the round under way when it was killed.
         """
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
@@ -55,7 +55,8 @@ class Tracker(Protocol):
 
         Args:
             round: The round's number, from 1.
-            figures: All that was measured, by name; accuracies are shares in [0, 1], times are seconds.
+            figures: All that was measured, by name; accuracies are shares in [0, 1], times are
+                seconds.
         """
 
     def end(self, result: Mapping[str, float] | None) -> None:
@@ -70,7 +71,8 @@ trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.experiment.trac
 
 
 def build_tracker(expression: str | Tracker) -> Tracker:
-    """Make a tracker, such as `tensorboard` or `module:Class(option=1)`; one that is made already is returned as it is.
+    """Make a tracker, such as `tensorboard` or `module:Class(option=1)`; one that is made already
+    is returned as it is.
 
     Raises `UnknownName` or `InvalidValue`, and `FedloomError` where its package is not installed.
     """
@@ -81,13 +83,20 @@ def build_tracker(expression: str | Tracker) -> Tracker:
         return cast(Tracker, trackers.build(expression))
     make, call = found_at(head.strip(), "tracker"), parse(f"own{bracket}{arguments}")
     try:
-        tracker = make(*map(plain, call.positional), **{name: plain(value) for name, value in call.named.items()})
+        tracker = make(
+            *map(plain, call.positional),
+            **{name: plain(value) for name, value in call.named.items()},
+        )
     except FedloomError:
         raise
     except Exception as error:
-        raise InvalidValue(f"tracker {quoted(expression)} cannot be made: {error_text(error)}") from error
+        raise InvalidValue(
+            f"tracker {quoted(expression)} cannot be made: {error_text(error)}"
+        ) from error
     if not isinstance(tracker, Tracker):
-        raise InvalidValue(f"tracker {quoted(expression)} is none: a tracker has begin, record and end")
+        raise InvalidValue(
+            f"tracker {quoted(expression)} is none: a tracker has begin, record and end"
+        )
     return tracker
 
 

@@ -1,4 +1,6 @@
-"""The trackers of one run: each hears of every round once, whatever happens to the run, and never at its expense."""
+"""The trackers of one run: each hears of every round once, whatever happens to the run, and never
+at its expense.
+"""
 
 import json
 import uuid
@@ -18,12 +20,19 @@ FILE = "trackers.json"
 
 
 class Tracking:
-    """Passes a run on to its trackers. One that fails is left out from then on, and `say` hears of it."""
+    """Passes a run on to its trackers. One that fails is left out from then on, and `say` hears of
+    it.
+    """
 
     def __init__(
-        self, expressions: Sequence[str | Tracker], directory: Path | None, say: Callable[[str], None]
+        self,
+        expressions: Sequence[str | Tracker],
+        directory: Path | None,
+        say: Callable[[str], None],
     ) -> None:
-        self._trackers = {_name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)}
+        self._trackers = {
+            _name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)
+        }
         self._directory = directory
         self._say = say
         self._state: dict[str, Any] = {"token": uuid.uuid4().hex, "latest": {}}
@@ -52,7 +61,9 @@ class Tracking:
                 self._state = read_json(self._directory / FILE, dict)
         self._write()
         method, seed = str(configuration["algorithm"]), int(configuration["seed"])
-        run = TrackedRun(experiment, label, method, seed, configuration, self._state["token"], self._directory)
+        run = TrackedRun(
+            experiment, label, method, seed, configuration, self._state["token"], self._directory
+        )
         for name in list(self._trackers):
             recorded = self._attempt(name, "begin", run)
             if recorded is not None:
@@ -64,7 +75,9 @@ class Tracking:
     def record(self, record: Record, timing: Record) -> None:
         """Pass a round on to the trackers that have not recorded it."""
         number, latest = int(record["round"]), self._state["latest"]
-        figures = _numbers({**record, "faults": len(record.get("faults", ())), **timing, "round": None})
+        figures = _numbers(
+            {**record, "faults": len(record.get("faults", ())), **timing, "round": None}
+        )
         for name in [name for name in self._trackers if latest.get(name, 0) < number]:
             self._attempt(name, "record", number, figures)
             latest[name] = number
@@ -93,4 +106,8 @@ def _name(expression: str | Tracker, index: int) -> str:
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in figures.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {
+        k: float(v)
+        for k, v in figures.items()
+        if isinstance(v, int | float) and not isinstance(v, bool)
+    }

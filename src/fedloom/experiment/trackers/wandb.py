@@ -10,10 +10,12 @@ from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, t
 @trackers.register("wandb")
 @dataclass
 class WeightsAndBiases:
-    """Figures of each round for Weights & Biases; `mode=offline`, the default, keeps them on this machine for `wandb sync`.
+    """Figures of each round for Weights & Biases; `mode=offline`, the default, keeps them on this
+    machine for `wandb sync`.
 
-    `project` is by default the experiment's name, `entity` your own. Online, a run that goes on is the same run there;
-    offline, each start leaves a folder of its own that holds the run's figures from round 1 on. Needs `pip install wandb`.
+    `project` is by default the experiment's name, `entity` your own. Online, a run that goes on is
+    the same run there; offline, each start leaves a folder of its own that holds the run's figures
+    from round 1 on. Needs `pip install wandb`.
     """
 
     project: str | None = None
@@ -38,7 +40,8 @@ class WeightsAndBiases:
             config=dict(run.configuration),
             dir=None if run.directory is None else str(run.directory),
         )
-        # A step is written when the next one begins, so the next step is one more than the last round.
+        # A step is written when the next one begins, so the next step is one more than the last
+        # round.
         return int(self._run.step) - 1 if self._run.resumed and self._run.step else 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:

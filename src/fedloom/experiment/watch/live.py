@@ -27,7 +27,14 @@ REFRESH = 10.0
 """Seconds between two readings of the report, at least."""
 
 _PACE = 20  # rounds whose mean time is the pace
-_LIVE = ("configuration.json", "metrics.jsonl", "timings.jsonl", "result.json", "recording.json", "model.safetensors")
+_LIVE = (
+    "configuration.json",
+    "metrics.jsonl",
+    "timings.jsonl",
+    "result.json",
+    "recording.json",
+    "model.safetensors",
+)
 _NO_NETWORK = "default-src 'none';"
 
 
@@ -39,23 +46,35 @@ class Watched:
         self._read: dict[Path, tuple[Any, RunSummary | None]] = {}
 
     def state(self) -> dict[str, Any]:
-        """Return all that the page shows of the runs, by group, with a version that changes when the group's report does."""
+        """Return all that the page shows of the runs, by group, with a version that changes when
+        the group's report does.
+        """
         groups = [self._group(name, paths) for name, paths in self._groups().items()]
         return {"folder": str(self.folder), "refresh": REFRESH, "groups": groups}
 
     def page(self, group: str | None) -> str | None:
-        """Return the page of a group's report, or of all groups (None); None for a group that does not exist."""
+        """Return the page of a group's report, or of all groups (None); None for a group that does
+        not exist.
+        """
         state, groups = self.state(), self._groups()
         if group is None and len(groups) == 1:
             (group,) = groups
         if group is not None and group not in groups:
             return None
-        runs = [run for path in groups.get(group or "", ()) if (run := self._summary(path)) and run.records]
+        runs = [
+            run
+            for path in groups.get(group or "", ())
+            if (run := self._summary(path)) and run.records
+        ]
         name = self.folder.resolve().name
-        version = next((entry["version"] for entry in state["groups"] if entry["name"] == group), "")
-        page = _rendered(group if group and group != "." else name, runs) or templates().get_template(
-            "empty.html"
-        ).render(folder=self.folder, name=name, any_runs=bool(groups))
+        version = next(
+            (entry["version"] for entry in state["groups"] if entry["name"] == group), ""
+        )
+        page = _rendered(
+            group if group and group != "." else name, runs
+        ) or templates().get_template("empty.html").render(
+            folder=self.folder, name=name, any_runs=bool(groups)
+        )
         return _dressed(page, {"state": state, "group": group, "version": version})
 
     def _groups(self) -> dict[str, list[Path]]:
@@ -68,16 +87,22 @@ class Watched:
         return groups
 
     def _group(self, name: str, paths: Sequence[Path]) -> dict[str, Any]:
-        metric = next((run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY)
+        metric = next(
+            (run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY
+        )
         return {
             "name": name,
             "version": digest(repr([(str(path), _stamp(path)) for path in paths]))[:16],
-            "heads": [f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")],
+            "heads": [
+                f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")
+            ],
             "runs": [row for path in paths if (row := self._progress(path))],
         }
 
     def _summary(self, path: Path) -> RunSummary | None:
-        """Return a run's figures so far; None for a run that has only begun, or whose files are damaged."""
+        """Return a run's figures so far; None for a run that has only begun, or whose files are
+        damaged.
+        """
         stamp = _stamp(path)
         if path not in self._read or self._read[path][0] != stamp:
             self._read[path] = stamp, None
@@ -86,7 +111,9 @@ class Watched:
         return self._read[path][1]
 
     def _progress(self, path: Path) -> dict[str, Any] | None:
-        """Return the progress of a run as the page's script reads it; `left` and `quiet` are seconds."""
+        """Return the progress of a run as the page's script reads it; `left` and `quiet` are
+        seconds.
+        """
         summary, ended = self._summary(path), (path / "result.json").exists()
         if summary is None and not ended:
             return None
@@ -95,7 +122,9 @@ class Watched:
         rounds, total = len(run.records), run.configuration.get("rounds")
         seconds = [float(line["seconds"]) for line in run.timings[-_PACE:] if "seconds" in line]
         pace = sum(seconds) / len(seconds) if seconds else None
-        quiet = max(0.0, time.time() - max((changed for _, changed, _ in _stamp(path)), default=0) / 1e9)
+        quiet = max(
+            0.0, time.time() - max((changed for _, changed, _ in _stamp(path)), default=0) / 1e9
+        )
         going_on = "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
         scores = {"score": figures.final(run), "best": figures.best(run)}
         return {
@@ -104,15 +133,22 @@ class Watched:
             "state": "damaged" if summary is None else "finished" if ended else going_on,
             "rounds": rounds,
             "total": total if isinstance(total, int) else rounds,
-            **{name: "–" if value is None else run.metric.text(value) for name, value in scores.items()},
+            **{
+                name: "–" if value is None else run.metric.text(value)
+                for name, value in scores.items()
+            },
             "pace": pace,
-            "left": pace * max(0, total - rounds) if pace and isinstance(total, int) and not ended else None,
+            "left": pace * max(0, total - rounds)
+            if pace and isinstance(total, int) and not ended
+            else None,
             "quiet": quiet,
         }
 
 
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
-    """Return the report of the runs, without those of which none can be made; empty where none is left."""
+    """Return the report of the runs, without those of which none can be made; empty where none is
+    left.
+    """
     with suppress(CheckpointError), readable(Path(title)):
         return render(title, runs) if runs else ""
     drawn = [run for run in runs if len(runs) > 1 and _rendered(title, [run])]
@@ -139,7 +175,9 @@ def _stamp(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _dressed(page: str, about: dict[str, Any]) -> str:
-    """Return the report's page with the script that updates it, which may ask this server and no other."""
+    """Return the report's page with the script that updates it, which may ask this server and no
+    other.
+    """
     assets = files("fedloom.report") / "assets"
     state = json.dumps(about).replace("<", "\\u003c")
     added = (

@@ -1,4 +1,6 @@
-"""The server of `fedloom watch`: on loopback alone, read-only, and no request names a file that is opened."""
+"""The server of `fedloom watch`: on loopback alone, read-only, and no request names a file that is
+opened.
+"""
 
 import json
 from http import HTTPStatus
@@ -36,7 +38,9 @@ class Server(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = (getattr(error, "strerror", None) or str(error)).lower()
-            raise InvalidValue(f"port {port} cannot be used ({reason}): choose another with --port") from None
+            raise InvalidValue(
+                f"port {port} cannot be used ({reason}): choose another with --port"
+            ) from None
 
     @property
     def url(self) -> str:
@@ -44,7 +48,9 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host headers of browsers that mean this server; a page whose own name points here has another."""
+        """Host headers of browsers that mean this server; a page whose own name points here has
+        another.
+        """
         port = self.server_address[1]
         return f"{ADDRESS}:{port}", f"localhost:{port}"
 
@@ -60,7 +66,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").lower() not in self.server.hosts:
-            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "This server answers to its own address alone.\n")
+            self._send(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "text/plain",
+                "This server answers to its own address alone.\n",
+            )
             return
         url = urlsplit(self.path)
         if url.path == "/state":
