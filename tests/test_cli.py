@@ -353,10 +353,29 @@ def test_methods_are_listed_by_family(fed: Say) -> None:
         "indep",
     ]
     assert listed["composing"] == [
-        "ala", "ala_code", "clustered", "dp_sgd", "fedasync", "fedbuff", "feddecorr", "fedlc", "fedntd", "gossip", "local_private",
-        "lowrank", "norm_bound", "power_of_choice", "private", "quantised", "robust", "secure", "sign_flip", "sparse",
-        "stages", "umf",
-    ]  # fmt: skip
+        "ala",
+        "ala_code",
+        "clustered",
+        "dp_sgd",
+        "fedasync",
+        "fedbuff",
+        "feddecorr",
+        "fedlc",
+        "fedntd",
+        "gossip",
+        "local_private",
+        "lowrank",
+        "norm_bound",
+        "power_of_choice",
+        "private",
+        "quantised",
+        "robust",
+        "secure",
+        "sign_flip",
+        "sparse",
+        "stages",
+        "umf",
+    ]
     assert {"fedala", "fedrep", "ditto"} <= set(listed["personal"])
     assert {"fedavg", "scaffold", "clusamp"} <= set(listed["global"])
 

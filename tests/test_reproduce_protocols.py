@@ -293,7 +293,7 @@ def test_baselines_are_run_too() -> None:
     planned = plan(exhibit("fedumf.table-a2"), options)
     assert [(job.name.setting, parse(job.name.algorithm).name) for job in planned.jobs] == [
         ("MNIST unbalanced 15%", "fedavg"),
-        ("MNIST unbalanced 15% (SCAFFOLD)", "scaffold"),
+        ("MNIST unbalanced 15% (SCAFFOLD)", "scaffold_feddc"),
     ]
 
 
