@@ -350,7 +350,7 @@ def test_the_page_about_methods_lists_the_interface() -> None:
     assert listed == members
     assert len(members) == 20
     facts = text.partition("{#facts}")[2].partition("\n## ")[0]
-    of_parts = {"independent", "foreseeable", "needs_every_reply", "updates_without_replies"}
+    of_parts = {"independent", "foreseeable", "needs_every_reply"}
     assert (
         set(re.findall(r"^\| `(\w+)`", facts, re.M))
         == {fact.name for fact in fields(Facts)} - of_parts

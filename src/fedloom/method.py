@@ -32,7 +32,6 @@ class Facts:
         independent: Of a sampler: each client's participation is as in a uniform draw.
         foreseeable: Of a sampler: the next selection is known before this round's replies.
         needs_every_reply: No reply may replace another one, as with over-selection.
-        updates_without_replies: A round without replies changes the state too.
     """
 
     one_download: bool = True
@@ -47,7 +46,6 @@ class Facts:
     independent: bool = True
     foreseeable: bool = True
     needs_every_reply: bool = False
-    updates_without_replies: bool = False
 
 
 @dataclass_transform(field_specifiers=(field,))

@@ -209,7 +209,6 @@ REFUSED: dict[str, tuple[type[Probe], dict[str, str]]] = {
     "stackable=False": (probe(stackable=False), {}),
     "needs_total_rounds=True": (probe(needs_total_rounds=True), {}),
     "needs_every_reply=True": (probe(needs_every_reply=True), {}),
-    "updates_without_replies=True": (probe(updates_without_replies=True), {}),
     "deploys=memory": (probe(deploys="memory"), {}),
     "no model is sent": (
         probe(ProbeNoModel),
@@ -338,15 +337,11 @@ def test_facts_of_the_algorithm_hold_for_the_pipeline(name: str) -> None:
     plain, method = pipeline_of()
     assert needs_total_rounds(method) == (name == "umf")
     assert plain.personal == (name in ("ala", "ala_code"))
-    assert plain.updates_without_replies == (name == "private")
     assert (plain.unstackable is None) == (name != "dp_sgd")
     assert plain.waits == (name in STALE)
-    pipeline, method = pipeline_of(
-        needs_total_rounds=True, stackable=False, updates_without_replies=True, deploys="memory"
-    )
+    pipeline, method = pipeline_of(needs_total_rounds=True, stackable=False, deploys="memory")
     assert needs_total_rounds(method)
     assert pipeline.unstackable is not None
-    assert pipeline.updates_without_replies
     assert pipeline.personal
 
 

@@ -163,11 +163,6 @@ class Pipeline:
         return any(part.releases_once for part in self.parts)
 
     @property
-    def updates_without_replies(self) -> bool:
-        """True if a round without replies changes the state too."""
-        return any(method.facts.updates_without_replies for method in self.components())
-
-    @property
     def folds(self) -> bool:
         """True if replies may be folded as they arrive, so that not all of them are stored."""
         if self.acting("release"):

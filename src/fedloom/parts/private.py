@@ -64,7 +64,6 @@ class Private(Accounted):
         return Facts(
             needs_total_rounds=self.noise is None,
             needs_every_reply=True,
-            updates_without_replies=True,
         )
 
     def setup(self, plan: Plan, inner: Inner) -> None:
