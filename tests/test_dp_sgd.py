@@ -125,17 +125,21 @@ def test_spent_epsilon_is_computed_once_per_kind_of_client(
     assert len(computed) <= 8
 
 
-@pytest.mark.parametrize("kind", ["linear", "convolutions", "recurrent"])
-def test_a_clients_training_equals_a_loop_over_samples(kind: str) -> None:
-    on = task(kind, clients=2, momentum=0.5, weight_decay=0.01)
-    clip, noise, size = 0.7, 0.3, 8
+@pytest.mark.parametrize(
+    ("kind", "size", "steps"),
+    # with batches of one sample on average, many batches in a row have none
+    [("linear", 8, 3), ("convolutions", 8, 3), ("recurrent", 8, 3), ("linear", 1, 20)],
+)
+def test_a_clients_training_equals_a_loop_over_samples(kind: str, size: int, steps: int) -> None:
+    on = task(kind, clients=2, momentum=0.5, weight_decay=0.01, batch_size=size, steps=steps)
+    clip, noise = 0.7, 0.3
     trained = run_federation(f"dp_sgd(fedavg, clip={clip}, noise={noise})", on, rounds=1)
     (client,) = trained.history[0]["clients"]
     round = trained._first.at(1)
     batches, noises = (round.stream(f"dp_sgd {name}", client) for name in ("batches", "noise"))
     samples, module = on.samples(client), on.module(on.initial)
     velocity = None
-    for _ in range(3):
+    for _ in range(steps):
         drawn = torch.rand(len(samples), generator=batches, dtype=torch.float64) < size / len(
             samples
         )

@@ -212,7 +212,9 @@ def _batches(
     loader = sources[0][0].loader
     at_once = max(1, AHEAD // max(1, loader.values * size * len(sources)))
     for done in range(0, steps, at_once):
-        count = min(at_once, steps - done) * size
+        # A list of sizes, since `split(0)` gives one part, however many batches are empty.
+        sizes = [size] * min(at_once, steps - done)
+        count = sum(sizes)
         inputs = loader.empty(len(sources), count)
         labels = loader.samples.labels.new_empty(
             len(sources), count, *loader.samples.labels.shape[1:]
@@ -226,7 +228,7 @@ def _batches(
             span = slice(start + done * size, start + done * size + count)
             drawn = None if plan.drawn is None else plan.drawn[span]
             plan.loader.write(plan.index[span], drawn, inputs[row], labels[row])
-        by_step = torch.stack(shares).split(size, 1) if shares else repeat(None)
-        batches = zip(inputs.split(size, 1), labels.split(size, 1), by_step, strict=False)
+        by_step = torch.stack(shares).split(sizes, 1) if shares else repeat(None)
+        batches = zip(inputs.split(sizes, 1), labels.split(sizes, 1), by_step, strict=False)
         for step, (batch_inputs, batch_labels, share) in enumerate(batches, start=number + done):
             yield Batch(batch_inputs, batch_labels, step, clients, share)
