@@ -160,7 +160,6 @@ class Exchange:
         sent: The message as the algorithm made it.
         moved: The message after clients have exchanged layers before training.
         wire: The message as it travels, possibly compressed.
-        awaited: `[K]` bool, False for clients that dropped out or are late.
     """
 
     round: Round
@@ -168,7 +167,6 @@ class Exchange:
     sent: Message
     moved: Message = field(default_factory=dict)
     wire: Message = field(default_factory=dict)
-    awaited: Tensor | None = None
 
     def among(self, clients: tuple[int, ...]) -> "Exchange":
         """Return the same messages in an exchange with other clients."""
@@ -176,7 +174,6 @@ class Exchange:
             self,
             round=replace(self.round, selected=clients),
             selection=Selection(clients),
-            awaited=None,
         )
 
     @property

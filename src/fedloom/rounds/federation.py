@@ -286,9 +286,6 @@ class Federation:
         expected = pipeline.expected(exchange.round)
         delivery = self._post.address(exchange, expected, self.integers)
         self._post.time(delivery, expected, self._now, pipeline.waits)
-        awaited = torch.zeros(len(exchange.selection.clients), dtype=torch.bool)
-        awaited[[task.slot for task in delivery.jobs if task.slot is not None]] = True
-        delivery.exchange = replace(exchange, awaited=awaited)
         return delivery
 
     def _under_way(self) -> frozenset[int]:
