@@ -259,3 +259,78 @@ def test_figures_without_rows_are_empty() -> None:
         math.isnan(column.mean) and math.isnan(column.quantile(0.5))
         for column in result.columns.values()
     )
+
+
+BOUNDS = {"age": (1e6 - 20, 1e6 + 20), "dose": (0.0, 20.0)}
+
+
+@pytest.mark.parametrize("filled", range(7))
+def test_with_noise_every_client_answers_however_few_rows_it_has(filled: int) -> None:
+    few = frames()[1].iloc[:6].copy()
+    few.loc[few.index[filled:], ["age", "dose"]] = math.nan
+    few["sex"] = [*["f"] * filled, *[None] * (6 - filled)]
+    answers: list[tuple[str, list[str]]] = []
+
+    def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        reply = answer(columns_of(few), request, 5, 0, 0)
+        answers.append((request["step"], sorted(reply.get("columns", {}))))
+        return {0: reply}
+
+    collect(ask, Survey(epsilon=1.0, bounds=BOUNDS))
+    asked = {step: names for step, names in answers if step != "kinds"}
+    assert asked["sums"] == ["age", "dose", "sex"]
+    assert {*asked.get("squares", []), *asked.get("bins", [])} <= {"age", "dose"}
+    assert asked.get("squares", []) == asked.get("bins", [])
+
+
+def test_noisy_bins_add_noise_to_the_rows_of_each_bin_alone() -> None:
+    """A row in one bin changes one number: bins that share rows would change with it."""
+    columns = {"dose": np.array([1.0, 1.0, 15.0])}
+    about = {"bounds": [0.0, 20.0], "mean": 5.0, "bins": [0.0, 20.0, 4]}
+    request = {"step": "bins", "smallest": 5, "noise": 2.0, "columns": {"dose": about}}
+    replies = [answer(columns, request, 5, seed)["columns"]["dose"][0] for seed in range(4000)]
+    np.testing.assert_allclose(np.mean(replies, 0), [2, 0, 0, 1], atol=0.15)
+
+
+@pytest.mark.parametrize("least", [-1e9, 0, 1])
+@pytest.mark.parametrize("noise", [0.0, 1.0, 20.0])
+def test_a_server_cannot_lower_the_rows_of_a_category_that_a_site_tells(
+    least: float, noise: float
+) -> None:
+    ward = np.array(["a"] * 1000 + ["b"] * 2 + ["c"], object)
+    request = {
+        "step": "sums", "smallest": 1, "noise": noise, "columns": {"ward": {"least": least}},
+    }  # fmt: skip
+    for seed in range(200):
+        _, told = answer({"ward": ward}, request, 5, seed)["columns"]["ward"]
+        assert list(told) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"noise": 1e-9}, {"noise": 0.5}, {"noise": -1.0}, {"noise": math.nan}, {"noise": math.inf},
+        {"noise": None}, {"smallest": 0}, {"smallest": -5}, {"smallest": 1.5}, {"step": "rows"}, {"step": None},
+        {"columns": {"dose": {}}}, {"columns": {"dose": {"bounds": [20.0, 0.0]}}}, {"columns": {"dose": 3}},
+        {"columns": {"dose": {"bounds": [-math.inf, 0.0]}}}, {"columns": {"other": {"bounds": [0.0, 20.0]}}},
+        {"step": "squares"}, {"step": "squares", "columns": {"dose": {"bounds": [0.0, 20.0], "mean": math.nan}}},
+        {"step": "bins"}, {"step": "bins", "columns": {"sex": {"bins": [0, 1, 2]}}},
+        {"step": "bins", "columns": {"dose": {"bounds": [0.0, 20.0], "bins": [0, 1, 1 << 40]}}},
+        {"step": "bins", "columns": {"dose": {"bounds": [0.0, 20.0], "bins": [1, 0, 4]}}},
+    ],
+)  # fmt: skip
+def test_a_site_refuses_requests_that_no_server_sends(changes: dict[str, Any]) -> None:
+    sound = {
+        "step": "sums", "smallest": 5, "noise": 3.0, "columns": {"dose": {"bounds": [0.0, 20.0]}},
+    }  # fmt: skip
+    assert answer(columns_of(frames()[1]), sound, 5)["columns"].keys() == {"dose"}
+    with pytest.raises((RefusedReply, InvalidValue)):
+        answer(columns_of(frames()[1]), {**sound, **changes}, 5)
+
+
+def test_narrow_bounds_tell_nothing_of_the_few_rows_between_them() -> None:
+    columns = {"age": np.array([30.0] * 50 + [91.0])}
+    request = {
+        "step": "sums", "smallest": 1, "noise": 0.0, "columns": {"age": {"bounds": [90.0, 92.0]}},
+    }  # fmt: skip
+    assert answer(columns, request, 5) == {"columns": {}}

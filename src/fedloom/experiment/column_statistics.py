@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Kind = Literal["numbers", "categories"]
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+MOST_BINS = 10_000
+"""Number of bins of a histogram, at most."""
+
 REACH = 4
 """Deviations from the mean, to both sides, that bins cover where no bounds are given."""
 
@@ -57,8 +60,10 @@ class Survey:
 
     def __post_init__(self) -> None:
         require_fields(self)
+        if self.bins > MOST_BINS:
+            raise InvalidValue(f"bins must be at most {MOST_BINS}, not {self.bins}")
         for name, (low, high) in self.bounds.items():
-            if not low < high:
+            if not -math.inf < low < high < math.inf:
                 raise InvalidValue(
                     f"bounds of {quoted(name)} must be a lower and a higher number, not {low:g} and {high:g}"
                 )

@@ -9,7 +9,9 @@ The server asks every client four times, and adds up the numbers that come back:
     bins       rows in each of equal bins; the outer two are open
 
 A client leaves out what fewer than `smallest` of its rows say: a column, a category; bins share
-rows with their neighbours.
+rows with their neighbours. With noise a client answers for every column: a missing answer would
+tell how many rows it has. Its own `smallest` is the least for each request, whatever the server
+sends.
 """
 
 import math
@@ -17,20 +19,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import add
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from scipy.stats import norm
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from fedloom.config.fields import Finite
+from fedloom.config.fields import Count, Finite, NonNegative
 from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.lazy import in_memory
-from fedloom.errors import InvalidValue, RefusedReply, quoted, shortened, suggestion
-from fedloom.experiment.column_statistics import REACH, ColumnStatistics, Kind, Statistics, Survey
+from fedloom.errors import InvalidValue, RefusedReply, one_line, quoted, shortened, suggestion
+from fedloom.experiment.column_statistics import (
+    MOST_BINS,
+    REACH,
+    ColumnStatistics,
+    Kind,
+    Statistics,
+    Survey,
+)
 from fedloom.parts.accounting import noise_for
 from fedloom.parts.gaussian_noise import normal
 from fedloom.randomness import stream
@@ -44,6 +54,32 @@ empty.
 
 Listed = tuple[list[Finite], Annotated[dict[str, Finite], Field(max_length=10_000)]]
 """Answer about one column: numbers, and the rows of each category."""
+
+LEAST_NOISE = 1.0
+"""Deviation of the noise, in rows, from which on it takes the place of a client's `smallest`."""
+
+MOST_DELTA = 1e-5
+"""Probability with which a client tells a category of a single row beside noise, at most."""
+
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _About(TypedDict):
+    """What a request asks about one column."""
+
+    bounds: NotRequired[tuple[_Number, _Number]]
+    mean: NotRequired[_Number]
+    least: NotRequired[_Number]
+    bins: NotRequired[tuple[_Number, _Number, Annotated[int, Field(ge=1, le=MOST_BINS)]]]
+
+
+class _Request(TypedDict):
+    """Request of the server, as a client accepts it."""
+
+    step: Literal["kinds", "sums", "squares", "bins"]
+    smallest: Count
+    noise: NonNegative
+    columns: NotRequired[dict[str, _About]]
 
 
 def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statistics:
@@ -127,14 +163,27 @@ def answer(
     seed: int | None = None,
     client: int = 0,
 ) -> Words:
-    """Return a client's answer to a request of the server, of plain values alone.
+    """Return a client's answer to a request of the server, as plain values.
 
-    The client itself lets no number tell of fewer rows than `smallest`. Without a `seed`, noise is
-    as in `statistics`.
+    Without noise, no number tells of fewer rows than `smallest`, the client's own. With noise the
+    client answers for every column, also for one without rows.
+
+    Args:
+        columns: Columns of the client by name.
+        request: Request, which is checked: a server is not trusted.
+        smallest: Fewest rows that a number may tell of at this client.
+        seed: Seed of the noise, as in `statistics`.
+        client: Number of the client, for the stream of the noise.
+
+    Returns:
+        The answer.
+
+    Raises:
+        RefusedReply: The request is not one of `collect`.
+        InvalidValue: The noise does not hide a row, or a column has several numbers a row.
     """
-    step, noise = request["step"], float(request["noise"])
-    # Beside noise a threshold would tell of a single row: then there is only the client's own.
-    least = max(smallest, 1 if noise else int(request["smallest"]))
+    asked = _checked_request(columns, request, smallest)
+    step, noise = asked["step"], asked["noise"]
     if step == "kinds":
         return {"kinds": {name: _kind(values) for name, values in columns.items()}}
 
@@ -144,19 +193,17 @@ def answer(
         )
         return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
 
+    least = 0 if noise else max(smallest, asked["smallest"])
     answers: dict[str, Listed] = {}
-    for name, about in request["columns"].items():
+    for name, about in asked.get("columns", {}).items():
         values = _complete(columns[name], about)
-        if noise and values.ndim > 1:
-            raise InvalidValue(
-                f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one"
-            )
-        if len(values) < least:
+        if not noise and _told(columns[name], values, about) < least:
             continue
         if step == "sums":
             empty = len(columns[name]) - len(values)
             empty = 0 if noise or empty < least else empty
-            answers[name] = _sums(values, about, empty, least, partial(random, name))
+            shown = max(least, _least_shown(columns, noise, smallest, about))
+            answers[name] = _sums(values, about, empty, shown, partial(random, name), noise > 0)
         elif step == "squares":
             most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
             answers[name] = (
@@ -166,22 +213,83 @@ def answer(
         else:
             low, high, count = about["bins"]
             rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
-            answers[name] = (shared_rows(rows, least) + random(name, count)).tolist(), {}
+            shared = rows if noise else shared_rows(rows, least)
+            answers[name] = (shared + random(name, count)).tolist(), {}
     return {"columns": answers}
 
 
+def _checked_request(columns: Mapping[str, Values], request: Words, smallest: int) -> _Request:
+    """Return the request with values of their types.
+
+    Raises `RefusedReply` for a request that no server of fedloom sends, `InvalidValue` for one
+    whose settings do not fit this client's.
+    """
+    try:
+        asked = TypeAdapter(_Request).validate_python(request)
+    except ValidationError as error:
+        places = ".".join(map(str, error.errors()[0]["loc"]))
+        raise RefusedReply(f"the server's request has a bad {one_line(places, 80)}") from None
+    noise = asked["noise"]
+    if smallest > 1 and 0 < noise < LEAST_NOISE:
+        remedy = "choose a smaller epsilon"
+        raise InvalidValue(
+            f"noise of {noise:.2g} rows must be at least {LEAST_NOISE:g} at this client: {remedy}"
+        )
+    needed = {"kinds": (), "sums": (), "squares": ("mean",), "bins": ("bins",)}[asked["step"]]
+    for name, about in asked.get("columns", {}).items():
+        if name not in columns:
+            raise RefusedReply(f"the server asks for column {quoted(name)}, which is not here")
+        numbers = _kind(columns[name]) == "numbers"
+        if noise and columns[name].ndim > 1:
+            raise InvalidValue(
+                f"epsilon: column {quoted(name)} has several numbers a row, and noise is for one"
+            )
+        wanted = (*needed, *(("bounds",) if noise and numbers else ()))
+        missing = [key for key in wanted if key not in about]
+        ranges = [about[key][:2] for key in ("bounds", "bins") if key in about]
+        if missing or (needed and not numbers) or any(low >= high for low, high in ranges):
+            raise RefusedReply(f"the server's request about column {quoted(name)} is broken")
+    return asked
+
+
+def _told(cells: Values, values: Values, about: _About) -> int:
+    """Return of how many rows the numbers of a column tell: those within the bounds.
+
+    Clipped rows are all alike, so that narrow bounds would tell of the few between them.
+    """
+    if "bounds" not in about or cells.ndim > 1:
+        return len(values)
+    low, high = about["bounds"]
+    return int(((low <= cells) & (cells <= high)).sum())
+
+
+def _least_shown(
+    columns: Mapping[str, Values], noise: float, smallest: int, about: _About
+) -> float:
+    """Return the fewest rows, noise included, of a category that is told.
+
+    The client computes the threshold that hides a single row itself; a server may only raise it.
+    """
+    least = max(float(smallest), about.get("least", 0.0))
+    if not noise:
+        return least
+    texts = sum(_kind(values) == "categories" for values in columns.values())
+    return max(least, 1 + noise * float(norm.isf(MOST_DELTA / 2 / max(1, texts))))
+
+
 def _sums(
-    values: Values, about: Words, empty: int, least: int, random: Callable[[int], Values]
+    values: Values,
+    about: _About,
+    empty: int,
+    least: float,
+    random: Callable[[int], Values],
+    noisy: bool,
 ) -> Listed:
     if _kind(values) == "categories":
         texts, counts = np.unique(values.astype(str), return_counts=True)
         counts = counts + random(len(texts))
-        rows = {
-            str(text): float(n)
-            for text, n in zip(texts, counts, strict=True)
-            if n >= about.get("least", least)
-        }
-        return [sum(rows.values()) if "least" in about else len(values), empty], rows
+        rows = {str(text): float(n) for text, n in zip(texts, counts, strict=True) if n >= least}
+        return [sum(rows.values()) if noisy else len(values), empty], rows
     low, high = about.get("bounds", (0.0, 0.0))
     count, total = random(2) * (1.0, (high - low) / 2) + (
         values.size,
@@ -214,7 +322,7 @@ def _kind(values: Values) -> Kind:
     return "numbers" if values.dtype.kind == "f" else "categories"
 
 
-def _complete(values: Values, about: Words) -> Values:
+def _complete(values: Values, about: _About) -> Values:
     if _kind(values) == "categories":
         complete: Values = values[np.array([cell is not None for cell in values], bool)]
         return complete
