@@ -19,14 +19,14 @@ TEST_SIZES = (4, 1, 6, 0, 2, 3)
 
 
 class SmallNet(nn.Module):
-    """A network with batch norm and dropout: statistics, integer buffers and torch's random
-    numbers.
+    """A network with dropout, which draws torch's random numbers, and by default with batch norm:
+    statistics and integer buffers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool = True) -> None:
         super().__init__()
         self.hidden = nn.Linear(5, 6)
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
         self.drop = nn.Dropout(0.3)
         self.out = nn.Linear(6, CLASSES)
 
@@ -35,7 +35,7 @@ class SmallNet(nn.Module):
         return logits
 
 
-def small_task(own_test: bool = True) -> Task:
+def small_task(own_test: bool = True, norm: bool = True) -> Task:
     """Return a task of six clients; the samples of client i follow those of client i - 1, first all
     for training, then all for testing.
     """
@@ -50,7 +50,7 @@ def small_task(own_test: bool = True) -> Task:
     dataset = Dataset("small", everything[:count], everything[count:], CLASSES)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model = SmallNet()
+        model = SmallNet(norm)
     return Task(
         dataset,
         dataset.train,

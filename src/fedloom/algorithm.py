@@ -141,9 +141,13 @@ def overrides(method: Method, base: type[Method], names: Iterable[str]) -> bool:
     return any(getattr(kind, name) is not getattr(base, name) for name in names)
 
 
+DEPLOYMENT = ("deploy", "personalise", "complete")
+"""Functions of an algorithm that decide which model a client uses."""
+
+
 def is_personal(algorithm: Algorithm) -> bool:
-    """Return True if clients may use another model than the one that they received."""
+    """Return True if clients may use another model than the global one."""
     deploys = algorithm.facts.deploys
     if deploys is None:
-        return overrides(algorithm, Algorithm, ("personalise", "deploy"))
+        return overrides(algorithm, Algorithm, DEPLOYMENT)
     return bool(deploys != "received")

@@ -28,7 +28,7 @@ class Facts:
             later.
         deploys: What a client uses: the model that it receives (`received`), a model made from it
             (`start`), or a model from its memory only (`memory`). None: `start` for algorithms that
-            override `personalise` or `deploy`, else `received`.
+            override `deploy`, `personalise` or `complete`, else `received`.
         independent: Of a sampler: each client's participation is as in a uniform draw.
         foreseeable: Of a sampler: the next selection is known before this round's replies.
         needs_every_reply: No reply may replace another one, as with over-selection.

@@ -10,7 +10,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithm import Algorithm, Cohort, Facts, Round, name_of, overrides
+from fedloom.algorithm import (
+    DEPLOYMENT,
+    Algorithm,
+    Cohort,
+    Facts,
+    Round,
+    name_of,
+    overrides,
+)
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.models.structure import block_parameters, layer_finder
@@ -187,7 +195,7 @@ class PartlyShared(Algorithm):
     def _deploys(self) -> Literal["received", "start", "memory"]:
         if self.own_model:
             return "memory"
-        changed = overrides(self, PartlyShared, ("personalise", "initialise", "complete"))
+        changed = overrides(self, PartlyShared, (*DEPLOYMENT, "initialise"))
         keeps_part = hasattr(self, "_unit") and length(self._unit) < self.plan.layout.size
         return "start" if changed or keeps_part or self.eval_point == "after_train" else "received"
 
