@@ -229,7 +229,11 @@ def categories(cells: Any) -> tuple[list[str], npt.NDArray[np.int64]]:
 
 
 def _category(value: object) -> str:
-    """Return a cell as text: 1.0 as 1, since whole numbers beside empty cells are read as floats."""
+    """Return a cell as text: an empty one as "", and 1.0 as 1, since whole numbers beside empty cells
+    are read as floats.
+    """
+    if value is None:
+        return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 

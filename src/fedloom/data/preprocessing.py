@@ -187,6 +187,8 @@ class Preprocessing:
         array of another shape.
         """
         encoding, table = self.inputs, as_arrow(data)
+        if not isinstance(encoding, TableInputs | TensorInputs) and table is None:
+            data = _as_list(data)
         if isinstance(encoding, TableInputs):
             if table is None:
                 raise InvalidValue(
@@ -292,6 +294,12 @@ def normalised(inputs: Tensor, scale: Scale | None) -> Tensor:
         on_device(x, inputs.device).view(1, -1, *([1] * (inputs.dim() - 2))) for x in scale
     )
     return pixels.sub_(mean).div_(deviation)
+
+
+def _as_list(data: Any) -> Any:
+    """Return an array or a column of texts as a list; other data unchanged."""
+    is_text = str(getattr(data, "dtype", "")).startswith(("<U", "object", "str", "String"))
+    return data.tolist() if is_text and hasattr(data, "tolist") else data
 
 
 def as_arrow(data: Any) -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.data.columns import TableInputs
 from fedloom.data.formats.arrow import read_any
+from fedloom.data.formats.csv_files import TEXT_TABLES, read_text_table
 from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import pictures
-from fedloom.data.preprocessing import PictureInputs, TextInputs
+from fedloom.data.preprocessing import Inputs, PictureInputs, TextInputs
 from fedloom.errors import DataError, InvalidValue, shortened
 from fedloom.serving.predictor import Predictor
 
@@ -41,7 +43,7 @@ def predict_file(
 
     if to is not None and to.suffix not in (".csv", ".parquet", ".npz"):
         raise InvalidValue(f"--to {to}: predictions are written as .csv, .parquet or .npz")
-    data, table = _samples(predictor, path)
+    data, table = _samples(predictor, path, to is None or to.suffix == ".csv")
     if isinstance(data, list) and predictor.preprocessing.outputs.answer == "token":
         arrays = {
             "prediction": np.array(
@@ -67,8 +69,11 @@ def predict_file(
     return int(table.num_rows)
 
 
-def _samples(predictor: Predictor, path: Path) -> tuple[Any, Any]:
-    """Return the samples of a file or folder, and the Arrow table that predictions follow."""
+def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]:
+    """Return the samples of a file or folder, and the Arrow table that predictions follow.
+
+    With `to_text`, the cells of a CSV file are in that table as they are in the file.
+    """
     import pyarrow as pa
 
     inputs = predictor.preprocessing.inputs
@@ -83,12 +88,28 @@ def _samples(predictor: Predictor, path: Path) -> tuple[Any, Any]:
         paths = pictures(path) if path.is_dir() else [path]
         return paths, pa.table({"file": list(map(str, paths))})
     if isinstance(inputs, TextInputs) and path.suffix == ".txt":
-        texts = read_text(path).splitlines()
+        # `splitlines` would also cut at form feeds and at U+2028
+        content = read_text(path).removeprefix("\ufeff").replace("\r\n", "\n")
+        texts = content.removesuffix("\n").split("\n") if content else []
         if not all(texts):
             raise DataError(f"{path}: line {texts.index('') + 1} is empty: give a text a line")
         return texts, pa.table({"text": texts})
-    table = read_any(path)[0]
-    return table, table
+    text, numbers = _columns_by_type(inputs)
+    table = read_any(path, text, numbers)[0]
+    # in the file that is written, cells such as 007 stay as they are
+    as_read = read_text_table(path) if path.suffix.lower() in TEXT_TABLES else table
+    return table, as_read if to_text else table
+
+
+def _columns_by_type(inputs: Inputs) -> tuple[list[str], list[str]]:
+    """Return the columns that were text in training, and those that were numbers."""
+    if isinstance(inputs, TextInputs):
+        return [inputs.column], []
+    if not isinstance(inputs, TableInputs):
+        return [], []
+    text = [column.name for column in inputs.columns if column.categories is not None]
+    numbers = [column.name for column in inputs.columns if column.categories is None]
+    return text, numbers
 
 
 def prediction_columns(predictor: Predictor, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,14 +4,14 @@ columns of pictures.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedloom.data.formats.limits import allowed_bytes, read_bytes, read_text, reading, require_room
+from fedloom.data.formats.csv_files import TEXT_TABLES, read_text_table, typed
+from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
 from fedloom.data.formats.pictures import decode_images
 from fedloom.errors import DataError, import_extra, quoted, shortened
 
@@ -20,8 +20,6 @@ _TEXT_BATCH = 1000  # the same if it has not
 _ROW_BYTES = 64  # a row's label and group, and the permutation that holds out rows
 _CELL_BYTES = 8  # an input in float64
 _COLUMN_BYTES = 10_000  # Arrow's builder of a column
-# bytes of a CSV file that are parsed at a time: Arrow's 1 MiB takes thrice as long over wide rows
-_BLOCK = 1 << 25
 
 
 def read_parquet(paths: Sequence[Path]) -> Any:
@@ -74,7 +72,8 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
             else min(_TEXT_BATCH, allowed_bytes() // max([1, *groups]) or 1)
         )
         yield schema
-        yield from file.iter_batches(rows)
+        # Arrow's thread pool can abort the process at its exit.
+        yield from file.iter_batches(rows, use_threads=False)
 
 
 def _stream_batches(path: Path) -> Iterator[Any]:
@@ -105,9 +104,19 @@ def checked(table: Any, source: Path | str) -> Any:
     return table
 
 
-def read_any(path: Path) -> tuple[Any, Any]:
+def read_any(
+    path: Path, text: Collection[str] = (), numbers: Collection[str] = ()
+) -> tuple[Any, Any]:
     """Read rows to train on, and to test on or None, from a CSV or parquet file or a folder of
     `save_to_disk`.
+
+    Args:
+        path: The file or folder.
+        text: Columns of a CSV file that stay text, whatever their cells.
+        numbers: Columns of a CSV file that must be numbers.
+
+    Returns:
+        The Arrow tables.
     """
     with reading(path, "damaged folder of a DatasetDict"):
         if (path / "dataset_dict.json").is_file():
@@ -122,34 +131,16 @@ def read_any(path: Path) -> tuple[Any, Any]:
             return _saved(path), None
         if not path.is_file():
             raise DataError(f"{path}: no such file")
-    if path.suffix in (".parquet", ".pq"):
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".pq"):
         return read_parquet([path]), None
-    if path.suffix not in (".csv", ".tsv", ".txt"):
+    if suffix not in TEXT_TABLES:
         raise DataError(
             f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote"
         )
-    return _read_csv(path), None
-
-
-def _read_csv(path: Path) -> Any:
-    from pyarrow import csv
-
-    delimiter = "\t" if path.suffix == ".tsv" else ","
-    parsing = csv.ParseOptions(delimiter=delimiter)
-    # Missing cells as Excel and pandas write them; text may be empty, too.
-    empty = csv.ConvertOptions(
-        null_values=["", "NA", "N/A", "NaN", "nan", "null", "None", "?"], strings_can_be_null=True
-    )
     with reading(path, "damaged csv"):
-        text = read_bytes(path)
-        columns = 1 + text[: (text.find(b"\n") + 1) or None].count(delimiter.encode())
-        rows = text.count(b"\n")
-        cells = text.count(delimiter.encode()) + rows
-        content = max(len(text), 8 * cells) + _CELL_BYTES * cells  # a number takes 8 bytes in Arrow
-        require_room(rows * _ROW_BYTES + columns * _COLUMN_BYTES + content, path)
-        return checked(
-            csv.read_csv(BytesIO(text), csv.ReadOptions(block_size=_BLOCK), parsing, empty), path
-        )
+        content = checked(read_text_table(path), path)
+        return typed(content, str(path), text, numbers), None
 
 
 def _saved(folder: Path) -> Any:

@@ -77,9 +77,11 @@ def table(
             "table needs path: a CSV file, a parquet file or a folder, and target: the column to learn (over real sites each "
             "has rows of its own, and path may be left out)"
         )
-    train, test = read_any(Path(path))
+    groups = [group] if isinstance(group, str) else group
+    train, test = read_any(Path(path), [*groups, *categorical])
     if test_path:
-        test = read_any(Path(test_path))[0]
+        alike = [field.name for field in train.schema if is_text(field.type)]
+        test = read_any(Path(test_path), alike)[0]
     columns = Columns(target, group, inputs, categorical, kind, missing, standardise)
     return table_dataset(
         "table", train, test, columns, path, test_fraction=test_fraction, seed=seed
