@@ -99,7 +99,7 @@ def multiply_adds(module: nn.Module, sample: Tensor) -> int:
         _OperationCounter(),
     )
     with torch.random.fork_rng(devices=[]), plain, counter:
-        copied(module).eval()(sample)
+        copied(module).eval()(sample.clone())
     return counter.total // 2
 
 

@@ -4,8 +4,8 @@ another.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedloom.errors import GRAPH_IS_GONE, InvalidValue, error_text
+from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name
@@ -45,6 +46,7 @@ class Net:
     Attributes:
         objective: The task's objective: `objective.loss(outputs, labels)` is the mean loss of a
             batch.
+        intact: Keeps the batch as it is where the module changes its input in place.
     """
 
     module: nn.Module
@@ -52,13 +54,17 @@ class Net:
     frozen: nn.Module
     objective: Objective
     tensors: Mapping[str, Tensor] | None = None
+    intact: IntactInputs = field(default_factory=IntactInputs)
 
     def __post_init__(self) -> None:
         self.classifier: nn.Module = self.module.get_submodule(head_name(self.module))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs, such as logits `[b, classes]`."""
-        return self._outputs(self.module, "", inputs)
+        outputs: Tensor = self.intact.call(
+            partial(self._outputs, self.module, ""), inputs, self.module.training
+        )
+        return outputs
 
     def head(self, features: Tensor) -> Tensor:
         """Return the classifier's outputs for features."""
@@ -92,13 +98,16 @@ class Net:
             handle.remove()
         return features[0], outputs
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Net":
+        """Return the same model with other weights."""
+        return replace(self, tensors=tensors)
+
     def at(self, row: Tensor) -> "Net":
         """Return the same architecture with the weights of `row [P]`, in evaluation mode and
         without gradients to its weights.
         """
-        return Net(
-            self.frozen, self.layout, self.frozen, self.objective, self.layout.tensors(row.detach())
-        )
+        tensors = self.layout.tensors(row.detach())
+        return Net(self.frozen, self.layout, self.frozen, self.objective, tensors, self.intact)
 
 
 FILTERS_PER_ACTIVATION = 8
@@ -296,7 +305,7 @@ class FlatModule:
         )
 
         def loss_of_one(trained: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-            net = Net(self.module, self.layout, self.frozen, self.objective, {**tensors, **trained})
+            net = self.net.with_tensors({**tensors, **trained})
             return loss_fn(
                 net, Batch(inputs.unsqueeze(0), labels.unsqueeze(0), batch.step), client_context
             )
@@ -359,7 +368,7 @@ class FlatModule:
     def outputs(self, row: Tensor, inputs: Tensor) -> Any:
         """Return the outputs of the model `row [P]` in evaluation mode for `inputs [b, ...]`."""
         self.layout.bind(self.frozen, row)
-        return self.frozen(self._laid_out(inputs))
+        return self.net.intact.call(self.frozen, self._laid_out(inputs))
 
     def load_integers(self, integers: Tensor) -> None:
         """Restore the integer buffers from `[1, Z]`."""
@@ -392,7 +401,7 @@ def light_convolutions(module: nn.Module, image: Tensor) -> bool:
     handles = [layer.register_forward_hook(count) for layer in convolutions]
     try:
         with torch.random.fork_rng(devices=[]):
-            module(image)
+            module(image.clone())
     finally:
         for handle in handles:
             handle.remove()

@@ -16,7 +16,6 @@ from fedloom.flat.module import (
     FlatModule,
     FoldedStep,
     LossFn,
-    Net,
     Rows,
     data_loss,
     piece,
@@ -107,7 +106,7 @@ class StackedModule(FlatModule):
         def loss_of_one(
             tensors: Context, inputs: Tensor, labels: Tensor, client_context: Context
         ) -> Tensor:
-            net = Net(self.module, self.layout, self.frozen, self.objective, tensors)
+            net = self.net.with_tensors(tensors)
             return loss_fn(net, Batch(inputs, labels, batch.step), client_context)
 
         tensors = {**trained, **resting, **statistics, **integers}

@@ -36,7 +36,8 @@ class Custom(Objective):
         anything else.
         """
         try:
-            losses = self.function(outputs, targets)
+            # a copy, since the function may change it in place
+            losses = self.function(outputs, targets.clone())
         except IndexError as error:
             remedy = "a loss of classes goes with metrics=['accuracy']"
             raise InvalidValue(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
+from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, prediction
 from fedloom.objectives.metrics import counted, figures
@@ -83,6 +84,7 @@ class Evaluator:
 
     def __init__(self, module: nn.Module, layout: Layout, dataset: Dataset) -> None:
         self._original, self.layout, self.dataset = module, layout, dataset
+        self._inputs, self._labels = IntactInputs(), IntactInputs()
 
     @cached_property
     def module(self) -> nn.Module:
@@ -147,18 +149,19 @@ class Evaluator:
             batch = (
                 samples[span] if index is None else samples[index[span].to(samples.labels.device)]
             )
-            outputs = self.module(dataset.prepare(batch.inputs))
-            blocks.append(dataset.objective.statistics(outputs, batch.labels))
+            outputs = self._inputs.call(self.module, dataset.prepare(batch.inputs))
+            statistics = partial(dataset.objective.statistics, outputs)
+            blocks.append(self._labels.call(statistics, batch.labels))
             if dataset.metrics:
                 pairs.append((prediction(outputs), batch.labels))
         names = blocks[0] if blocks else {}
-        statistics = {name: torch.cat([block[name].double() for block in blocks]) for name in names}
+        counts = {name: torch.cat([block[name].double() for block in blocks]) for name in names}
         if pairs:
             predicted, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             predicted, targets = map(dataset.objective.in_units, (predicted, targets))
             further = counted(dataset.metrics, predicted, targets, owner)
-            statistics |= {name: values.to(targets.device) for name, values in further.items()}
-        return statistics
+            counts |= {name: values.to(targets.device) for name, values in further.items()}
+        return counts
 
 
 def _by_owner(

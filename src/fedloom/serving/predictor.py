@@ -161,7 +161,8 @@ class Predictor:
         for batch in inputs.split(_BATCH):
             batch = self.preprocessing.prepare(batch.to(parameter.device))
             batch = batch.to(parameter.dtype) if batch.is_floating_point() else batch
-            blocks.append(prediction(self.module(batch)).cpu())
+            # a copy, since the model may change it in place
+            blocks.append(prediction(self.module(batch.clone())).cpu())
         return self.preprocessing.outputs.in_units(torch.cat(blocks).float())
 
     @torch.no_grad()
