@@ -293,3 +293,46 @@ def test_models_and_losses_that_mix_the_samples_of_a_batch_are_refused() -> None
         run_federation("dp_sgd(fedavg, noise=1)", weighted)
     with pytest.raises(InvalidValue, match="over real sites give noise"):
         run_federation("dp_sgd(fedavg, target_epsilon=8)", task(), engine=Sites)
+
+
+class KeepsMeans(nn.Module):
+    """A model with a buffer of floats that follows the mean of its inputs."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros(64), persistent=persistent)
+
+    def forward(self, images: Tensor) -> Tensor:
+        inputs = images.flatten(1)
+        if self.training and "seen" in self.state_dict():
+            self.seen.lerp_(inputs.detach().mean(0), 0.5)
+        logits: Tensor = self.out(inputs)
+        return logits
+
+
+def test_buffers_that_would_be_uploaded_without_noise_are_refused() -> None:
+    leaking = make_task("digits", clients=4, model=KeepsMeans(persistent=True))
+    with pytest.raises(InvalidValue, match="buffer 'seen' of the model is uploaded without noise"):
+        run_federation("dp_sgd(fedavg, noise=1)", leaking, 1)
+    run_federation(
+        "dp_sgd(fedavg, noise=1)", make_task("digits", clients=4, model=KeepsMeans(False)), 1
+    )
+
+
+@pytest.mark.parametrize("method", ["local_private(fedavg, noise=1)", "private(fedavg, noise=1)"])
+def test_other_parts_clip_and_noise_buffers_like_weights(method: str) -> None:
+    """Of two data sets that differ by a shift, the buffers follow it by no more than the clip."""
+    buffers = []
+    for shift in (0.0, 1000.0):
+        given = make_task("digits", clients=4, model=KeepsMeans(persistent=True))
+        changed = replace(given.train, inputs=given.train.inputs.float() / 255 + shift)
+        trained = replace(
+            given, train=changed, training=replace(given.training, learning_rate=1e-6)
+        )
+        federation = Federation(
+            build(method), trained, RowsEngine(trained), Schedule(rounds=1, participation=1.0)
+        )
+        federation.run()
+        buffers.append(federation.model()[-64:])
+    assert float((buffers[1] - buffers[0]).norm()) <= 2 + 1e-3

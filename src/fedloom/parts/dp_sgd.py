@@ -49,7 +49,9 @@ class DPSGD(AccountedByClient):
     telephones.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("one fit", "only the model", "one update", "no integers")
+    requires: ClassVar[tuple[str, ...]] = (
+        "one fit", "only the model", "one update", "no integers", "no buffers",
+    )  # fmt: skip
 
     @property
     def facts(self) -> Facts:

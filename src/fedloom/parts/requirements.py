@@ -60,6 +60,15 @@ def _no_integers(pipeline: Pipeline) -> str:
     return ""
 
 
+def _no_buffers(pipeline: Pipeline) -> str:
+    layout = pipeline.plan.layout
+    buffers = [entry.name for entry in layout.slices if entry.start >= layout.trainable]
+    if not buffers:
+        return ""
+    remedy = "use a layer without one, or register it with persistent=False if it is constant"
+    return f"the buffer {buffers[0]!r} of the model is uploaded without noise: {remedy}"
+
+
 def _averages(pipeline: Pipeline) -> str:
     if pipeline.algorithm.facts.averages:
         return ""
@@ -131,6 +140,7 @@ REQUIREMENTS: dict[str, Requirement] = {
     "whole replies": _returns_whole_model,
     "only the model": _only_the_model,
     "no integers": _no_integers,
+    "no buffers": _no_buffers,
     "only averages": _averages_only,
     "common messages": _common_messages,
 }
