@@ -144,7 +144,7 @@ def shortened(text: str) -> str:
     """Return the first 200 characters of a text, without control characters, and its length where
     there are more.
     """
-    start = _printable(text[:LONGEST_QUOTED])
+    start = printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
@@ -251,9 +251,13 @@ def one_line(text: str, longest: int = 500) -> str:
     """Return foreign text for a log: on one line, without control characters, at most `longest`
     characters.
     """
-    return " ".join(_printable(text[: 4 * longest]).split())[:longest]
+    return " ".join(printable(text[: 4 * longest]).split())[:longest]
 
 
-def _printable(text: str) -> str:
-    """Replace each control character by a space."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def printable(text: str) -> str:
+    """Return a text with a space for each character that steers a terminal or is none.
+
+    These are control characters, line ends, marks of the writing direction, and lone surrogates,
+    which no file can hold.
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

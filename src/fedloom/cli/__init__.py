@@ -4,6 +4,7 @@ Errors are one line on stderr. The exit code is 2 for a mistake in the input, 1 
 or the disk is full, and 130 after Ctrl-C or SIGTERM.
 """
 
+import io
 import os
 import re
 import sys
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # PyTorch's threads read it once, at its import: those that wait for the others give up their
     # core instead of spinning on it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may know ASCII only
+            stream.reconfigure(errors="replace")
     try:
         with sigterm_interrupts():
             code = app(words, prog_name="fedloom", standalone_mode=False, obj=words)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.options import Overrides, option
-from fedloom.errors import InvalidValue
+from fedloom.errors import InvalidValue, one_line
 
 Subject = Annotated[str, typer.Argument(metavar="METHOD|FILE.toml", hidden=True)]
 
@@ -73,11 +73,12 @@ def referee(
         if not k.stage.isdecimal()
     }
     if single:
-        print(f"not compared, since only one has it: {', '.join(sorted(single))}")
+        print(f"not compared, since only one has it: {one_line(', '.join(sorted(single)))}")
     if difference := compare(*traces, tolerance):
         print(
-            f"they part in {difference[0]}\n  {difference[1]}\nwhat that often means:",
-            *difference[2:],
+            f"they part in {one_line(difference[0])}\n  {one_line(difference[1])}",
+            "what that often means:",
+            *map(one_line, difference[2:]),
             sep="\n  ",
         )
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
-from fedloom.errors import InvalidValue, quoted
+from fedloom.errors import InvalidValue, quoted, shortened
 from fedloom.experiment.frames import data_frame, html_table
 from fedloom.parts.privacy import OpenShare
 from fedloom.report.cells import Cell, Column, Table
@@ -185,7 +185,8 @@ class Statistics:
         """Draw the histogram of each column of numbers, and the rows of the most frequent
         categories of each other.
         """
-        titles, count = [html.escape(name) for name in self.columns], len(self.columns)
+        count = len(self.columns)
+        titles = [html.escape(shortened(name)) for name in self.columns]
         figure = make_subplots(
             count, 1, subplot_titles=titles, vertical_spacing=0.3 / max(1, count)
         )
@@ -193,7 +194,7 @@ class Statistics:
             listed = _frequent(column)[:DRAWN]
             edges, rows = np.linspace(*column.edges, len(column.bins) + 1), np.array(column.bins)
             x = (
-                [html.escape(text) for text, _ in listed]
+                [html.escape(shortened(text)) for text, _ in listed]
                 if column.categories
                 else (edges[1:] + edges[:-1]) / 2
             )
@@ -231,7 +232,7 @@ def statistics_table(statistics: Statistics) -> Table:
     quantities = {"Rows": [c.count for c in columns], "Empty": [c.empty for c in columns], "Mean": [c.mean for c in columns],
                   "Deviation": [c.deviation for c in columns]}  # fmt: skip
     quantities |= {f"{share:.0%}": [c.quantile(share) for c in columns] for share in QUANTILES}
-    filled = [(Column("Column"), [Cell(name, name) for name in statistics.columns])]
+    filled = [(Column("Column"), [Cell(shortened(name), name) for name in statistics.columns])]
     for title, values in quantities.items():
         if any(value == value and value for value in values):
             filled.append(
@@ -239,7 +240,8 @@ def statistics_table(statistics: Statistics) -> Table:
             )
     if any(c.categories for c in columns):
         texts = [
-            ", ".join(f"{text} ({rows:,.0f})" for text, rows in _frequent(c)[:3]) for c in columns
+            ", ".join(f"{shortened(text)} ({rows:,.0f})" for text, rows in _frequent(c)[:3])
+            for c in columns
         ]
         filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
     return Table.of(filled)

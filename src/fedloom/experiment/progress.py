@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from fedloom.errors import printable
 from fedloom.experiment.events import Event, RunName
 from fedloom.report.units import time_text
 
@@ -108,7 +109,7 @@ class Display:
 
     def line(self, text: str) -> None:
         if not self.brief:
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(printable(text)), soft_wrap=True)
 
 
 class Lines(Display):
@@ -162,7 +163,7 @@ class NotebookBars(Display):
 
     def line(self, text: str) -> None:
         if not self.brief:
-            print(text)
+            print(printable(text))
 
     def clear(self) -> None:
         self._handle.update({"text/plain": ""}, raw=True)

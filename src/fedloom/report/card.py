@@ -8,6 +8,7 @@ from typing import Any
 
 from fedloom.data.columns import TableInputs
 from fedloom.data.preprocessing import Preprocessing
+from fedloom.errors import printable, shortened
 from fedloom.report import summary as figures
 from fedloom.report.summary import RunSummary
 
@@ -43,10 +44,10 @@ def model_card(
         ],
     }
     text = [
-        f"## {title}\n\n" + "".join(f"- {line}\n" for line in lines)
+        f"## {title}\n\n" + "".join(f"- {printable(line)}\n" for line in lines)
         for title, lines in sections.items()
     ]
-    return "\n".join([f"# `{model}` trained by `{run.algorithm}`\n", *text])
+    return "\n".join([f"# {_code(model)} trained by {_code(run.algorithm)}\n", *text])
 
 
 def _data(run: RunSummary, preprocessing: Preprocessing, task: Mapping[str, Any]) -> list[str]:
@@ -57,9 +58,9 @@ def _data(run: RunSummary, preprocessing: Preprocessing, task: Mapping[str, Any]
         for column in (inputs.columns if isinstance(inputs, TableInputs) else ())
     } or {inputs.kind: f"of shape {list(preprocessing.shape)}"}
     return [
-        f"`{run.configuration['data']['name']}`: {size}; none of them is in the model's files",
-        *(f"input `{name}`: {text}" for name, text in described.items()),
-        f"output `{outputs.name or outputs.answer}`: {_listed(outputs.classes) or f'a {outputs.answer}'}",
+        f"{_code(run.configuration['data']['name'])}: {size}; none of them is in the model's files",
+        *(f"input {_code(name)}: {text}" for name, text in described.items()),
+        f"output {_code(outputs.name or outputs.answer)}: {_listed(outputs.classes) or f'a {outputs.answer}'}",
     ]
 
 
@@ -82,6 +83,10 @@ def _figures(run: RunSummary) -> list[str]:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names[:_LISTED]) + (
-        ", ..." if len(names) > _LISTED else ""
-    )
+    return ", ".join(map(_code, names[:_LISTED])) + (", ..." if len(names) > _LISTED else "")
+
+
+def _code(text: str) -> str:
+    """Return a name as code in Markdown; it may be a stranger's."""
+    name = shortened(text).replace("`", "'")
+    return f"`{name}`"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fedloom.errors import printable
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.summary import LAST, Reach, Row, Spread, Target, TargetValue
 from fedloom.report.units import byte_text, percent, time_text
@@ -21,6 +22,10 @@ class Cell:
     text: str
     value: float | str | None
     partial: bool = False
+
+    def __post_init__(self) -> None:
+        """Clean the text, which may be of a stranger's file or site."""
+        object.__setattr__(self, "text", printable(self.text))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ shape that an array says it has.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -44,6 +45,24 @@ _RECORDS = {RECORD: ConfigRecord, ARRAYS: ArrayRecord, PARCEL: ConfigRecord}
 _LONGEST_WORDS = 1 << 22
 _MOST_AXES = 32
 _TYPES = {"float32", "float64", "int64", "int32", "uint8", "bool"}
+
+
+_LONGEST_LOGGED = 2000
+
+
+def _cleaned(record: logging.LogRecord) -> bool:
+    """Clean and bound the texts of a line of the log, which may be another party's."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            one_line(str(value), _LONGEST_LOGGED)
+            if isinstance(value, str | BaseException)
+            else value
+            for value in record.args
+        )
+    return True
+
+
+logging.getLogger("flwr.fedloom").addFilter(_cleaned)
 
 
 class Refusal(FedloomError):
