@@ -8,13 +8,12 @@ means, deviations, categories.
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from fedloom.config.fields import checked
-from fedloom.config.plugins import found_at
+from fedloom.config.plugins import found_at, refused_code
 from fedloom.data.columns import Columns, Moments, TableColumn, TableInputs
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.data.formats.arrow import read_any
@@ -50,8 +49,7 @@ class DataAgreement:
 
     name: str
     preprocessing: Preprocessing
-    # a server may not have sites import modules
-    objective: Annotated[str, Field(pattern="^[^:]*$")]
+    objective: str
     classes: int
     vocabulary: int | None
 
@@ -71,9 +69,19 @@ class DataAgreement:
         """Read what `words` returned. Raises `RefusedReply` for anything else."""
         try:
             preprocessing = Preprocessing.from_json(json.dumps(words["preprocessing"]))
-            return cls(**checked(cls, {**words, "preprocessing": preprocessing}))
+            agreement = cls(**checked(cls, {**words, "preprocessing": preprocessing}))
+            if agreement.objective:
+                agreement.built_objective()
+            return agreement
         except (DataError, InvalidValue, KeyError, TypeError, ValueError):
             raise RefusedReply("the server does not say what the data look like") from None
+
+    def built_objective(self) -> Objective:
+        """Return the objective. Raises `InvalidValue` where it names code: a server may not have
+        sites import modules.
+        """
+        with refused_code():
+            return build_objective(self.objective)
 
     def words(self) -> dict[str, Any]:
         """Return plain values for a message."""
@@ -85,8 +93,10 @@ class DataAgreement:
         """
         inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
         try:
-            objective = build_objective(
-                configuration.objective or self.objective, configuration.metrics
+            objective = (
+                build_objective(configuration.objective, configuration.metrics)
+                if configuration.objective
+                else self.built_objective()
             )
             table = own_table(source) if isinstance(inputs, TableInputs | TextInputs) else None
             if table is not None:
