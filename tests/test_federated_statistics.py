@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -14,8 +15,10 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import fedloom as fl
+from fedloom.cli.terminal import statistics_tables
 from fedloom.errors import InvalidValue, RefusedReply
 from fedloom.experiment.column_statistics import QUANTILES, Statistics, Survey
 from fedloom.experiment.federated_statistics import answer, collect, shared_rows, statistics
@@ -334,3 +337,52 @@ def test_narrow_bounds_tell_nothing_of_the_few_rows_between_them() -> None:
         "step": "sums", "smallest": 1, "noise": 0.0, "columns": {"age": {"bounds": [90.0, 92.0]}},
     }  # fmt: skip
     assert answer(columns, request, 5) == {"columns": {}}
+
+
+def told(
+    categories: dict[int, dict[str, float]], kinds: Mapping[str, str] | None = None
+) -> Statistics:
+    """Return the statistics of clients that tell these rows of the categories of one column."""
+
+    def ask(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        if request["step"] == "kinds":
+            return {client: {"kinds": kinds or {"ward": "categories"}} for client in categories}
+        return {
+            client: {"columns": {"ward": [[sum(rows.values()), 0], rows]}}
+            for client, rows in categories.items()
+        }
+
+    return collect(ask, Survey())
+
+
+@pytest.mark.parametrize("rows", [{"\ud800": 9.0}, {"a" * 100_000: 9.0}, {"a": -9.0}, {"a": 1e300}])
+def test_a_client_with_impossible_categories_is_refused_by_its_number(rows: dict[str, Any]) -> None:
+    with pytest.raises(RefusedReply, match="client 1 does not answer"):
+        told({0: {"a": 9.0}, 1: rows, 2: {"a": 9.0}})
+    with pytest.raises(RefusedReply, match="client 0 does not answer"):
+        told({0: {"a": 9.0}}, kinds={"\udfff": "categories"})
+
+
+def test_one_client_adds_a_bounded_number_of_categories() -> None:
+    shared = {f"shared {k}": 6.0 for k in range(500)}
+    flood = {f"mine {k}": 1e12 + k for k in range(9000)}
+    result = told({0: shared | {"own": 5.0}, 1: shared, 2: shared | flood})
+    names = result.columns["ward"].categories
+    assert {*shared, "own"} < names.keys()
+    assert len(names) == 500 + 1 + 100
+    assert names["shared 3"] == 18.0
+    assert names["mine 8999"] == 1e12 + 8999
+
+
+def test_names_of_strangers_steer_no_terminal_and_fill_no_page(tmp_path: Path) -> None:
+    name, category = "age\x1b[2J\u202e", "x\x1b]0;owned\x07\r\n" + "y" * 900
+    result = told({0: {category: 9.0}})
+    result = Statistics({name: result.columns["ward"]}, 1)
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(*statistics_tables(result, 100))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    result.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for text in (shown, page.split("<table")[1].split("</table>")[0]):
+        assert not {"\x1b", "\x07", "\r", "\u202e"} & set(text)
+    assert "y" * 201 not in page

@@ -14,7 +14,9 @@ tell how many rows it has. Its own `smallest` is the least for each request, wha
 sends.
 """
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +25,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from scipy.stats import norm
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -46,13 +48,31 @@ from fedloom.parts.gaussian_noise import normal
 from fedloom.randomness import stream
 from fedloom.task import Task
 
+_logger = logging.getLogger("flwr.fedloom")
+
 Words = dict[str, Any]
 Values = np.ndarray[Any, Any]
 """A column: float64 `[n]` or `[n, m]`, NaN where a cell is empty; or text `[n]`, None where it is
 empty.
 """
 
-Listed = tuple[list[Finite], Annotated[dict[str, Finite], Field(max_length=10_000)]]
+MOST_ROWS = 2.0**48
+"""Rows that a client can have, at most; with noise a few more or fewer than none."""
+
+MOST_CATEGORIES, MOST_OWN = 10_000, 100
+"""Categories of a column that one client may tell, and of those that no other one tells, at most."""
+
+
+def _writable(name: str) -> str:
+    """Return a name that files can hold; raises `ValueError` for others."""
+    name.encode()
+    return name
+
+
+_Name = Annotated[str, Field(max_length=1000), AfterValidator(_writable)]
+_Rows = Annotated[float, Field(ge=-MOST_ROWS, le=MOST_ROWS)]
+
+Listed = tuple[list[Finite], Annotated[dict[_Name, _Rows], Field(max_length=MOST_CATEGORIES)]]
 """Answer about one column: numbers, and the rows of each category."""
 
 LEAST_NOISE = 1.0
@@ -131,7 +151,8 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
     if isinstance(encoding, TableInputs):
         blocks = inputs.split([column.features for column in encoding.columns], 1)
         for column, block in zip(encoding.columns, blocks, strict=True):
-            texts = np.array([*(column.categories or ()), None], object)
+            # the category "" stands for empty cells
+            texts = np.array([*(name or None for name in column.categories or ()), None], object)
             index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
             columns[column.name] = (
                 block.squeeze(1) if column.categories is None else texts[index.numpy()]
@@ -342,7 +363,7 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
     """
     request: Words = {"step": "kinds", "smallest": survey.smallest, "noise": 0.0}
     tables = {
-        client: _sound(dict[str, Kind], words.get("kinds"), client)
+        client: _sound(dict[_Name, Kind], words.get("kinds"), client)
         for client, words in ask(request).items()
     }
     kinds = _agreed(tables)
@@ -376,18 +397,20 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
     def summed(step: str) -> dict[str, Listed]:
         answers = ask({**request, "step": step, "columns": about}) if about else {}
         sums: dict[str, Listed] = {}
+        told: dict[str, dict[int, dict[str, float]]] = {}
         for client, words in sorted(answers.items()):
             for name, (listed, rows) in _sound(
-                dict[str, Listed], words.get("columns"), client
+                dict[_Name, Listed], words.get("columns"), client
             ).items():
                 length = {"sums": 2 + (name in numbers), "squares": 1, "bins": survey.bins}[step]
                 if name not in about or len(listed) != length:
                     raise _refusal(client)
-                total, counts = sums.setdefault(name, ([0.0] * length, {}))
+                if not request["noise"] and min(*listed[:2], *rows.values(), 0.0) < 0:
+                    raise _refusal(client)
+                total, _ = sums.setdefault(name, ([0.0] * length, {}))
                 total[:] = map(add, total, listed)
-                for text, count in rows.items():
-                    counts[text] = counts.get(text, 0.0) + count
-        return sums
+                told.setdefault(name, {})[client] = rows
+        return {name: (total, _categories(told[name], name)) for name, (total, _) in sums.items()}
 
     columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
     for name, ((count, empty, *total), rows) in summed("sums").items():
@@ -407,6 +430,24 @@ def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Stat
     for name, (bins, _) in summed("bins").items():
         columns[name] = replace(columns[name], bins=tuple(bins))
     return Statistics(columns, len(tables), survey, request["noise"], releases)
+
+
+def _categories(told: Mapping[int, Mapping[str, float]], name: str) -> dict[str, float]:
+    """Return the rows of each category over all clients.
+
+    Each category widens everybody's model, so that a client adds at most `MOST_OWN`, its most
+    frequent ones, beside those that another client tells, too.
+    """
+    clients = Counter(text for rows in told.values() for text in rows)
+    counts: Counter[str] = Counter()
+    for client, rows in told.items():
+        own = sorted((text for text in rows if clients[text] == 1), key=lambda t: (-rows[t], t))
+        if len(own) > MOST_OWN:
+            text = "has %d categories of its own in column %s: those with the most rows count, %d"
+            _logger.warning(f"client %d {text}", client, len(own), quoted(name), MOST_OWN)
+        left_out = set(own[MOST_OWN:])
+        counts.update({text: n for text, n in rows.items() if text not in left_out})
+    return dict(counts)
 
 
 def _agreed(kinds: Mapping[int, Mapping[str, Kind]]) -> dict[str, Kind]:
