@@ -17,7 +17,18 @@ import pytest
 import torch
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint, DiskFull
-from fedloom.state.files import remove, remove_unfinished, replacing, write_bytes, write_text
+from fedloom.experiment.directory import read_json
+from fedloom.rounds.checkpoint import RoundLog
+from fedloom.state.client_files import ClientFiles
+from fedloom.state.files import (
+    read_file,
+    remove,
+    remove_unfinished,
+    replacing,
+    write_bytes,
+    write_text,
+)
+from fedloom.state.released import ReleaseLedger
 from fedloom.state.tensors import read_tensors, write_tensors
 
 WRITER = """
@@ -154,3 +165,34 @@ def test_a_folder_in_place_of_a_file_is_refused_in_one_line_and_stays(tmp_path: 
         read_tensors(tmp_path / "model")
     remove(tmp_path / "model")
     assert (tmp_path / "model").is_dir()
+
+
+def test_a_pipe_in_place_of_a_runs_file_is_an_error_not_a_wait(tmp_path: Path) -> None:
+    pipe = tmp_path / "metrics.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is no file"):
+        read_file(pipe)
+    with pytest.raises(OSError, match="it is no file"):
+        RoundLog(pipe).read()
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        read_json(pipe, dict)
+    with pytest.raises(DamagedCheckpoint, match="it is no file"):
+        read_tensors(pipe)
+    with pytest.raises(CheckpointError):
+        ReleaseLedger(pipe, "").resume(0)
+    (tmp_path / "plain").write_bytes(b"x" * 100_000)
+    assert read_file(tmp_path / "plain") == b"x" * 100_000
+
+
+def test_only_its_user_can_read_the_memory_of_a_site(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        memory = ClientFiles(tmp_path / "memory", private=True)
+        memory.write(3, 1, {"head": torch.ones(2)})
+        ClientFiles(tmp_path / "simulated").write(3, 1, {"head": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(memory.path(3, 1).stat().st_mode) == 0o600
+    assert stat.S_IMODE(memory.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(next((tmp_path / "simulated").iterdir()).stat().st_mode) == 0o644
+    assert torch.equal(memory.read(3, 1)["head"], torch.ones(2))

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -154,3 +156,19 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         build_model("transformer", SPEC, 0)
     with pytest.raises(FedloomError, match="transformer needs tokens"):
         build_model("transformer", DataSpec((1, 8, 8), 10), 0)
+
+
+@installed
+def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "own")
+    config = json.loads((tmp_path / "own/config.json").read_text())
+    config |= {
+        "model_type": "of_its_own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (tmp_path / "own/config.json").write_text(json.dumps(config))
+    (tmp_path / "own/own.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(InvalidValue, match="cannot be read"):
+        build_model(f"causal_lm(folder='{tmp_path / 'own'}')", SPEC, 0)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from fedloom.experiment.events import Event, RunName
 from fedloom.experiment.run import run_configured
 from fedloom.experiment.watch import live
 from fedloom.experiment.watch.live import Watched
-from fedloom.experiment.watch.serve import Server
+from fedloom.experiment.watch.serve import MOST_READERS, Server
 from report_support import CHROMIUM, SECONDS, Browser
 
 Ask = Callable[..., tuple[int, str]]
@@ -335,3 +336,37 @@ def test_the_command_serves_until_it_is_interrupted(
             process.kill()
     assert main(["watch", "nowhere"]) == 2
     assert capsys.readouterr().err == "fedloom: nowhere is not there: give a folder of runs\n"
+
+
+def test_readers_that_never_read_hold_a_bounded_number_of_pages(tmp_path: Path) -> None:
+    server = Server(tmp_path, 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    idle = [socket.create_connection(server.server_address[:2]) for _ in range(MOST_READERS + 8)]
+    try:
+        deadline = time.monotonic() + SECONDS
+        closed = 0
+        for reader in idle[MOST_READERS:]:
+            reader.settimeout(max(0.1, deadline - time.monotonic()))
+            closed += reader.recv(1) == b""
+        assert closed == 8
+        handlers = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+        assert len(handlers) <= MOST_READERS
+        idle[0].close()
+        while time.monotonic() < deadline:
+            connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+            try:
+                connection.request("GET", "/state")
+                assert connection.getresponse().status == 200
+                break
+            except (ConnectionError, http.client.HTTPException):
+                time.sleep(0.05)
+            finally:
+                connection.close()
+        else:
+            raise AssertionError("the place of a reader that left is not free again")
+    finally:
+        for reader in idle:
+            reader.close()
+        server.shutdown()
+        server.server_close()

@@ -32,7 +32,7 @@ from fedloom.report.summary import REAL_SITES, RunSummary, dotted, summarise
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Stop
 from fedloom.state.digest import Checksum, digest, digest_of_json
-from fedloom.state.files import remove_unfinished, slug, write_text
+from fedloom.state.files import read_file, remove_unfinished, slug, write_text
 from fedloom.training import Training
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
@@ -282,7 +282,7 @@ def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --f
     or damaged.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_file(path))
         if isinstance(value, kind) and (isinstance(value, list) or _intact(value)):
             return value
     except (OSError, ValueError, RecursionError):

@@ -97,7 +97,7 @@ def causal_lm(
         try:
             base = library.AutoModelForCausalLM.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, dtype=getattr(torch, dtype), use_cache=False,
-                attn_implementation=attention,
+                attn_implementation=attention, trust_remote_code=False,
             )  # fmt: skip
         except (OSError, ValueError, KeyError) as error:
             raise InvalidValue(

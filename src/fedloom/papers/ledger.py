@@ -25,6 +25,7 @@ from fedloom.papers.paper_file import exhibit, exhibits, not_run, titles
 from fedloom.papers.protocols import Exhibit, Printed
 from fedloom.papers.result_table import CellResult, cells_of
 from fedloom.report.export import escape_markdown, markdown_table
+from fedloom.state.files import read_file
 
 STATES = {
     "within": "reproduced within two standard deviations",
@@ -84,7 +85,7 @@ class ExhibitRecord:
         table does not have.
         """
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
+            table = json.loads(read_file(path))
             cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
             results = [
                 CellResult(

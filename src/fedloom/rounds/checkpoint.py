@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint
 from fedloom.state.digest import Checksum
-from fedloom.state.files import append_line, flush, write_bytes
+from fedloom.state.files import append_line, flush, read_file, write_bytes
 from fedloom.state.tensors import read_tensors, write_tensors
 
 Record = dict[str, Any]
@@ -165,7 +165,7 @@ class RoundLog:
         if self.path is None:
             return self._in_memory
         records: list[dict[str, Any]] = []
-        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+        for line in read_file(self.path).splitlines() if self.path.exists() else []:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):

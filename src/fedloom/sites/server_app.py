@@ -29,7 +29,7 @@ from fedloom.experiment.federated_statistics import collect
 from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
 from fedloom.parts.building import build
-from fedloom.report.export import markdown_table
+from fedloom.report.export import escape_markdown, markdown_table
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
@@ -45,7 +45,7 @@ from fedloom.sites.site_data import (
     server_table,
     table_roles,
 )
-from fedloom.state.files import write_text
+from fedloom.state.files import read_file, write_text
 from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
 from fedloom.task import Task, make_dataset, make_task
 
@@ -129,7 +129,7 @@ class Opening:
         if not path.exists():
             return None
         try:
-            opening = cls(**checked(cls, json.loads(path.read_text(encoding="utf-8"))))
+            opening = cls(**checked(cls, json.loads(read_file(path))))
             if len(opening.samples) == len(opening.tests) == count:
                 return opening
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, InvalidValue):
@@ -269,14 +269,10 @@ class Gathering:
                 "statistics with noise are those of %s: other ones would cost as much again", path
             )
         table = statistics_table(statistics)
-        lines = ([cell.text for cell in line] for line in table.lines)
+        lines = ([escape_markdown(cell.text) for cell in line] for line in table.lines)
         text = markdown_table([column.title for column in table.columns], lines)
-        _logger.info(
-            "statistics of the sites' data:\n\n%s\n%s\nall numbers, and a page: %s",
-            text,
-            caption(statistics),
-            folder,
-        )
+        told = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
+        _logger.info(f"{told}\nall numbers, and a page: {folder}")  # several lines on purpose
         return statistics
 
     def _answers(

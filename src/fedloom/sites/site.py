@@ -270,7 +270,7 @@ class Site:
         kept = self._kept(words)
         task = kept.for_client(self._share, client, self.settings.clients)
         _require_sound(task, inbox)
-        memory = ClientFiles(self.config.folder(words.get("federation")))
+        memory = ClientFiles(self.config.folder(words.get("federation")), private=True)
         version = whole_number(words, "memory", 0, round.number)
         try:
             remembered = memory.read(self.number, version) if version else {}

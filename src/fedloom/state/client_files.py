@@ -16,11 +16,12 @@ Tensors = dict[str, Tensor]
 
 class ClientFiles:
     """Named tensors by client and version, such as `client-000123.v7.safetensors`. A file is never
-    changed.
+    changed. Those of `private` memory only this user can read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, private: bool = False) -> None:
         self.folder = folder  # which may not exist yet
+        self.private = private
 
     def path(self, client: int, version: int) -> Path:
         return self.folder / f"client-{client:06d}.v{version}.safetensors"
@@ -41,9 +42,11 @@ class ClientFiles:
         """Write all of it or nothing; `durable` as in `replacing`. Raises `CheckpointError` when it
         cannot be written.
         """
-        make_folder(self.folder)
+        make_folder(self.folder, 0o700 if self.private else 0o777)
         about = {"client": str(client), "version": str(version)}
-        write_tensors(self.path(client, version), tensors, about, durable)
+        write_tensors(
+            self.path(client, version), tensors, about, durable, 0o600 if self.private else 0o666
+        )
 
     def remove(self, client: int, version: int) -> None:
         remove(self.path(client, version))

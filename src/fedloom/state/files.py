@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -93,6 +94,18 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a file. Raises `OSError` for a pipe or a device, which may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no file: a pipe, a device or a folder", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
     finally:
         os.close(descriptor)
 

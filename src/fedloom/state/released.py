@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.state.digest import digest
-from fedloom.state.files import append_line
+from fedloom.state.files import append_line, read_file
 
 RELEASED = "released.jsonl"
 """Name of the file."""
@@ -67,7 +67,7 @@ class ReleaseLedger:
         """
         self.releases, self._digest = [], ""
         try:
-            content = self.path.read_bytes() if os.path.lexists(self.path) else b""
+            content = read_file(self.path) if os.path.lexists(self.path) else b""
         except OSError as error:
             raise self._refusal(f"cannot be read ({error.strerror or error})") from None
         complete = content[: content.rfind(b"\n") + 1]

@@ -24,10 +24,14 @@ _TYPES = {
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], durable: bool = True
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    durable: bool = True,
+    mode: int = 0o666,
 ) -> None:
-    """Write a safetensors file, the same bytes for the same tensors; `durable` as in `replacing`.
-    Raises `CheckpointError`.
+    """Write a safetensors file, the same bytes for the same tensors; `durable` and `mode` as in
+    `replacing`. Raises `CheckpointError`.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
@@ -38,7 +42,7 @@ def write_tensors(
     about = json.dumps(dict(metadata), sort_keys=True)
     header = _header(plain, about)
     try:
-        with replacing(path, durable=durable) as temporary, temporary.open("wb") as file:
+        with replacing(path, mode=mode, durable=durable) as temporary, temporary.open("wb") as file:
             file.write(header)
             for tensor in plain.values():
                 file.write(tensor_bytes(tensor))
@@ -54,6 +58,8 @@ def read_tensors(path: Path, **expected: str) -> tuple[dict[str, Tensor], dict[s
     at all, or not as it was written.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file: a pipe, a device or a folder")
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = _ordered({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118

@@ -3,6 +3,7 @@ opened.
 """
 
 import json
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +14,9 @@ from fedloom.errors import InvalidValue
 from fedloom.experiment.watch.live import Watched
 
 ADDRESS = "127.0.0.1"
+
+MOST_READERS = 32
+"""Connections at a time: each holds a page in memory until its reader has taken it."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -34,6 +38,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int) -> None:
         """Listen on a port. Raise `InvalidValue` when it is taken or may not be used."""
         self.watched = Watched(folder)
+        self._free = threading.BoundedSemaphore(MOST_READERS)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -53,6 +58,20 @@ class Server(ThreadingHTTPServer):
         """
         port = self.server_address[1]
         return f"{ADDRESS}:{port}", f"localhost:{port}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread; close it at once if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that hang up in the middle."""
