@@ -44,6 +44,18 @@ class Normed(torch.optim.Optimizer):
                 parameter.sub_(gradient, alpha=group["lr"])
 
 
+class Grouped(torch.optim.SGD):
+    """SGD whose matrices move ten times as fast as its vectors."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
+        tensors = list(params)
+        groups = [
+            {"params": [tensor for tensor in tensors if tensor.dim() > 1], "lr": 10 * lr},
+            {"params": [tensor for tensor in tensors if tensor.dim() == 1]},
+        ]
+        super().__init__([group for group in groups if group["params"]], lr=lr, momentum=momentum)
+
+
 def no_optimizer(params: Iterable[Tensor], lr: float) -> None:
     """A function instead of a class."""
 

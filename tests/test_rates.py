@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedloom as fl
@@ -31,7 +31,7 @@ from fedloom.records import Message
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.training import Training
-from own_optimizers import Normed, Sign
+from own_optimizers import Grouped, Normed, Sign
 from small_task import small_task
 
 
@@ -130,6 +130,7 @@ def run(
         {"optimizer": "adam", "learning_rate": 0.02, "optimizer_options": {"eps": 1e-3}},
         {"optimizer": "own_optimizers:Sign", "clip": 0.3},
         {"optimizer": "own_optimizers:Normed"},
+        {"optimizer": "own_optimizers:Grouped", "momentum": 0.5, "learning_rate": 0.02},
     ],
 )
 def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(
@@ -145,12 +146,12 @@ def test_clients_of_unequal_steps_have_the_rates_of_rows_in_a_stack(
         for notice in stacked.notices
         if notice.startswith("each client has an optimizer of its own")
     ]
-    assert bool(joint) == ("Normed" in settings.get("optimizer", "")), (
+    assert bool(joint) == settings.get("optimizer", "").endswith(("Normed", "Grouped")), (
         "which shortcut proves itself"
     )
 
 
-@pytest.mark.parametrize("kind", [Sign, Normed])
+@pytest.mark.parametrize("kind", [Sign, Normed, Grouped])
 def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimizer]) -> None:
     federation = run("fedavg", rounds=1, epochs=1, optimizer=f"own_optimizers:{kind.__name__}")
     task = federation.task
@@ -174,6 +175,36 @@ def test_a_users_optimizer_sees_the_models_tensors(kind: type[torch.optim.Optimi
     trained = dict(task.module(federation.model()).named_parameters())
     for name, tensor in server.items():
         torch.testing.assert_close(trained[name].detach(), tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_schedules_scale_the_rate_of_each_group_of_parameters() -> None:
+    """As the schedulers of torch do, in one local training with a falling rate."""
+    task = replace(
+        small_task(own_test=False),
+        model=nn.Linear(5, 4),
+        training=Training(
+            learning_rate=0.05,
+            batch_size=4,
+            optimizer="own_optimizers:Grouped",
+            local_schedule="own_optimizers:falling",
+        ),
+    )
+    task = replace(task, partition=task.partition.take([0]))
+    federation = Federation(build("fedavg"), task, RowsEngine(task), Schedule(1, 1.0, 3))
+    federation.run()
+    samples, module = task.samples(0), copy.deepcopy(task.model)
+    optimizer = Grouped(module.parameters(), lr=0.05)
+    order = batch_order(len(samples), stream(3, "batches", round=1, client=0), batch_size=4)
+    batches = list(order)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / len(batches))
+    for index in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(module(samples.inputs[index]), samples.labels[index]).backward()
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(
+        federation.model(), task.layout.flatten(module), rtol=1e-5, atol=1e-6
+    )
 
 
 class OwnRates(FedAvg):

@@ -296,10 +296,12 @@ def _optimizer(settings: Training, parameters: list[Tensor]) -> Callable[[float]
     }
     optimizer = None if settings.optimizer == "sgd" else settings.torch_optimizer(parameters, RATE)
 
+    initial = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+
     def step(rate: float) -> None:
         if optimizer is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            for group, group_rate in zip(optimizer.param_groups, initial, strict=True):
+                group["lr"] = group_rate if rate == RATE else group_rate * rate / RATE
             optimizer.step()
             return
         gradients, decay = [p.grad for p in parameters if p.grad is not None], settings.weight_decay

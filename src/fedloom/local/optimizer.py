@@ -261,7 +261,10 @@ class _Optimizer:
     def __init__(self, settings: Training, rate: float, tensors: Sequence[Tensor]) -> None:
         self.settings, self.rate = settings, rate
         self.tensors = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self.optimizer = settings.torch_optimizer(self.tensors, rate)
+        # above 0, since the rates of groups are in proportion to it
+        self.current = self.first = rate or settings.learning_rate
+        self.optimizer = settings.torch_optimizer(self.tensors, self.first)
+        self.group_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def attach(self, tensors: Sequence[Tensor]) -> None:
         """Move these tensors from now on."""
@@ -269,11 +272,20 @@ class _Optimizer:
             parameter.data = tensor
 
     def step(self, gradients: Sequence[Tensor], rate: float | list[float], starts: bool) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        if rate != self.current:
+            assert not isinstance(rate, list), "clients with different rates have an optimizer each"
+            self._scale(rate)
         for parameter, gradient in zip(self.tensors, gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
+
+    def _scale(self, rate: float) -> None:
+        """Set the learning rate of each group of parameters in proportion to that of the step, like
+        the schedulers of torch.
+        """
+        for group, first in zip(self.optimizer.param_groups, self.group_rates, strict=True):
+            group["lr"] = first / self.first * rate
+        self.current = rate
 
     def of_row(self, k: int) -> "_Optimizer":
         """Return an optimizer of row k alone, with its share of this one's state."""
