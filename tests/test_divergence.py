@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
+from fedloom.data.dataset import Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import Diverged, RefusedReply
 from fedloom.local.cohort import Cohort
@@ -24,6 +27,7 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.task import make_task
 from fedloom.training import Training
 from naive import World
+from small_task import small_task
 
 LAST = 2  # rounds that go well
 
@@ -145,6 +149,39 @@ def test_a_high_loss_is_no_divergence() -> None:
     run = federation(build("fedavg"), rounds=4, learning_rate=5.0)
     run.run()
     assert len(run.history) == 4
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_a_rate_that_has_decayed_to_zero_is_no_divergence(method: str) -> None:
+    """From round 2 on the rate is 0 in single precision, from round 7 on in double precision."""
+    settings = Training(learning_rate=0.05, batch_size=4, decay=1e-60)
+    task = replace(small_task(), training=settings)
+    run = Federation(
+        build(method),
+        task,
+        RowsEngine(task),
+        Schedule(rounds=9, participation=1.0, evaluate_every=1),
+    )
+    run.run()
+    assert len(run.history) == 9
+    assert not any(record["faults"] for record in run.history)
+
+
+@pytest.mark.parametrize("by", ["prototype", "head"])
+def test_a_class_that_no_client_has_is_no_divergence(by: str) -> None:
+    """A tenth of the test samples are of a class without a prototype."""
+    task = small_task()
+    labels = task.train.labels.clamp(max=2)
+    task = replace(task, train=Samples(task.train.inputs, labels))
+    assert bool((task.test.labels == 3).any())
+    run = Federation(
+        build(f"fedproto(by={by})"),
+        task,
+        RowsEngine(task),
+        Schedule(rounds=3, participation=1.0, evaluate_every=1),
+    )
+    run.run()
+    assert run.history[-1]["loss"] < 100
 
 
 class Misnamed(FedAvg):

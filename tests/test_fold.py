@@ -42,7 +42,7 @@ VARIANTS = ["fedavg(weighted=false)", "fedexp(epsilon_by_clients=true)", "feddyn
 
 KEEP_ALL = {
     "fedntd(fedmr)", "fedcross", "fedkdmr", "power_of_choice(fedavg, ask=false)", WRAPPERS["cfl"],
-    "gossip(fedavg)", "norm_bound(fedavg, radius=0.5)",
+    "gossip(fedavg)", "norm_bound(fedavg, radius=0.5)", WRAPPERS["qfedavg"],
     WRAPPERS["ala"], "apple", "clusamp", "clustered(fedmr)", "fedamp", "fedfomo", "fedpac", WRAPPERS["fedgen"], "fedmr", "indep",
     "fedasync(fedavg)", "fedbuff(fedavg, k=2)", "fedmr_async(k=2)",
     "robust(fedavg)", "robust(feddc)", "secure(fedmr)",

@@ -183,6 +183,10 @@ def prototype_head(
     )
     for c, p in prototypes.items():
         weight[c], bias[c] = 2 * p, -(p @ p)
+    missing = [c for c in range(classes) if c not in prototypes]
+    if prototypes and missing:
+        weight[missing] = sum(weight[c] for c in prototypes) / len(prototypes)
+        bias[missing] = sum(bias[c] for c in prototypes) / len(prototypes) - 50
     return weight, bias
 
 
@@ -618,7 +622,9 @@ def test_fedproto_names_no_class_that_nobody_has_and_forgets_none() -> None:
     run = world.run(build("fedproto"))
     assert run.federation.algorithm.state["present"].tolist() == [1, 1, 0]
     for row in run.moments[-1].personal:
-        assert float(row[-1]) == NEVER
+        module = run.federation.task.module(row).eval()
+        outputs = module(100 * torch.randn(1000, world.inputs.shape[1], dtype=torch.float64))
+        assert bool((outputs[:, 2] < outputs[:, :2].amax(1) - 49).all())
 
 
 def test_feddbe_spends_its_first_round_on_the_consensus() -> None:

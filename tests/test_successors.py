@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,13 +19,15 @@ from fedloom.algorithms.afl import on_simplex
 from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
 from fedloom.algorithms.ifca import IFCA
+from fedloom.algorithms.qfedavg import QFedAvg
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
 from fedloom.parts.course import Course
 from fedloom.parts.power_of_choice import PowerOfChoice
 from fedloom.randomness import stream
-from fedloom.records import Plan
+from fedloom.records import Plan, Replies
+from fedloom.round import Round
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 
 Rounds = list[list[int]]
@@ -410,6 +413,31 @@ def test_qfedavg_agrees_with_the_second_computation(q: float, norm: bool) -> Non
     world = World(norm=norm)
     run = world.run(build(f"qfedavg(q={q})"))
     assert_same(run.models, list(fair(world, run.selected, q)))
+
+
+@pytest.mark.parametrize(("q", "scale"), [(12.0, 1e-4), (40.0, 1e-7), (300.0, 1.0), (300.0, 1e3)])
+def test_qfedavg_of_extreme_powers_agrees_with_exact_numbers(q: float, scale: float) -> None:
+    """Losses of which some powers are below or above all floats, against rational numbers."""
+    module = nn.Linear(5, 2)
+    layout = Layout(module)
+    method, initial = QFedAvg(q=q), torch.zeros(layout.size)
+    method.setup(Plan(layout, initial, 40, 40, 1, 0, 2, torch.ones_like, module))
+    generator = torch.Generator().manual_seed(7)
+    losses = scale * (1 + torch.rand(40, generator=generator))
+    moved = torch.randn(40, layout.size, generator=generator)
+    clients = torch.arange(40)
+    method.receive(
+        Round(1, 1, 0, 40, 40, 0.1, 0.1),
+        Replies({"model": -moved, "loss": losses}, clients, clients, torch.ones(40)),
+    )
+    numerator, bound = torch.zeros(layout.size, dtype=torch.float64), Fraction(0)
+    exact = [Fraction(float(loss)) + Fraction(1e-10) for loss in losses]
+    for loss, row in zip(exact, moved.double(), strict=True):
+        steepness = Fraction(float(row @ row)) / Fraction(0.1)
+        bound += int(q) * loss ** (int(q) - 1) * steepness + loss ** int(q)
+    for loss, row in zip(exact, moved.double(), strict=True):
+        numerator += float(loss ** int(q) / bound) * row
+    torch.testing.assert_close(method.state["model"].double(), -numerator, rtol=1e-4, atol=0)
 
 
 def simplex(values: list[float]) -> list[float]:

@@ -290,4 +290,6 @@ class Training:
             self.rate(number, round.rounds),
             self.rate(max(1, number - 1), round.rounds),
         )
-        return replace(round.at(number), learning_rate=rate, rate_change=rate / previous)
+        # a rate that has decayed to 0 does not change any more
+        change = rate / previous if previous else 1.0
+        return replace(round.at(number), learning_rate=rate, rate_change=change)

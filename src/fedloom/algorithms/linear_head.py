@@ -21,7 +21,10 @@ Head = tuple[Tensor, Tensor]
 """Weight `[..., Y, d]` and bias `[..., Y]` of a classifier of d features onto Y classes."""
 
 NEVER = -1e9
-"""Bias of a class that is never chosen."""
+"""Added to the output of a class that a client lacks, while it trains."""
+
+MARGIN = 50.0
+"""How far the output of a class that is never chosen is below the mean of the others."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,24 @@ def nearest_prototype(prototypes: Tensor, present: Tensor) -> Head:
     Returns:
         W_c = 2 p_c and b_c = -|p_c|^2, so that outputs differ as squared distances do.
     """
-    return 2 * prototypes, torch.where(present, -prototypes.square().sum(-1), NEVER)
+    return without((2 * prototypes, -prototypes.square().sum(-1)), present)
+
+
+def without(head: Head, present: Tensor) -> Head:
+    """Return a head that never chooses some classes.
+
+    Their output is the mean of the outputs of the others less `MARGIN`. So it is never the largest
+    one, whatever the features are, and the loss of a sample of such a class is of moderate size.
+
+    Args:
+        head: Weight `[..., Y, d]` and bias `[..., Y]`.
+        present: False for classes that are never chosen, bool `[..., Y]`.
+    """
+    shares = present.to(head[1]) / present.sum(-1, keepdim=True).clamp_min(1)
+    mean_weight = (shares.unsqueeze(-1) * head[0]).sum(-2, keepdim=True)
+    mean_bias = (shares * head[1]).sum(-1, keepdim=True)
+    weight = torch.where(present.unsqueeze(-1), head[0], mean_weight)
+    return weight, torch.where(present, head[1], mean_bias - MARGIN)
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> Head:
@@ -129,5 +149,5 @@ def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> Head:
         W_c = S^-1 mu_c and b_c = -mu_c^T S^-1 mu_c / 2 + ln pi_c.
     """
     weight = torch.linalg.solve(covariance, means.mT).mT
-    log_prior = torch.where(prior > 0, prior.clamp_min(torch.finfo(prior.dtype).tiny).log(), NEVER)
-    return weight, log_prior - (weight * means).sum(-1) / 2
+    log_prior = prior.clamp_min(torch.finfo(prior.dtype).tiny).log()
+    return without((weight, log_prior - (weight * means).sum(-1) / 2), prior > 0)

@@ -1,8 +1,17 @@
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from fedloom.algorithm import Algorithm, Cohort, Facts, Round, algorithms
 from fedloom.config.fields import NonNegative
-from fedloom.records import Aggregate, Message, Replies, server_model
+from fedloom.records import (
+    NOTHING,
+    Aggregate,
+    Message,
+    Replies,
+    block_slots,
+    server_model,
+)
 
 
 class ReportsLoss(Algorithm):
@@ -37,20 +46,35 @@ class QFedAvg(ReportsLoss):
 
     q: NonNegative = 1.0
 
-    def fold(self, round: Round, replies: Replies) -> Aggregate:
+    def receive(self, round: Round, replies: Replies) -> None:
+        # Numerator and denominator are divided by eta and by the largest F^q, whose power alone may
+        # be beyond all floats. So the largest loss must be known before the first block is folded.
+        loss = replies["loss"].double() + 1e-10
+        largest = float(loss.max())
+        powers = (loss / largest) ** self.q
+        slopes = self.q * (loss / largest) ** (self.q - 1) / largest
+        size, folded, start = block_slots(self.plan.layout.row_bytes), NOTHING, 0
+        for block in replies.blocks(size):
+            own = slice(start, start + len(block))
+            folded = folded.joined(self._sums(round, block, powers[own], slopes[own]))
+            start += len(block)
+        self.update(round, folded)
+
+    def _sums(self, round: Round, block: Replies, powers: Tensor, slopes: Tensor) -> Aggregate:
+        """Return the sums over a block of F^q d and of q F^(q - 1) |d|^2 / eta + F^q, d = w_t - w_i."""
         trainable = slice(self.plan.layout.trainable)
-        slopes = (
-            self.state["model"][trainable] - replies["model"][:, trainable]
-        ) / round.learning_rate
-        loss = replies["loss"] + 1e-10
-        power = loss**self.q
-        bound = self.q * loss ** (self.q - 1) * slopes.square().sum(1) + power / round.learning_rate
-        total = {"slope": (power @ slopes).unsqueeze(0), "bound": bound}
-        return replies.aggregate(weighted=False, mean={"model": replies["model"]}, total=total)
+        moved = self.state["model"][trainable] - block["model"][:, trainable]
+        squares = moved.double().square().sum(1)
+        # a rate that is 0 in floating point moves no client
+        steepness = squares / round.learning_rate if round.learning_rate else 0 * squares
+        total = {
+            "moved": (powers.to(moved) @ moved).unsqueeze(0),
+            "bound": slopes * steepness + powers,
+        }
+        return block.aggregate(weighted=False, mean={"model": block["model"]}, total=total)
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable, model = slice(self.plan.layout.trainable), aggregate.mean["model"].clone()
-        model[trainable] = (
-            self.state["model"][trainable] - aggregate.total["slope"] / aggregate.total["bound"]
-        )
+        bound = float(aggregate.total["bound"])
+        model[trainable] = self.state["model"][trainable] - aggregate.total["moved"] / bound
         self.state["model"] = model

@@ -45,9 +45,14 @@ def divided(
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:
     """Return (start - end) / (steps rate), `[k, T]`: the mean gradient of the local steps; 0 for a
-    client without steps.
+    client without steps, or where the rate is 0 in floating point.
     """
-    return (start - end) / (steps.to(start).clamp_min(1) * rate).unsqueeze(1)
+    if rate == 0:
+        return torch.zeros_like(start)
+    counts = steps.to(start).clamp_min(1)
+    # A rate that has decayed for long is 0 in single precision.
+    lengths = (counts if rate > torch.finfo(start.dtype).tiny else counts.double()) * rate
+    return ((start - end) / lengths.unsqueeze(1)).to(start)
 
 
 def require_sgd(method: str, plan: Plan) -> None:
