@@ -196,9 +196,32 @@ def test_a_figure_within_the_spread_of_the_seeds_is_told_from_one_beyond(
             changed[name] = "".join(json.dumps(line) + "\n" for line in lines).encode()
         return changed
 
-    packed(Path("within.zip"), seeds_apart(contents(compared), 0.02, 0.5))
-    code, out, _ = fed("replay", "within.zip", "-q")
-    assert (code, out.count("within the seeds' spread")) == (0, 2)
+    elsewhere = edited(
+        Path("elsewhere.zip"),
+        compared,
+        "environment.json",
+        lambda about: about | {"processor": "abacus"},
+    )
+    fed("replay", str(compared), "-q", "--directory", "honest")
+    finals = [
+        json.loads(Path(f"honest/{k}/metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
+        for k in range(4)
+    ]
+    spread = max(abs(finals[0] - finals[2]), abs(finals[1] - finals[3])) * 2**0.5
+    test_samples = json.loads(contents(compared)["runs/0/task.json"])["test_samples"]
+    gap = 0.9 * spread
+    assert gap > 4 / test_samples + 2e-3  # else it is float tolerance
+    packed(Path("within.zip"), seeds_apart(contents(elsewhere), gap, 0))
+    _, out, _ = fed("replay", "within.zip", "-q")
+    assert "within the seeds' spread" in out
+    # With the same versions and processor nothing excuses a difference.
+    packed(Path("forged.zip"), seeds_apart(contents(compared), gap, 0))
+    code, out, _ = fed("replay", "forged.zip", "-q")
+    assert (code, out.count("different")) == (1, 2)
+    # Seeds that the bundle invents make no spread.
+    packed(Path("invented.zip"), seeds_apart(contents(elsewhere), 0.02, 0.5))
+    code, out, _ = fed("replay", "invented.zip", "-q")
+    assert (code, out.count("different")) == (1, 2)
     packed(Path("beyond.zip"), seeds_apart(contents(compared), 0.9, 0.001))
     code, out, _ = fed("replay", "beyond.zip", "-q")
     assert (code, out.count("different")) == (1, 2)
@@ -662,3 +685,69 @@ def test_three_short_bundles_lie_with_the_records_and_are_replayed_before_a_chan
 def test_a_bundle_of_no_run_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="holds no run"):
         write_bundle(tmp_path, tmp_path / "x.zip")
+
+
+def test_forged_figures_are_different_whatever_sizes_the_bundle_claims(
+    compared: Path, fed: Say
+) -> None:
+    def forge(line: dict[str, Any]) -> dict[str, Any]:
+        return {key: 0.999 if key == "accuracy" else value for key, value in line.items()}
+
+    forged = edited(Path("forged.zip"), compared, "metrics.jsonl", forge)
+    small = edited(Path("small.zip"), forged, "task.json", lambda task: task | {"test_samples": 1})
+    code, out, _ = fed("replay", str(small), "-q")
+    assert (code, out.count("different")) == (1, 2)
+    assert "test_samples 1, here" in out
+    code, out, _ = fed("replay", str(forged), "-q", "--directory", "again")
+    assert (code, out.count("different")) == (1, 2)
+    assert "accuracy 0.999, here" in out
+
+
+def test_forged_figures_of_clients_are_different(fed: Say) -> None:
+    Path("job.toml").write_text(JOB)
+    options = ("data.local_test=0.2", "algorithm=fedavg", "-q")
+    assert fed("run", "job.toml", *options)[0] == 0
+    assert fed("bundle", "runs/job/fedavg/seed-0", "--to", "clients.zip")[0] == 0
+
+    def forge(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: forge(item) for key, item in value.items()}
+        return [0.999] * len(value) if isinstance(value, list) else value
+
+    assert "runs/0/clients.jsonl" in contents(Path("clients.zip"))
+    forged = edited(Path("forged.zip"), Path("clients.zip"), "clients.jsonl", forge)
+    code, out, _ = fed("replay", str(forged), "-q")
+    assert (code, out.count("different")) == (1, 1), out
+    code, out, _ = fed("replay", "clients.zip", "-q", "--directory", "again")
+    assert (code, out.count("the same bytes")) == (0, 1)
+
+
+def test_a_bundle_without_runs_is_refused_and_one_with_other_names_shows_what_ran(
+    compared: Path, fed: Say
+) -> None:
+    Path("none.zip").write_bytes(archive_of(("bundle.json", GOOD)))
+    code, _, err = fed("replay", "none.zip")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds no runs" in err
+    runs = json.loads(contents(compared)["bundle.json"])["runs"]
+    renamed = [run | {"algorithm": "fedprox(mu=0.1)"} for run in runs]
+    packed(Path("renamed.zip"), contents(compared), runs=renamed)
+    code, out, _ = fed("replay", "renamed.zip", "-q")
+    assert code == 0
+    assert "fedprox(mu=0.1): fedavg" in out
+
+
+def test_a_model_of_another_shape_is_different_in_one_line(compared: Path, fed: Say) -> None:
+    files = contents(compared)
+    for number in range(4):
+        Path("model.safetensors").write_bytes(files[f"runs/{number}/model.safetensors"])
+        tensors, metadata = read_tensors(Path("model.safetensors"))
+        changed = {name: torch.cat([t, t]) for name, t in tensors.items()}
+        if number % 2:
+            changed.pop(min(changed))
+        write_tensors(Path("model.safetensors"), changed, metadata)
+        files[f"runs/{number}/model.safetensors"] = Path("model.safetensors").read_bytes()
+    packed(Path("shape.zip"), files)
+    code, out, err = fed("replay", "shape.zip", "-q")
+    assert (code, err, out.count("different")) == (1, "", 2)
+    assert "of shape (" in out

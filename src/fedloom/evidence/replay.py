@@ -2,8 +2,10 @@
 in a setting each.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
@@ -30,6 +32,8 @@ from fedloom.rounds.schedule import Schedule
 from fedloom.state.digest import Checksum
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task
+
+NO_RUNS = "the bundle holds no runs: there is nothing to check"
 
 ANSWERS = ("the same bytes", "the same to float tolerance", "within the seeds' spread", "different")
 
@@ -69,6 +73,10 @@ class Replay:
     directory: Path
     folders: Mapping[str, str]
 
+    def __post_init__(self) -> None:
+        if not self.bundle.runs:
+            raise InvalidValue(NO_RUNS)
+
     def described(self) -> list[str]:
         """Return what will be done, how long it may take, and what has changed since, a line each."""
         cells = {(run.setting, run.algorithm) for run in self.bundle.runs}
@@ -77,16 +85,21 @@ class Replay:
         seconds = sum(
             float(self._stored(k, "result").get("seconds") or 0) for k in range(len(self.jobs))
         )
-        stored, present = self._stored(0, "environment"), environment()
-        changes = version_changes(stored | {"threads": present["threads"]}, present)
-        if stored.get("processor") != present["processor"]:
-            changes = f"{changes}{', ' if changes else ''}{stored.get('processor')} (now {present['processor']})"
+        changes = self._changes(0)
         machine = f"made with {one_line(changes)}: the last digits may differ"
         return [
             f"{self.bundle.title}: {len(cells)} cells, {len(self.jobs)} runs, {rounds:,} rounds, on {', '.join(data)}",
             f"it took {time_text(seconds)} where it was made; runs go to {self.directory}",
             machine if changes else "the same versions and processor",
         ]
+
+    def _changes(self, number: int) -> str:
+        """Return which versions and which processor of a run differ here; "" if none do."""
+        stored, present = self._stored(number, "environment"), environment()
+        changes = version_changes(stored | {"threads": present["threads"]}, present)
+        if stored.get("processor") != present["processor"]:
+            changes = f"{changes}{', ' if changes else ''}{stored.get('processor')} (now {present['processor']})"
+        return changes
 
     @cached_property
     def jobs(self) -> list[RunJob]:
@@ -95,11 +108,11 @@ class Replay:
         for number, run in enumerate(self.bundle.runs):
             try:
                 configured = self._configured(number)
+                name = RunName(configured.only_method("replay"), run.seed, run.setting)
             except FedloomError as error:
                 raise InvalidValue(
                     f"{run.algorithm}: {error} (bundled by fedloom {self.bundle.fedloom})"
                 ) from None
-            name = RunName(configured.only_method("replay"), run.seed, run.setting)
             jobs.append(RunJob(configured, name, self.directory / str(number)))
         return jobs
 
@@ -156,18 +169,37 @@ class Replay:
         return [self._cell(*key, group) for key, group in numbers.items()]
 
     def _cell(self, setting: str, algorithm: str, numbers: Sequence[int]) -> ReplayedCell:
-        bundled, here = ([_final(self._paths(number)[k]) for number in numbers] for k in (0, 1))
-        spread = 2 * stdev(bundled) if len(numbers) > 1 else 0.0
+        # The replay's own metric and spread: the bundle may claim any.
+        metric = read_json(self._paths(numbers[0])[1] / "task.json", dict)["metric"]["name"]
+        bundled, here = (
+            [_final(self._paths(number)[k], metric) for number in numbers] for k in (0, 1)
+        )
+        spread = 2 * stdev(here) if len(numbers) > 1 else 0.0
         worst, detail = 0, ""
         for number, a, b in zip(numbers, bundled, here, strict=True):
             rank, figure, location = self._outcome(number)
-            if figure and 0 < spread >= abs(b - a):
+            if figure and 0 < spread >= abs(b - a) and self._changes(number):
                 rank = 2
             if rank > worst:
                 worst, detail = rank, one_line("; ".join(filter(None, (figure, location))))
         return ReplayedCell(
-            setting, algorithm, len(numbers), mean(bundled), mean(here), ANSWERS[worst], detail
+            setting,
+            self._shown(algorithm, numbers[0]),
+            len(numbers),
+            mean(bundled),
+            mean(here),
+            ANSWERS[worst],
+            detail,
         )
+
+    def _shown(self, label: str, number: int) -> str:
+        """Return the bundle's name of a method, with the method where it is another."""
+        job = self.jobs[number]
+        method = str(job.configuration.method(job.name.algorithm))
+        with suppress(FedloomError):
+            if str(job.configuration.method(label)) == method:
+                return label
+        return f"{label}: {method}"
 
     def _outcome(self, number: int) -> tuple[int, str, str]:
         """Return the index of a run's answer, the first figure that differs, and where in the
@@ -180,12 +212,21 @@ class Replay:
                 a[-1] = self._stored(number, "result").get("files", {}).get(_SAME[-1])
             if a == b:
                 return 0, "", ""
-            slack = SAMPLES / max(1, int(self._stored(number, "task")["test_samples"]))
-            records_a, records_b = (
-                RoundLog(path / "metrics.jsonl").read() for path in (bundled, replayed)
+            claimed, task = self._stored(number, "task"), read_json(replayed / "task.json", dict)
+            slack = SAMPLES / max(1, int(task["test_samples"]))
+            figure = next(
+                (
+                    f"{name} {claimed.get(name)!s:.40}, here {task[name]}"
+                    for name in ("train_samples", "test_samples")
+                    if claimed.get(name) != task[name]
+                ),
+                "",
             )
-            pairs = zip_longest(records_a, records_b, fillvalue=dict[str, Any]())
-            figure = next((text for x, y in pairs if (text := _differing(x, y, slack))), "")
+            for log in ("metrics.jsonl", "clients.jsonl"):
+                records = (RoundLog(path / log).read() for path in (bundled, replayed))
+                pairs = zip_longest(*records, fillvalue=dict[str, Any]())
+                texts = (_differing(x, y, slack) for x, y in pairs)
+                figure = figure or next(filter(None, texts), "")
             share, tensor = _furthest(bundled, replayed)
             if not figure and share <= WEIGHTS:
                 return 1, "", ""
@@ -206,9 +247,8 @@ def _offline(call: Call) -> Call:
     return Call(call.name, call.positional, named, call.until)
 
 
-def _final(path: Path) -> float:
+def _final(path: Path, name: str) -> float:
     with readable(path):
-        name = read_json(path / "task.json", dict)["metric"]["name"]
         return [
             float(line[name])
             for line in RoundLog(path / "metrics.jsonl").read()
@@ -226,14 +266,22 @@ def _differing(bundled: Mapping[str, Any], replayed: Mapping[str, Any], slack: f
     """
     for name in bundled or replayed:
         a, b = bundled.get(name), replayed.get(name)
-        close = (
-            isinstance(a, float)
-            and isinstance(b, float)
-            and abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack
-        )
-        if a != b and not close:
+        if a != b and not _close(a, b, slack):
             return f"from round {(bundled or replayed)['round']} on: {name} {str(a)[:40]}, here {str(b)[:40]}"
     return ""
+
+
+def _close(a: Any, b: Any, slack: float) -> bool:
+    """Return True if two figures are equal to float tolerance; of clients, by name, in the mean."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_close(a[name], b[name], slack) for name in a)
+    if isinstance(a, list) and isinstance(b, list):
+        pairs = [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
+        gaps = [0.0 if x == y else abs(x - y) for x, y in pairs]
+        return len(a) == len(b) and bool(sum(gaps) <= (FIGURES + slack) * max(1, len(gaps)))
+    if not (isinstance(a, float) and isinstance(b, float)):
+        return bool(a == b)
+    return abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack
 
 
 def _furthest(bundled: Path, replayed: Path) -> tuple[float, str]:
@@ -243,6 +291,10 @@ def _furthest(bundled: Path, replayed: Path) -> tuple[float, str]:
     if not (bundled / "model.safetensors").exists():
         return 0.0, "a model that the bundle does not hold"
     a, b = (read_tensors(path / "model.safetensors")[0] for path in (bundled, replayed))
+    for name in sorted(a.keys() | b.keys()):
+        shapes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (a, b)]
+        if shapes[0] != shapes[1]:
+            return math.inf, f"{name} of shape {shapes[0]}, here {shapes[1]}"
     shares = {
         name: torch.dist(b[name].double(), t.double()) / (t.double().norm() + 1e-30)
         for name, t in a.items()
