@@ -77,16 +77,16 @@ class Task:
 
     @property
     def notices(self) -> list[str]:
-        """A line for whole numbers of a table that are taken as classes though nobody has said so."""
+        """The notices of the data set, and a line for whole numbers of a table that are taken as
+        classes without being asked for.
+        """
         dataset, names = self.dataset, self.dataset.class_names or ()
         table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
         text = f"the {dataset.classes} whole numbers of the column {dataset.target!r} are taken as classes: "
         remedy = "objective='regression' (of a file, table(kind=regression)) takes them as numbers"
-        return (
-            [text + remedy]
-            if table and dataset.classes > 2 and all(map(str.isdecimal, names))
-            else []
-        )
+        is_told = table and dataset.classes > 2 and dataset.label_type == "number"
+        is_told = is_told and all(map(str.isdecimal, names))
+        return [*dataset.notices, *([text + remedy] if is_told else [])]
 
     @property
     def clients(self) -> int:
@@ -232,6 +232,8 @@ def make_task(
     dataset = _dataset(
         data, target, group, None if objective is None else build_objective(objective, metrics)
     )
+    if isinstance(model, str) and dataset.vocabulary is None:
+        dataset = _with_float_inputs(dataset)
     if metrics:
         dataset = replace(
             dataset, metrics=build_metrics(metrics, dataset.objective, dataset.spec.outputs)
@@ -297,6 +299,17 @@ def _dataset(data: Any, target: str, group: str, objective: Objective | None) ->
     else:
         dataset = make_dataset(data) if isinstance(data, str) else data
     return dataset if objective is None else replace(dataset, objective=objective)
+
+
+def _with_float_inputs(dataset: Dataset) -> Dataset:
+    """Return the data set with whole numbers as float32, unless they are tokens of a vocabulary."""
+    if isinstance(dataset.train.inputs, LazyInputs) or dataset.train.inputs.dtype != torch.int64:
+        return dataset
+    train, test = (
+        replace(samples, inputs=samples.inputs.to(torch.float32))
+        for samples in (dataset.train, dataset.test)
+    )
+    return replace(dataset, train=train, test=test)
 
 
 def _training(options: Mapping[str, Any]) -> Training:

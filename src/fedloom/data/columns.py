@@ -2,6 +2,7 @@
 categories of text.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,6 +15,13 @@ from torch import Tensor
 
 from fedloom.data.formats.limits import reading, require_room
 from fedloom.errors import DataError, quoted, shortened, suggestion
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_MARKED = re.compile(r"[$€£]? ?[+-]?\d[\d,.' ]* ?[%$€£]?")
+_NEARLY = 0.9  # of the cells: text that is probably numbers
+_FEW_ROWS = 20
+_FAR = 1e4
+_LARGEST = float(np.finfo(np.float32).max)
 
 Missing = Literal["refuse", "mean", "drop"]
 
@@ -76,6 +84,7 @@ class Columns:
     kind: Literal["auto", "classification", "regression"] = "auto"
     missing: Missing = "refuse"
     standardise: bool = True
+    has_options: bool = True  # False for a table in memory, which `make_task` reads without options
 
     @property
     def groups(self) -> list[str]:
@@ -204,6 +213,67 @@ class TableInputs:
         return (inputs - mean) / deviation if self.standardise else inputs
 
 
+def doubtful_columns(
+    table: Any, roles: Columns, source: str, rows: npt.NDArray[np.int64]
+) -> list[str]:
+    """Return a notice for each input that may be read otherwise than it is meant: text that is
+    nearly numbers, text that is nearly unique, and a number that outweighs all others.
+
+    Args:
+        table: An Arrow table.
+        roles: The roles of its columns.
+        source: Its name in notices.
+        rows: The rows to train on.
+    """
+    notices = []
+    for name in roles.inputs:
+        cells = table.column(name).take(rows)
+        title = f"{source}: column {quoted(name)}"
+        if not is_text(cells.type):
+            notices += _outweighed(_numbers(cells, title), title)
+        elif name not in roles.categorical:
+            texts, index = categories(cells)
+            notices += _doubtful_text(texts, np.bincount(index, minlength=len(texts)), title)
+    return notices
+
+
+def _doubtful_text(texts: Sequence[str], counts: npt.NDArray[np.int64], title: str) -> list[str]:
+    filled = {text: int(count) for text, count in zip(texts, counts, strict=True) if text}
+    total = sum(filled.values())
+    numbers = [text for text in filled if _NUMBER.fullmatch(text.strip())]
+    others = [text for text in filled if text not in numbers]
+    marked = [text for text in others if _MARKED.fullmatch(text.strip())]
+    like_numbers = sum(filled[text] for text in (*numbers, *marked))
+    is_code = any(text.lstrip("+-").startswith("0") and text[1:2].isdigit() for text in numbers)
+    if others and not is_code and len(filled) > 2 and like_numbers >= _NEARLY * total:
+        return [
+            f"{title} is {len(filled)} categories of text, though most cells are numbers, because of "
+            f"{shortened(', '.join(map(quoted, others)))}: write these as numbers or leave them empty"
+        ]
+    if total >= _FEW_ROWS and len(filled) > total / 2:
+        return [
+            f"{title} is {len(filled)} categories in {total} rows, nearly all of them unique, such as names or numbers of "
+            "persons: leave it out"
+        ]
+    return []
+
+
+def _outweighed(values: npt.NDArray[np.float64], title: str) -> list[str]:
+    """Return a notice if one number in a column holds nearly all of its variance."""
+    column = values[~np.isnan(values[:, 0]), 0]
+    if values.shape[1] > 1 or len(column) < _FEW_ROWS:
+        return []
+    largest = int(np.abs(column - np.median(column)).argmax())
+    rest = np.delete(column, largest)
+    spread = float(rest.std())
+    if not spread or abs(column[largest] - rest.mean()) < _FAR * spread:
+        return []
+    return [
+        f"{title} holds {column[largest]:g}, which is {_FAR:,.0f} deviations or more from all others, so that these become "
+        "nearly equal inputs: correct it or leave its row out"
+    ]
+
+
 def is_text(kind: Any) -> bool:
     """Return True for the type of a column of text or of categories."""
     import pyarrow as pa
@@ -273,10 +343,11 @@ def _numbers(cells: Any, source: str) -> npt.NDArray[np.float64]:
     elif is_type.is_null(kind):
         values = np.full((len(cells), 1), np.nan)
     else:
-        raise DataError(
-            f"{source}: {kind} is neither a number nor text: leave it out with inputs=[...]"
-        )
+        raise DataError(f"{source}: {kind} is neither a number nor text: leave it out")
     empty = np.asarray(cells.is_null())[:, None]
+    if len(values) and not values.shape[1]:
+        raise DataError(f"{source} has lists without a number: leave it out")
     if not np.isfinite(values[~(np.isnan(values) & empty)]).all():
         raise DataError(f"{source}: a NaN or infinity among the numbers")
-    return values
+    # models are float32, and the squares of larger numbers are infinite
+    return np.clip(values, -_LARGEST, _LARGEST)

@@ -13,14 +13,19 @@ from torch import Tensor
 from fedloom.errors import DataError, InvalidValue, one_line, quoted
 
 Names = tuple[str, ...]
+BOOLEANS: Names = ("False", "True")
+"""The names of the classes of booleans."""
 Array = np.ndarray[Any, Any]
 
 
 def as_inputs(values: Any) -> Tensor:
     """Convert inputs `[n, ...]` to uint8 (bytes, with a channel), int64 (whole numbers) or float32."""
+    values = _plain(values)
     if isinstance(values, Tensor) and (
         values.is_floating_point() or values.dtype in (torch.uint8, torch.int64)
     ):
+        if values.dtype != torch.int64:
+            _require_channels_first(values, "inputs.permute(0, 3, 1, 2)")
         return values
     array = _array(values, "inputs")
     if array.dtype.kind in "SUO":
@@ -30,25 +35,47 @@ def as_inputs(values: Any) -> Tensor:
         )
     if array.dtype == np.uint8:
         array = array[:, None] if array.ndim == 3 else array
-        if array.ndim == 4 and array.shape[1] not in (1, 3, 4) and array.shape[3] in (1, 3, 4):
-            raise InvalidValue(
-                f"inputs of shape {list(array.shape)} have their channels last: give inputs.transpose(0, 3, 1, 2)"
-            )
+        _require_channels_first(array, "inputs.transpose(0, 3, 1, 2)")
         return torch.from_numpy(array.copy())
     if array.dtype.kind in "iu":
         return _whole(array, "inputs")
+    _require_channels_first(array, "inputs.transpose(0, 3, 1, 2)")
     return _floats(array, "inputs")
+
+
+def _plain(values: Any) -> Any:
+    """Return a tensor as dense, without a gradient, and half precision as float32."""
+    if not isinstance(values, Tensor):
+        return values
+    values = values.detach()
+    values = values.to_dense() if values.layout != torch.strided else values
+    half = values.dtype in (torch.float16, torch.bfloat16)
+    return values.float() if half else values
+
+
+def _require_channels_first(values: Tensor | Array, remedy: str) -> None:
+    """Raise `InvalidValue` for pictures `[n, height, width, channels]`."""
+    shape = list(values.shape)
+    if len(shape) != 4 or shape[1] in (1, 3, 4):
+        return
+    # [n, 64, 100, 1] is a row of features with 64 channels, unless they are bytes
+    is_bytes = values.dtype in (torch.uint8, np.uint8)
+    if shape[3] in (3, 4) or (shape[3] == 1 and (is_bytes or shape[1] == shape[2])):
+        raise InvalidValue(f"inputs of shape {shape} have their channels last: give {remedy}")
 
 
 def as_labels(values: Any) -> tuple[Tensor, Names | None]:
     """Convert targets `[n, ...]` to int64 or float32; text to its alphabetical rank, and the texts
     by rank.
     """
+    values = _plain(values)
     if isinstance(values, Tensor) and (values.is_floating_point() or values.dtype == torch.int64):
         return values, None
     array = _array(values, "labels")
     if array.dtype.kind in "SUO":
         return _ranked(array, "labels")
+    if array.dtype.kind == "b" and array.ndim == 1:
+        return _whole(array, "labels"), BOOLEANS
     return (_floats if array.dtype.kind == "f" else _whole)(array, "labels"), None
 
 
@@ -102,6 +129,8 @@ def require_finite(values: Tensor, name: str) -> None:
 
 def _array(values: Any, field: str) -> Array:
     """Return values as a NumPy array of numbers or text with at least one dimension."""
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise InvalidValue(f"{field} hold masked cells: fill them, such as by {field}.filled(0)")
     if isinstance(values, Sequence) and values and isinstance(values[0], Tensor):
         values = torch.stack(tuple(values))
     try:
@@ -114,6 +143,8 @@ def _array(values: Any, field: str) -> Array:
             f"{field} must be an array, a list or a tensor, not {type(values).__name__}"
         )
     if array.dtype.kind == "O":
+        array = _numbers_of_objects(array)
+    if array.dtype.kind == "O":
         row = next((row for row, item in enumerate(array) if not isinstance(item, str)), None)
         if row is not None:
             raise InvalidValue(
@@ -122,6 +153,16 @@ def _array(values: Any, field: str) -> Array:
     if array.dtype.kind not in "biufUSO" or not array.dtype.itemsize:
         raise InvalidValue(f"{field} are {array.dtype}: give whole numbers, floats or text")
     return array
+
+
+def _numbers_of_objects(array: Array) -> Array:
+    """Return Python numbers, such as of pandas' nullable columns, as an array of numbers; others
+    unchanged.
+    """
+    if not all(isinstance(item, int | float | np.number | np.bool_) for item in array.flat):
+        return array
+    numbers = np.asarray(array.tolist())
+    return numbers if numbers.dtype.kind in "biuf" else array
 
 
 def _floats(array: Array, field: str) -> Tensor:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from fedloom.config.registry import Registry
-from fedloom.data.convert import Names, as_groups, as_inputs, as_labels
+from fedloom.data.convert import BOOLEANS, Names, as_groups, as_inputs, as_labels
 from fedloom.data.lazy import LazyInputs, in_memory
 from fedloom.data.preprocessing import (
     Inputs,
+    LabelType,
     ModelOutputs,
     PictureInputs,
     Preprocessing,
     TensorInputs,
+    label_type,
     normalised,
 )
 from fedloom.errors import InvalidValue, quoted, suggestion
@@ -179,8 +181,8 @@ class Dataset:
         train: Training samples, which a partition shares out among clients.
         test: Test samples, perhaps none.
         classes: The number of classes. By default one more than the highest label of an objective
-            that learns classes (0 for another); labels that do not begin at 0 are then numbered
-            from there in their order.
+            that learns classes (0 for another); labels that do not begin at 0, or have gaps so that
+            fewer than a tenth is present, are then numbered from there in their order.
         mean: The mean of each channel, pixels in [0, 1]; `prepare` normalises uint8 images `[n,
             channels, height, width]` by it.
         std: The deviation of each channel.
@@ -193,6 +195,9 @@ class Dataset:
         standardise: Bring the target of a `regression` to mean 0 and deviation 1, over the samples
             that clients train on.
         target: The name of what is learned.
+        label_type: What the labels were, and predictions are: `text`, `number` or `boolean`; by
+            default found by the samples.
+        notices: A line for each decision of a reader that the user may not expect.
 
     Raises:
         InvalidValue: For training and test samples that do not fit each other, or targets that the
@@ -212,6 +217,8 @@ class Dataset:
     encoding: Inputs | None = None
     standardise: bool = True
     target: str = ""
+    label_type: LabelType = ""
+    notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         kinds = [
@@ -232,6 +239,7 @@ class Dataset:
     def _number_labels(self) -> None:
         """Fill in `classes` and `class_names`, and let labels be 0 .. classes - 1."""
         splits, names = [self.train, self.test], self.class_names
+        vars(self).update(label_type=self.label_type or self._label_type())
         if self.train.label_names is not None:
             names = names or self.train.label_names
             splits = [_renumbered(samples, "label", names) for samples in splits]
@@ -248,8 +256,8 @@ class Dataset:
             raise InvalidValue(
                 f"labels must be 0 to {classes - 1}, and {outlier} is among them: without classes, they are numbered from 0"
             )
-        if not classes and lowest:
-            present = torch.cat(labels).unique()
+        present = torch.cat(labels).unique() if labels else torch.empty(0)
+        if not classes and (lowest or highest + 1 > _SPARSE * len(present)):
             splits = [
                 replace(samples, labels=torch.searchsorted(present, samples.labels))
                 for samples in splits
@@ -257,6 +265,12 @@ class Dataset:
             names, highest = names or tuple(map(str, present.tolist())), len(present) - 1
         classes = classes or highest + bool(labels)
         vars(self).update(train=splits[0], test=splits[1], classes=classes, class_names=names)
+
+    def _label_type(self) -> LabelType:
+        texts = self.train.label_names
+        if texts is None:
+            return "number" if self.class_names is None else label_type(self.class_names)
+        return "boolean" if texts == BOOLEANS else "text"
 
     @property
     def spec(self) -> DataSpec:
@@ -287,13 +301,17 @@ class Dataset:
             )
         classes = self.spec.outputs if objective.answer in ("class", "classes", "pixel") else 0
         names = self.class_names or tuple(map(str, range(classes)))
-        outputs = ModelOutputs(objective.answer, self.target, names)
+        kind = self.label_type if objective.answer == "class" else ""
+        outputs = ModelOutputs(objective.answer, self.target, names, kind)
         if isinstance(objective, Standardised):
             outputs = replace(
                 outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation)
             )
         return Preprocessing(encoding, outputs)
 
+
+# labels of which at least this many times more are absent than present are numbered anew
+_SPARSE = 10
 
 # A data set is a function of keyword parameters (every one with a default) that returns a
 # `Dataset`.

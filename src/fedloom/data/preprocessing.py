@@ -102,6 +102,19 @@ class TextInputs:
 Inputs = TensorInputs | PictureInputs | TextInputs | TableInputs
 
 
+LabelType = Literal["", "text", "number", "boolean"]
+"""What the names of classes were in the data; "" in files of earlier versions."""
+
+
+def label_type(names: Sequence[str]) -> LabelType:
+    """Return `number` if all names are whole numbers as Python writes them, else `text`."""
+    is_number = all(
+        name.removeprefix("-").isdecimal() and len(name) < 19 and str(int(name)) == name
+        for name in names
+    )
+    return "number" if is_number else "text"
+
+
 @dataclass(frozen=True)
 class ModelOutputs:
     """What a model's outputs stand for: answers of the objective's kind to the column `name`, or
@@ -114,6 +127,7 @@ class ModelOutputs:
     answer: Answer = "class"
     name: str = ""
     classes: tuple[str, ...] = ()
+    label_type: LabelType = ""
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
 
@@ -140,7 +154,10 @@ class Preprocessing:
     @property
     def digest(self) -> str:
         """A digest of all its values."""
-        return digest_of_json(asdict(self))
+        values = asdict(self)
+        if not self.outputs.label_type:  # earlier versions had none
+            del values["outputs"]["label_type"]
+        return digest_of_json(values)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -310,7 +327,8 @@ def as_arrow(data: Any) -> Any:
     if library == "pandas" and hasattr(data, "columns"):
         import pyarrow as pa
 
-        return pa.Table.from_pandas(data, preserve_index=False)
+        names = [str(name) for name in data.columns]
+        return pa.Table.from_pandas(data.set_axis(names, axis=1), preserve_index=False)
     if library == "polars" and hasattr(data, "to_arrow") and hasattr(data, "columns"):
         return data.to_arrow()
     if library == "datasets" and hasattr(data, "with_format"):

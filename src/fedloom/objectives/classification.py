@@ -131,11 +131,11 @@ class Classification(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
-            cure = (
-                "for one column a class give labels.argmax(1), or objective='multilabel'"
-                if targets.dim() == 2
-                else "give whole numbers or text, or objective='regression'"
-            )
+            cure = "give whole numbers or text, or objective='regression'"
+            if targets.dim() == 2 and targets.shape[1] == 1:
+                cure = "give labels[:, 0]"
+            elif targets.dim() == 2:
+                cure = "for one column a class give labels.argmax(1), or objective='multilabel'"
             raise InvalidValue(
                 f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}: {cure}"
             )

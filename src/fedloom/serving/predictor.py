@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.config.fields import require_at_least
+from fedloom.data.convert import BOOLEANS
 from fedloom.data.formats.limits import read_text
-from fedloom.data.preprocessing import Preprocessing, TextInputs
+from fedloom.data.preprocessing import Preprocessing, TextInputs, label_type
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.objectives import prediction
@@ -90,8 +91,8 @@ class Predictor:
                 in any order; an array; for pictures the path of a file or several; for text, texts.
 
         Returns:
-            Of a classification the class of each sample `[n]`, by its name (whole numbers where the
-            names are); of several labels 0 or 1 for each class `[n, classes]`; of a regression
+            Of a classification the class of each sample `[n]`, by its name (whole numbers or booleans
+            where the labels were); of several labels 0 or 1 for each class `[n, classes]`; of a regression
             numbers in the target's own units, `[n]` or `[n, d]`; of tokens and pixels the class at
             every position; else the model's outputs.
 
@@ -106,12 +107,12 @@ class Predictor:
         """Return the predictions that the model's outputs stand for, as `predict` does."""
         answer = self.preprocessing.outputs.answer
         if answer == "class":
+            kind = self.preprocessing.outputs.label_type or label_type(self.classes)
             names: npt.NDArray[Any] = np.array(self.classes)[outputs.argmax(1).numpy()]
-            return (
-                names.astype(np.int64)
-                if all(name.lstrip("-").isdecimal() for name in self.classes)
-                else names
-            )
+            if kind == "boolean":
+                is_true: npt.NDArray[Any] = names == BOOLEANS[1]
+                return is_true
+            return names.astype(np.int64) if kind == "number" else names
         if answer == "classes":
             outputs = (outputs > 0).long()
         elif answer in ("token", "pixel"):

@@ -44,9 +44,14 @@ def foreign_dataset(
         kind = (
             "auto" if objective is None else "classification" if objective.classes else "regression"
         )
-        columns = Columns(target, group, kind=kind)  # type: ignore[arg-type]
+        columns = Columns(
+            str(target),
+            group if isinstance(group, list | tuple) else str(group),
+            kind=kind,  # type: ignore[arg-type]
+            has_options=False,
+        )
         return table_dataset(name, tables[0], tables[1] if len(tables) > 1 else None, columns, name)
-    if target or group:
+    if target != "" or group != "":
         raise InvalidValue(f"target and group name columns of a table, and a {name} has none")
     samples = [split if isinstance(split, Samples) else materialised(split) for split in splits]
     if len(samples) == 1:

@@ -219,12 +219,12 @@ def _checked(split: Arrays, layout: Layout, source: str) -> Samples:
     inputs, labels, groups = (
         array.detach().cpu().numpy() if isinstance(array, Tensor) else array for array in split
     )
-    inputs = np.asarray(inputs)
+    inputs = inputs if isinstance(inputs, np.ma.MaskedArray) else np.asarray(inputs)
     if inputs.dtype == np.uint8 and inputs.ndim not in (3, 4):
         raise DataError(
             f"{source}: uint8 inputs are pictures of 3 or 4 dimensions, not of shape {list(inputs.shape)}"
         )
-    if inputs.dtype == np.uint8 and inputs.ndim == 4 and layout == "channels_last":
+    if inputs.ndim == 4 and layout == "channels_last":
         inputs = inputs.transpose(0, 3, 1, 2)
     samples = Samples(inputs, class_labels(labels, _MOST_CLASSES, source), groups)
     if samples.inputs.dtype == torch.int64 and (

@@ -12,14 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.columns import Columns, Missing, TableInputs, categories, is_text
+from fedloom.data.columns import (
+    Columns,
+    Missing,
+    TableInputs,
+    categories,
+    doubtful_columns,
+    is_text,
+)
 from fedloom.data.convert import Names, as_groups, as_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.arrow import checked, decode_column, is_pictures, read_any
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import tokens, vocabulary
-from fedloom.data.preprocessing import Preprocessing, TextInputs
+from fedloom.data.preprocessing import LabelType, Preprocessing, TextInputs, label_type
 from fedloom.data.sets.picture_set import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective
@@ -29,6 +36,7 @@ from fedloom.objectives.regression import Regression
 # names of a column of labels, if no target is named
 _TARGETS = ("label", "labels", "target", "class", "y")
 _TEXTS = ("text", "sentence", "content")
+_FEW_VALUES = 20
 _LENGTH, _VOCABULARY = 200, 30_000
 
 
@@ -101,7 +109,8 @@ def table_dataset(
     tables = [checked(table, source) for table in ([train] if test is None else [train, test])]
     if agreed is not None and isinstance(agreed.inputs, TableInputs):
         columns = replace(columns, inputs=[column.name for column in agreed.inputs.columns])
-    columns = _resolved(tables[0], columns, source)
+    columns, notices = _resolved(tables[0], columns, source)
+    tables = [tables[0], *(_with_names_of(tables[0], test, source) for test in tables[1:])]
     tables = [_complete(table, columns, source) for table in tables]
     if not len(tables[0]):
         raise DataError(f"{source}: no rows to learn from")
@@ -109,6 +118,8 @@ def table_dataset(
         table = _joined(tables, columns)
         rows = _rows(table, columns, source)
     objective: Objective = CLASSIFICATION if rows.labels.dtype == torch.int64 else Regression()
+    if columns.kind == "auto" and not objective.classes:
+        notices += _whole_floats(rows.labels, columns.target, source)
     class_names = _class_names(table.schema.metadata, columns.target) if objective.classes else None
     if agreed is not None and agreed.outputs.classes and objective.classes:
         class_names = agreed.outputs.classes
@@ -119,6 +130,9 @@ def table_dataset(
                 rows.groups,
                 group_names=rows.group_names,
             )
+    kind: LabelType = ""
+    if agreed is not None:
+        kind = agreed.outputs.label_type or label_type(agreed.outputs.classes)
     cut = len(tables[0])
     splits = hold_out(rows, test_fraction, seed) if test is None else (rows[:cut], rows[cut:])
     training = splits[0].inputs.numpy()
@@ -130,7 +144,7 @@ def table_dataset(
         dataset = image_dataset(
             name, (pictures[0], pictures[1]), classes, "standard", None, class_names
         )
-        return replace(dataset, target=columns.target)
+        return replace(dataset, target=columns.target, notices=tuple(notices))
     encoding = None if agreed is None else agreed.inputs
     if len(columns.inputs) == 1 and columns.inputs[0] in _TEXTS and is_text(cells.type):
         texts = [text or "" for text in cells.to_pylist()]
@@ -142,18 +156,57 @@ def table_dataset(
         with reading(source, "unreadable table"):
             if not isinstance(encoding, TableInputs):
                 encoding = TableInputs.of(table, columns, source, training)
-            inputs = encoding.encode(table, source)[0]
+                notices += doubtful_columns(table, columns, source, training)
+            inputs, told = encoding.encode(table, source)
+            notices += told if agreed is None else []
     train, test = (replace(split, inputs=inputs[split.inputs]) for split in splits)
     return Dataset(
         name, train, test, classes, vocabulary=len(encoding.words) + 2 if isinstance(encoding, TextInputs) else None,
         class_names=class_names, objective=objective, encoding=encoding, standardise=columns.standardise,
-        target=columns.target,
+        target=columns.target, label_type=kind, notices=tuple(notices),
     )  # fmt: skip
 
 
-def _resolved(table: Any, columns: Columns, source: str) -> Columns:
-    """Fill in the columns that were left open; raises `InvalidValue` for one that the table does
-    not have.
+def _with_names_of(train: Any, test: Any, source: str) -> Any:
+    """Return rows to test on whose numbers of Hugging Face's `ClassLabel` stand for the same names
+    as those of the rows to train on.
+    """
+    import pyarrow as pa
+
+    for name in set(train.column_names).intersection(test.column_names):
+        names = _class_names(train.schema.metadata, name)
+        others = _class_names(test.schema.metadata, name)
+        if not names or not others or names == others:
+            continue
+        if strange := [other for other in others if other not in names]:
+            raise DataError(
+                f"{source}: column {quoted(name)} of the rows to test on has the class {quoted(strange[0])}, "
+                f"which those to train on have not (they have: {shortened(', '.join(names))})"
+            )
+        place = [names.index(other) for other in others]
+        numbers = [
+            place[cell] if cell is not None and 0 <= cell < len(place) else cell
+            for cell in test.column(name).to_pylist()
+        ]
+        position = test.column_names.index(name)
+        test = test.set_column(position, name, pa.array(numbers, test.schema.field(name).type))
+    return test
+
+
+def _whole_floats(labels: Tensor, target: str, source: str) -> list[str]:
+    """Return a notice if a target of floats holds few whole numbers, which may be classes."""
+    values = labels.unique()
+    if len(values) > _FEW_VALUES or bool((values % 1).any()):
+        return []
+    return [
+        f"{source}: target {quoted(target)} holds {len(values)} whole numbers, stored as floats, and is learned as a "
+        "regression: objective='classification' (of a file, table(kind=classification)) takes them as classes"
+    ]
+
+
+def _resolved(table: Any, columns: Columns, source: str) -> tuple[Columns, list[str]]:
+    """Return the roles with the columns that were left open, and notices of columns that are not
+    used; raises `InvalidValue` for one that the table does not have.
     """
     names = dict.fromkeys(table.column_names)
     target = columns.target or next((name for name in _TARGETS if name in names), "")
@@ -165,7 +218,10 @@ def _resolved(table: Any, columns: Columns, source: str) -> Columns:
     taken = {target, *columns.groups}
     free = [name for name in names if name not in taken]
     special = [
-        name for name in free if name in _TEXTS or is_pictures(table.schema.field(name).type)
+        name
+        for name in free
+        if (name in _TEXTS and is_text(table.schema.field(name).type))
+        or is_pictures(table.schema.field(name).type)
     ]
     inputs = list(columns.inputs) or special[:1] or free
     roles = {
@@ -186,7 +242,15 @@ def _resolved(table: Any, columns: Columns, source: str) -> Columns:
         )
     if not inputs:
         raise InvalidValue(f"{source}: inputs: no column is left")
-    return replace(columns, target=target, inputs=inputs)
+    unused = [] if columns.inputs else [name for name in free if name not in inputs]
+    notices = []
+    if unused:
+        choose = ": name the columns to learn from in inputs=[...]" if columns.has_options else ""
+        notices = [
+            f"{source}: learns from the column {quoted(inputs[0])} only, without "
+            f"{shortened(', '.join(map(quoted, unused)))}{choose}"
+        ]
+    return replace(columns, target=target, inputs=inputs), notices
 
 
 def _complete(table: Any, columns: Columns, source: str) -> Any:
@@ -207,10 +271,13 @@ def _complete(table: Any, columns: Columns, source: str) -> Any:
     full = {*names} if columns.missing == "refuse" else {columns.target, *columns.groups}
     for name, cells in zip(names, table.columns, strict=True):
         if cells.null_count and name in full:
-            fill = " (missing='mean' fills inputs)" if name in columns.inputs else ""
+            remedy = "or leave these rows out"
+            if columns.has_options:
+                fill = " (missing='mean' fills inputs)" if name in columns.inputs else ""
+                remedy = f"or set missing='drop'{fill}"
             raise DataError(
                 f"{source}: column {quoted(name)} is empty in row {cells.is_null().index(True).as_py()}, and in "
-                f"{cells.null_count} in all: fill it, or set missing='drop'{fill}"
+                f"{cells.null_count} in all: fill it, {remedy}"
             )
     return table
 

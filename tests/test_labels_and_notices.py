@@ -1,0 +1,231 @@
+"""Classes keep their names, and every guess of a reader is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.data.columns import TableInputs
+from fedloom.errors import DataError, FedloomError, InvalidValue
+
+TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}
+
+
+def task(data: Any, **options: Any) -> fl.Task:
+    return fl.make_task(
+        data,
+        **{"clients": 2, "partition": "iid", "model": "logistic", "training": TRAINING} | options,
+    )
+
+
+def answers(frame: pd.DataFrame, folder: Path) -> list[Any]:
+    given = task(frame, target="y")
+    fl.run("fedavg", given, rounds=4, participation=1.0, directory=folder, engine="rows")
+    predictions: list[Any] = fl.load(folder).predict(frame[["a"]][:2]).tolist()
+    return predictions
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["01", "02"],
+        ["1", "01"],
+        ["1", "2"],
+        ["12345678901234567890", "2"],
+        ["None", "mild"],
+        ["True", "yes"],
+        [True, False],
+        [1, 2],
+        [-3, 7],
+        [0, 100_000],
+    ],
+)
+def test_predictions_are_the_labels_as_they_were(labels: list[Any], tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1.0, -1.0] * 40, "y": labels * 40})
+    predictions = answers(frame, tmp_path / "run")
+    assert predictions == labels
+    assert [type(found) for found in predictions] == [type(label) for label in labels]
+
+
+def test_files_of_earlier_versions_have_no_type_of_labels() -> None:
+    frame = pd.DataFrame({"a": [1.0, -1.0] * 40, "y": [3, 4] * 40})
+    preprocessing = task(frame, target="y").dataset.preprocessing
+    old = preprocessing.to_json().replace('"label_type": "number"', '"label_type": ""')
+    old = old.replace(preprocessing.digest, "?")
+    with pytest.raises(DataError, match="not as it was written"):
+        type(preprocessing).from_json(old)
+
+
+def test_names_of_classes_in_another_order_are_the_same_classes() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def part(names: list[str], rows: int, other: int = 0) -> Any:
+        value = datasets.Value("float32")
+        kinds = datasets.Features({"x": value, "label": datasets.ClassLabel(names=names)})
+        signs = [1.0 if names[row % 2] == "ham" else -1.0 for row in range(rows)]
+        return datasets.Dataset.from_dict(
+            {"x": signs, "label": [row % 2 for row in range(rows)]}, features=kinds
+        )
+
+    given = task((part(["ham", "spam"], 80), part(["spam", "ham"], 20)))
+    inputs, labels = given.test.inputs[:, 0], given.test.labels
+    assert torch.equal(labels == 0, inputs > 0)
+    assert given.dataset.class_names == ("ham", "spam")
+    with pytest.raises(DataError, match="has the class 'eggs', which those to train on have not"):
+        task((part(["ham", "spam"], 80), part(["spam", "eggs"], 20)))
+
+
+def test_a_column_called_text_hides_no_other_in_silence() -> None:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"age": draw.normal(size=60), "content": draw.normal(size=60), "y": ["p", "q"] * 30}
+    )
+    assert task(frame, target="y").train.inputs.shape[1] == 2
+    frame["text"] = [f"word {row}" for row in range(60)]
+    notices = task(frame, target="y", model="fasttext").notices
+    assert len(notices) == 1
+    assert "learns from the column 'text' only, without 'age', 'content'" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_told"), [("1,000", True), ("45%", True), ("about 4", True), ("4.5", False)]
+)
+def test_text_that_is_nearly_numbers_is_told(cell: str, is_told: bool, tmp_path: Path) -> None:
+    cells = [f"{row / 7:.3f}" for row in range(99)] + [cell]
+    rows = "".join(f'"{cell}",{"pq"[row % 2]}\n' for row, cell in enumerate(cells))
+    (tmp_path / "a.csv").write_text("x,y\n" + rows)
+    notices = task(f"table(path='{tmp_path / 'a.csv'}', target='y', test_fraction=0.01)").notices
+    if is_told:
+        assert f"because of '{cell}'" in notices[0]
+    else:
+        assert notices == []
+
+
+def test_nearly_unique_text_is_told() -> None:
+    frame = pd.DataFrame(
+        {
+            "name": [f"person {row}" for row in range(40)],
+            "ward": ["n", "s"] * 20,
+            "y": ["p", "p", "q", "q"] * 10,
+        }
+    )
+    notices = task(frame, target="y").notices
+    assert not any("'ward'" in notice for notice in notices)
+    assert "column 'name' is 32 categories in 32 rows" in notices[0]
+
+
+def test_one_huge_number_is_told_and_keeps_its_column_finite() -> None:
+    values = [0.0, 1.0] * 30
+    values[3] = 1e200
+    frame = pd.DataFrame({"b": values, "y": ["p", "q"] * 30})
+    whole = (frame, frame)
+    given = task(whole, target="y")
+    assert given.train.inputs.isfinite().all()
+    assert len(given.train.inputs.unique()) > 1
+    assert "column 'b' holds 3.40282e+38" in given.notices[0]
+    frame["b"] = [0.0] * 59 + [1.0]
+    assert task((frame, frame), target="y").notices == []  # rare, but all there is to learn
+
+
+def test_lists_without_numbers_are_refused() -> None:
+    frame = pd.DataFrame({"a": np.arange(60.0), "x": [[]] * 60, "y": [0, 1] * 30})
+    with pytest.raises(DataError, match="column 'x' has lists without a number"):
+        task(frame, target="y")
+
+
+def test_column_names_may_be_numbers_or_pairs() -> None:
+    frame = pd.DataFrame({0: np.arange(60.0), 1: [0, 1] * 30})
+    assert task(frame, target=1).dataset.classes == 2
+    frame.columns = pd.MultiIndex.from_tuples([("a", "x"), ("b", "y")])
+    assert task(frame, target=("b", "y")).dataset.classes == 2
+
+
+def test_remedies_for_frames_are_options_of_make_task() -> None:
+    frame = pd.DataFrame({"a": [1.0, np.nan] * 30, "y": [0, 1] * 30})
+    with pytest.raises(DataError, match="fill it, or leave these rows out") as caught:
+        task(frame, target="y")
+    assert "missing=" not in str(caught.value)
+
+
+def test_whole_numbers_stored_as_floats_are_told() -> None:
+    frame = pd.DataFrame({"a": [1.0, -1.0] * 40, "y": [0.0, 1.0] * 40})
+    given = task(frame, target="y")
+    assert not given.objective.classes
+    assert "target 'y' holds 2 whole numbers, stored as floats" in given.notices[0]
+    assert task(frame, target="y", objective="classification").dataset.classes == 2
+
+
+def test_labels_in_a_column_get_a_cure_that_keeps_them() -> None:
+    labels = np.arange(30)[:, None] % 3
+    samples = fl.Samples(np.zeros((30, 2)), labels)
+    with pytest.raises(InvalidValue, match=r"give labels\[:, 0\]"):
+        fl.Dataset("d", samples, samples)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.numpy().astype(int),
+        lambda x: x.half(),
+        lambda x: x.bfloat16(),
+        lambda x: x.clone().requires_grad_(),
+        lambda x: x.to_sparse(),
+        lambda x: x.numpy().astype(object),
+        lambda x: pd.DataFrame(x.numpy().astype(int)).astype("Int64"),
+    ],
+)
+def test_inputs_of_every_type_of_number_are_learned(convert: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = (torch.randn(30, 4, generator=draw) * 4).round()
+    samples = fl.Samples(convert(inputs), np.arange(30) % 2)
+    given = fl.make_task(fl.Dataset("d", samples, samples), clients=2, partition="iid", model="mlp")
+    assert torch.equal(given.train.inputs, inputs)
+    fl.run("fedavg", given, rounds=1, participation=1.0, engine="rows")
+
+
+def test_masked_cells_are_refused() -> None:
+    masked = np.ma.masked_less(np.array([[-999.0, 1.0]] * 30), 0)  # type: ignore[no-untyped-call]
+    with pytest.raises(InvalidValue, match="inputs hold masked cells"):
+        fl.Samples(masked, np.arange(30) % 2)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        np.zeros((8, 12, 12, 3), np.float32),
+        np.zeros((8, 12, 12, 1), np.float32),
+        torch.zeros(8, 12, 12, 3, dtype=torch.uint8),
+        torch.zeros(8, 12, 12, 4),
+    ],
+)
+def test_channels_last_is_refused_for_all_types(inputs: Any) -> None:
+    with pytest.raises(InvalidValue, match="have their channels last"):
+        fl.Samples(inputs, np.arange(8) % 2)
+    assert fl.Samples(np.zeros((8, 64, 100, 1), np.float32), np.arange(8) % 2).inputs.shape[1] == 64
+
+
+def test_layout_is_of_floats_too(tmp_path: Path) -> None:
+    pictures = np.random.default_rng(0).random((10, 12, 12, 3)).astype(np.float32)
+    np.savez(tmp_path / "a.npz", inputs=pictures, labels=np.arange(10) % 2)
+    data = f"arrays(path='{tmp_path / 'a.npz'}', layout='channels_last', test_fraction=0.4)"
+    given = task(data, clients=1)
+    assert given.train.inputs.shape[1:] == (3, 12, 12)
+    assert any(
+        np.array_equal(given.train.inputs[0].permute(1, 2, 0).numpy(), picture)
+        for picture in pictures
+    )
+
+
+def test_an_encoding_has_no_category_for_markers() -> None:
+    frame = pd.DataFrame({"c": ["NA", "x"] * 30, "y": ["p", "q"] * 30})
+    encoding = task(frame, target="y").dataset.encoding
+    assert isinstance(encoding, TableInputs)
+    assert encoding.columns[0].categories == ("NA", "x")
+    with pytest.raises(FedloomError):
+        task(frame, target="z")
