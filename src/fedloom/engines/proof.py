@@ -85,7 +85,10 @@ def prove(
             notices.append(f"{subject}, {difference}")
         return difference is None
 
-    allowed("training with all weights in one vector", plain.difference(PLAIN))
+    in_rows = plain.difference(PLAIN)
+    if in_rows is not None:
+        _require_plain_numbers(module, dataset, samples, training)
+    allowed("training with all weights in one vector", in_rows)
     shortcuts = PLAIN
     if plain.suits_channels_last():
         drawing = ", layers draw other numbers" if plain.draws else ""
@@ -116,6 +119,23 @@ def prove(
         joint = allowed("each client has an optimizer of its own: with one", difference)
         shortcuts = replace(shortcuts, joint_optimizer=joint)
     return Proof(shortcuts, unstackable, plain.draws, tuple(notices))
+
+
+def _require_plain_numbers(
+    module: nn.Module, dataset: Dataset, samples: Samples, training: Training
+) -> None:
+    """Raise `InvalidValue` if clients that train one after another differ from plain PyTorch by
+    more than rounding. This way to train has no alternative.
+    """
+    # without optimizers such as Adam, which amplify rounding
+    simple = replace(training, optimizer="sgd", optimizer_options={}, momentum=0.0)
+    difference = _compared(module, dataset, samples, simple).difference(
+        PLAIN, tolerance=TOLERANCE[torch.float32]
+    )
+    if difference is not None:
+        reason = "two clients that train one after another differ from the same in plain PyTorch"
+        remedy = "keep state in buffers (register_buffer), and draw with torch, not NumPy or random"
+        raise InvalidValue(f"{type(module).__name__}: {reason}: {difference}: {remedy}")
 
 
 def _compared(
@@ -173,10 +193,15 @@ class _Comparison:
         self.expected = self._plain()
 
     def difference(
-        self, shortcuts: Shortcuts, *, stack: bool = False, correction: Correction | None = None
+        self,
+        shortcuts: Shortcuts,
+        *,
+        stack: bool = False,
+        correction: Correction | None = None,
+        tolerance: float = 0.0,
     ) -> str | None:
         """Return the difference of clients that train so, stacked or not, or None. With a
-        correction steps are not folded.
+        correction steps are not folded. `tolerance` is added to that of the types.
         """
         try:
             results = self._trained(shortcuts, stack, correction)
@@ -191,9 +216,9 @@ class _Comparison:
         moved = float((weights - self.start).abs().nan_to_num().max().clamp_min(1e-6))
         frozen = self.layout.frozen_tensors(self.module).values()
         types = {self.layout.dtype, self.kind, *(tensor.dtype for tensor in frozen)}
-        tolerance = max(share for kind, share in TOLERANCE.items() if kind in types) * moved
+        share = tolerance + max(share for kind, share in TOLERANCE.items() if kind in types)
         for result, plain in ((model, weights), (loss, mean)):
-            if not torch.allclose(result, plain, rtol=0, atol=tolerance, equal_nan=True):
+            if not torch.allclose(result, plain, rtol=0, atol=share * moved, equal_nan=True):
                 distance = float((result - plain).abs().max())
                 return f"after {int(steps.max())} steps the numbers are {distance:.2g} off those of plain PyTorch"
         return None

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedloom.config.rates import CONSTANT
 from fedloom.flat.layout import Layout, TensorSlice
 from fedloom.flat.module import Batch
+from fedloom.models.structure import copied
 from fedloom.training import Training
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,7 +40,9 @@ def linear_layers(module: nn.Module, layout: Layout) -> list[LinearLayer]:
     ):
         return []
     try:
-        nodes = list(fx.symbolic_trace(module).graph.nodes)
+        # a copy that shares the weights, since a forward pass may assign attributes
+        traced = copied(module, {id(parameter): parameter for parameter in module.parameters()})
+        nodes = list(fx.symbolic_trace(traced).graph.nodes)
     except Exception:  # untraceable modules are no chains, whatever the reason
         return []
     slices = {entry.name: entry for entry in layout.slices}

@@ -207,6 +207,12 @@ class FlatModule:
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._slices = layout.slices[: len(self._parameters)]
+        buffers = dict(self.module.named_buffers())
+        self._buffers = [
+            (*self._owner(entry.name), buffers[entry.name], entry)
+            for entry in layout.slices
+            if entry.start >= layout.trainable and entry.name in buffers
+        ]
         self._moving = self._slices  # of the parameters that train
 
     @cached_property
@@ -220,6 +226,20 @@ class FlatModule:
         if self._row is None or self._row.data_ptr() != row.data_ptr():
             self.layout.bind(self.module, row)
         self._row = row
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """Return the submodule that owns a tensor, and the tensor's name in it."""
+        path, _, attribute = name.rpartition(".")
+        return self.module.get_submodule(path), attribute
+
+    @torch.no_grad()
+    def _keep_assigned(self, row: Tensor) -> None:
+        """Copy buffers that the forward pass assigned anew into `row [P]`, and bind them again."""
+        for owner, attribute, bound, entry in self._buffers:
+            assigned = owner._buffers[attribute]
+            if assigned is not bound and assigned is not None:
+                row[entry.slice].copy_(assigned.reshape(-1))
+                owner._buffers[attribute] = bound
 
     def gradient(
         self, rows: Tensor, batch: Batch, loss_fn: LossFn, context: Context
@@ -289,6 +309,7 @@ class FlatModule:
             raise (
                 InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error
             ) from error
+        self._keep_assigned(rows[0])
         return loss.detach().to(rows).unsqueeze(0), [
             gradient.unsqueeze(0) for gradient in gradients
         ]
