@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
@@ -256,6 +257,22 @@ def untrained(pipeline: Pipeline) -> list[str]:
     reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
     remedy = "judge it by the clients' own models (personal_every, measure = personal)"
     return [f"the global model of {pipeline} {reason}: {remedy}"] if fixed else []
+
+
+def clients_without_steps(task: Task) -> list[str]:
+    """Return a notice if clients take no training step, since batch norm skips batches of one
+    sample.
+    """
+    if not any(isinstance(layer, _BatchNorm) for layer in task.model.modules()):
+        return []
+    steps = task.training.local_steps(task.sizes(torch.arange(task.clients)), smallest=2)
+    idle = int((steps == 0).sum())
+    if not idle or not bool(task.training.local_steps(torch.ones(1)).any()):
+        return []
+    return [
+        f"{idle} of {task.clients} clients take 0 training steps, since batch norm cannot normalise a batch of one sample: "
+        f"set batch_size to 2 or more (it is {task.training.batch_size}), or give these clients more samples"
+    ]
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:

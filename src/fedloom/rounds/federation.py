@@ -22,7 +22,13 @@ from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.checks import checked_model, require_converging, require_rows
 from fedloom.rounds.delivery import Delivery, Polled, Post
 from fedloom.rounds.engine import Engine, Job, RemoteClients
-from fedloom.rounds.evaluation import Evaluation, Record, newcomers_last, untrained
+from fedloom.rounds.evaluation import (
+    Evaluation,
+    Record,
+    clients_without_steps,
+    newcomers_last,
+    untrained,
+)
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.replies import RoundReplies
 from fedloom.rounds.round_record import Stopwatch, finite, round_record
@@ -151,7 +157,7 @@ class Federation:
         for part in self.pipeline.parts:
             part.require_resources()
         checked_model(self.pipeline, self.algorithm, "setup", task.initial)
-        self._untrained = untrained(self.pipeline)
+        self._untrained = [*untrained(self.pipeline), *clients_without_steps(task)]
         self._post = Post(self.task, self.engine, schedule, self.numbers, awaited, self._pools)
 
     @property

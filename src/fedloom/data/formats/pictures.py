@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fedloom.data.formats.limits import read_bytes, reading, require_room
@@ -20,8 +20,26 @@ from fedloom.errors import DataError
 Pixels = npt.NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB"}
 _SUFFIXES = frozenset(
-    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"}
+    {
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".bmp",
+        ".dib",
+        ".gif",
+        ".webp",
+        ".tif",
+        ".tiff",
+        ".pbm",
+        ".pgm",
+        ".ppm",
+        ".pnm",
+    }
 )
+_NO_CLASSES = "__MACOSX"  # of archives that macOS packs
+_ORIENTATION = 0x0112  # EXIF's tag of the camera's rotation
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _BYTES_A_PIXEL = 4  # while it is decoded, whatever its mode
 # of the memory of a data set that one picture may take: 67 million pixels by default
@@ -84,11 +102,40 @@ def _decode(
             raise DataError(f"{name}: not a picture in a known format") from error
         with opened as picture:
             require_room(picture.width * picture.height * _BYTES_A_PIXEL, name, _SHARE)
-            image = picture.convert(_MODES[channels])
+            image = _upright(_eight_bits(picture, name)).convert(_MODES[channels])
             if size is not None:
                 image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def _upright(picture: Image.Image) -> Image.Image:
+    """Return the picture as its EXIF orientation says that it is shown."""
+    if picture.getexif().get(_ORIENTATION, 1) == 1:
+        return picture
+    shown: Image.Image = ImageOps.exif_transpose(picture)
+    return shown
+
+
+def _eight_bits(picture: Image.Image, name: str) -> Image.Image:
+    """Return grey levels of 16 bits over 257, floats between 0 and 1 times 255, and pictures of 8
+    bits unchanged. Raises `DataError` for others, since Pillow would cut them at 255.
+    """
+    is_short = picture.mode.startswith("I;16")
+    is_short = is_short or (picture.mode == "I" and picture.format in ("PNG", "PPM"))
+    if not is_short and picture.mode not in ("I", "F"):
+        return picture
+    values = np.asarray(picture)
+    if is_short:
+        levels = values / 257
+    elif picture.mode == "F" and 0 <= values.min() <= values.max() <= 1:
+        levels = values * 255
+    else:
+        raise DataError(
+            f"{name}: levels from {values.min():g} to {values.max():g} of 32 bits have no rule for 8 bits: store them as "
+            "8 or 16 bits, or as floats from 0 to 1"
+        )
+    return Image.fromarray(levels.round().astype(np.uint8))
 
 
 def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | None = None) -> Tensor:
@@ -101,10 +148,29 @@ def read_files(paths: Sequence[Path], channels: int, size: tuple[int, int] | Non
 def class_folders(root: Path) -> list[str]:
     """Return the names of the folders in `root`, sorted: the classes of an image folder."""
     return sorted(
-        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+        entry.name
+        for entry in root.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name != _NO_CLASSES
     )
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Return the picture files in `folder`, sorted."""
-    return sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in _SUFFIXES)
+    """Return the picture files in `folder` and its folders, sorted."""
+    return [path for path in _visible(folder) if path.suffix.lower() in _SUFFIXES]
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Return the files in `folder` and its folders that are no pictures, sorted."""
+    return [path for path in _visible(folder) if path.suffix.lower() not in _SUFFIXES]
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return the files in `folder` and its folders, sorted, without hidden ones."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not any(
+            part.startswith(".") or part == _NO_CLASSES for part in path.relative_to(folder).parts
+        )
+    )

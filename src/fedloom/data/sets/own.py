@@ -15,7 +15,7 @@ from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out, same_names
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.data.formats.pictures import class_folders, pictures
+from fedloom.data.formats.pictures import class_folders, other_files, pictures
 from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, image_dataset, labelled_pictures
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
@@ -81,7 +81,10 @@ def images(
     seed: int = 0,
 ) -> Dataset:
     """Folders of pictures of your own: `train/<class>/*.png` and `test/<class>/*.png`, or
-    `<class>/*.png` alone.
+    `<class>/*.png` alone, in folders of any depth.
+
+    Pictures are shown upright by their EXIF orientation. Grey levels of 16 bits are divided by 257,
+    floats from 0 to 1 multiplied by 255; other pictures of 32 bits are refused.
 
     Classes are the folders of the training pictures in alphabetical order. Decoded pictures are
     kept in the cache folder.
@@ -117,18 +120,43 @@ def images(
             for path in pictures(split / name)
         ]
 
+        notices = _unused_files(root, folders)
+        for name in names:
+            if not pictures(folders[0] / name):
+                raise DataError(
+                    f"{folders[0] / name}: no pictures of this class: add some, or remove the folder"
+                )
+
         def read() -> Split:
             train, *tests = (read_image_folder(split, names, channels, extent) for split in folders)
             return train, tests[0] if tests else train[:0]  # the cache holds two
 
-        train, test = cached_split("images", f"{channels} {size} {names}", read, files)
+        train, test = cached_split("images", f"2 {channels} {size} {names}", read, files)
     if len(folders) == 1:
         train, test = hold_out(train, test_fraction, seed)
     elif train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise DataError(
             f"{folders[1]}: pictures of another size than in {folders[0]}; set size to scale them"
         )
-    return image_dataset("images", (train, test), len(names), normalise, None, names)
+    dataset = image_dataset("images", (train, test), len(names), normalise, None, names)
+    return replace(dataset, notices=tuple(notices))
+
+
+def _unused_files(root: Path, folders: Sequence[Path]) -> list[str]:
+    """Return a notice that names the files of a folder of pictures that are not read."""
+    used = {
+        path
+        for split in folders
+        for name in class_folders(split)
+        for path in pictures(split / name)
+    }
+    unused = [path for path in (*pictures(root), *other_files(root)) if path not in used]
+    if not unused:
+        return []
+    listed = shortened(", ".join(str(path.relative_to(root)) for path in sorted(unused)))
+    return [
+        f"{root}: {len(unused)} files are not read, since they are no pictures in a class folder: {listed}"
+    ]
 
 
 @datasets.register("python")

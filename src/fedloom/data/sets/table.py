@@ -344,7 +344,7 @@ def _channels(pictures: Any, source: str) -> int:
     if not packed or not packed.get("bytes"):
         raise DataError(f"{source}: no picture in row 0")
     with reading(source, "unreadable picture in row 0"), open_picture(packed["bytes"]) as picture:
-        return 1 if picture.mode in ("1", "L") else 3
+        return 1 if picture.mode in ("1", "L", "I", "F") or picture.mode[:4] == "I;16" else 3
 
 
 def _class_names(metadata: Any, target: str) -> tuple[str, ...] | None:
