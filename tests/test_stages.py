@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,25 @@ from torch.nn import functional as F
 
 from batch_order import batch_order
 from fedloom.algorithm import Algorithm
+from fedloom.algorithms.fedkdmr import FedKDMR
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
+from fedloom.parts.course import Course, client_pipeline
+from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.stages import Stages, has_stopped_improving
 from fedloom.randomness import stream
+from fedloom.records import Plan
+from fedloom.round import Round
+from fedloom.rounds.engine import Job
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
+from fedloom.training import Training
 from naive import State, World, assert_same, average, shares, uniform
+from naive_personal import World as Personal
+from small_task import small_task
 
 # an improvement that this data cannot keep up, so that the switch comes within a few rounds
 SLOW = 0.3
@@ -52,6 +63,107 @@ def test_the_model_between_two_stages_is_that_of_the_finished_one() -> None:
     assert_same(staged.models, world.run(build("fedavg")).models)
     pool = staged.federation.server_state()["inner1.pool"]
     assert torch.equal(pool, pool[:1].expand_as(pool))
+
+
+@pytest.mark.parametrize("before", ["fedavg:2", "stages(fedavg:1, fedavg):2"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "afl",
+        "fedexp",
+        "cfl(mean_norm=1000.0, client_norm=0.0, first_round=2)",
+        "silobn",
+        "fedper",
+        "lg_fedavg",
+        "fedrep",
+        "fedbabu",
+        "apfl",
+        "ditto",
+        "fedrod",
+        "fedas",
+        "feddbe",
+        "fedbn",
+    ],
+)
+def test_a_later_stage_is_a_run_of_its_own_from_the_model_of_the_stage_before(
+    method: str, before: str
+) -> None:
+    """Of whole batches in a deterministic model no number depends on a random stream."""
+    settings = Training(learning_rate=0.1, batch_size=None)
+    norm = method in ("silobn", "fedbn", "fedrep")
+    world = Personal(norm=norm, rounds=6, participation=1.0, training=settings)
+    staged = world.run(build(f"stages({before}, {method})")).moments
+    first = Personal(norm=norm, rounds=2, participation=1.0, training=settings)
+    middle = first.run(build("fedavg")).federation
+    second = Personal(norm=norm, rounds=4, participation=1.0, training=settings)
+    second.module = copy.deepcopy(second.module)
+    middle.task.layout.load(second.module, middle.model(), middle.integers)
+    for later, alone in zip(staged[2:], second.run(build(method)).moments, strict=True):
+        torch.testing.assert_close(later.parameters, alone.parameters, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(later.personal, alone.personal, rtol=1e-9, atol=1e-9)
+
+
+class AtSites(RowsEngine):
+    """Trains and personalises as sites do, which have the expression and the messages alone."""
+
+    expression = ""
+
+    def at_site(self, round: Round, jobs: Sequence[Job]) -> Pipeline:
+        method, task = build(self.expression), self.task
+        plan = Plan(
+            task.layout,
+            task.initial,
+            round.clients,
+            round.participants,
+            round.rounds,
+            round.seed,
+            task.dataset.classes,
+            torch.ones_like,
+            task.model,
+            remote=True,
+            training=task.training,
+        )
+        Course(method).setup(plan)
+        return client_pipeline(method, round.number, dict(jobs[0].inbox))
+
+    def _answers(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Any) -> Any:
+        return super()._answers(self.at_site(round, jobs), round, jobs, expected)
+
+    def personalised(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Any:
+        return super().personalised(self.at_site(round, jobs), round, jobs)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "stages(fedavg:2, fedrep)",
+        "stages(fedavg:2, fedproto)",
+        "stages(fedavg:1, stages(fedavg:2, apfl))",
+        "stages(fedavg:2, partialfed(cooling=0.5))",
+        "stages(fedavg:1, fedavg:2, fedkdmr(ramp=3))",
+        "stages(fedavg:1, stages(fedavg:1, fedkdmr(ramp=3)))",
+        "stages(fedavg:auto, fedkdmr(ramp=3), patience=1, improvement=0.9)",
+    ],
+)
+def test_sites_know_when_and_from_which_model_a_stage_began(expression: str) -> None:
+    task = small_task()
+    runs = []
+    for kind in (RowsEngine, AtSites):
+        engine = kind(task)
+        engine.expression = expression
+        schedule = Schedule(rounds=6, participation=1.0, evaluate_every=1, personal_every=1)
+        runs.append(Federation(build(expression), task, engine, schedule))
+        runs[-1].run()
+        assert not any(record["faults"] for record in runs[-1].history)
+    assert runs[0].history == runs[1].history
+    assert torch.equal(runs[0].model(), runs[1].model())
+
+
+def test_the_ramp_of_fedkdmr_begins_with_its_stage() -> None:
+    run = World(rounds=5).run(build("stages(fedavg:3, fedkdmr(ramp=4))")).federation
+    method = run.pipeline.algorithm
+    assert isinstance(method, FedKDMR)
+    assert [method.weight(number) for number in (4, 5, 6, 8, 9)] == [0, 0.125, 0.25, 0.5, 0.5]
 
 
 def test_memory_of_a_stage_lasts_to_the_next_one_of_its_kind() -> None:
@@ -291,7 +403,7 @@ def test_only_stages_with_auto_send_an_extra_message() -> None:
     fixed = world.run(build("stages(fedavg:9, fedmr)")).federation.history[0]
     waits = world.run(build("stages(fedavg:auto, fedmr)")).federation.history[0]
     assert (fixed["bytes_down"], fixed["bytes_up"]) == (plain["bytes_down"], plain["bytes_up"])
-    assert waits["bytes_down"] == plain["bytes_down"] + 3 * 8  # the number of the stage
+    assert waits["bytes_down"] == plain["bytes_down"] + 3 * 16  # the stage and its first round
     assert waits["bytes_up"] == plain["bytes_up"] + 3 * 8  # one loss
 
 

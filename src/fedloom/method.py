@@ -29,6 +29,9 @@ class Facts:
         deploys: What a client uses: the model that it receives (`received`), a model made from it
             (`start`), or a model from its memory only (`memory`). None: `start` for algorithms that
             override `deploy`, `personalise` or `complete`, else `received`.
+        initial: What a client takes from the model that the method starts from, when it first takes
+            part: nothing (`none`), the slices that do not travel (`private`) or all of it (`all`).
+            Later stages send it.
         independent: Of a sampler: each client's participation is as in a uniform draw.
         foreseeable: Of a sampler: the next selection is known before this round's replies.
         needs_every_reply: No reply may replace another one, as with over-selection.
@@ -43,6 +46,7 @@ class Facts:
     fits_once: bool = True
     needs_total_rounds: bool = False
     deploys: Literal["received", "start", "memory"] | None = None
+    initial: Literal["none", "private", "all"] = "none"
     independent: bool = True
     foreseeable: bool = True
     needs_every_reply: bool = False

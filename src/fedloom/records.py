@@ -115,6 +115,10 @@ class Plan:
         shape = (count, *self.initial.shape)
         return self.pools.empty(shape, self.initial.dtype, self.initial.device)
 
+    def passed(self, number: int) -> int:
+        """Return how many rounds of the method there are before round `number` of the run."""
+        return number - self.first_round
+
     def opening(self) -> Round:
         """Return round 1 with clients 0 to K - 1 selected, to ask a method what it would send."""
         return Round(

@@ -49,7 +49,7 @@ class AFL(ReportsLoss):
     def update(self, round: Round, aggregate: Aggregate) -> None:
         model = self.state["model"] + aggregate.total["step"]
         shares = on_simplex(self.state["shares"] + self.rate * aggregate.total["losses"])
-        mean = torch.lerp(self.state["mean"], model, 1 / round.number)
+        mean = torch.lerp(self.state["mean"], model, 1 / (self.plan.passed(round.number) + 1))
         self.state |= {"model": model, "shares": shares, "mean": mean}
 
     def model(self) -> Tensor:

@@ -16,7 +16,7 @@ class APFL(PartlyShared):
 
     Per batch w <- w - eta grad l(w), then v <- v - eta alpha grad l(m) at the mixture m of v and
     the new w. If `adaptive`, the first batch of a round also moves alpha <- clip(alpha - eta <v -
-    w, grad l(m)>, 0, 1). w travels; v, which starts as the task's initial model, and alpha stay.
+    w, grad l(m)>, 0, 1). w travels; v, which starts as the initial model, and alpha stay.
     Steps are plain: momentum, weight decay and clipping of local training do not apply. A client
     that has not trained yet deploys the download. alpha = 0 is FedAvg, alpha = 1 local training of
     v.
@@ -33,7 +33,7 @@ class APFL(PartlyShared):
     adaptive: bool = False
 
     needs = (require_constant_rate,)
-    base_facts = Facts(fits_once=False)
+    base_facts = Facts(fits_once=False, initial="all")
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         rate, count = cohort.round.learning_rate, cohort.layout.trainable

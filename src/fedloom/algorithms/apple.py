@@ -69,7 +69,7 @@ class Apple(EveryModel):
         count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
         trainable = cores[:, :count]
         rate = cohort.round.learning_rate * (len(cores) if self.variant == "pfllib" else 1)
-        end, passed = self.decline * cohort.round.rounds, cohort.round.number - 1
+        end, passed = self.decline * cohort.round.rounds, self.plan.passed(cohort.round.number)
         hold = self.mu * (math.cos(math.pi * passed / end) + 1) / 2 if passed < end else 0.0
 
         def mix(state: dict[str, Tensor]) -> None:

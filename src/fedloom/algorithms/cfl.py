@@ -67,7 +67,7 @@ class CFL(Algorithm):
                 moved[members].norm(dim=1).max(),
             )
             stands_still = len(members) > 2 and mean < self.mean_norm and longest > self.client_norm
-            if round.number > self.first_round and stands_still:
+            if self.plan.passed(round.number) >= self.first_round and stands_still:
                 clusters = [members[half] for half in bipartition(moved[members])]
                 cluster[replies.clients[clusters[1]]] = len(models)
                 models.append(models[number])

@@ -31,7 +31,7 @@ class Ditto(PartlyShared):
     personal_epochs: Count = 2
 
     own_model: ClassVar[str] = "ditto_personal"
-    base_facts = Facts(fits_once=False)
+    base_facts = Facts(fits_once=False, initial="all")
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         cohort.memory[self.own_model] = cohort.fit(

@@ -64,7 +64,7 @@ class FedCross(Indep):
 
     def receive(self, round: Round, replies: Replies) -> None:
         pool, share = replies.by_slot("model"), 1 - blend_at(self.alpha, round.number)
-        if round.number <= self.averaging_rounds:
+        if self.plan.passed(round.number) < self.averaging_rounds:
             self.state["pool"] = pool.mean(0).expand(len(pool), -1)
         else:
             self.state["pool"] = (
@@ -73,7 +73,7 @@ class FedCross(Indep):
 
     def _partners(self, pool: Tensor, number: int) -> Tensor:
         """Return what each model of the pool is pulled towards, `[K, P]`."""
-        if number <= self.propeller_rounds:
+        if self.plan.passed(number) < self.propeller_rounds:
             return torch.stack(
                 [pool[in_order(len(pool), number + k)] for k in range(self.propellers)]
             ).mean(0)

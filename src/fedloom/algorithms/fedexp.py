@@ -51,7 +51,7 @@ class FedExP(Algorithm):
         following[trainable] = previous[trainable] + step * mean
         self.state["model"] = following
         self.state["evaluated"] = (
-            following.clone() if round.number == 1 else (previous + following) / 2
+            following.clone() if self.plan.passed(round.number) == 0 else (previous + following) / 2
         )
         self.state["step"] = step.reshape(1)
 

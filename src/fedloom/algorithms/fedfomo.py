@@ -41,7 +41,7 @@ class FedFomo(PartlyShared):
     exploration: Probability = 0.0
 
     own_model: ClassVar[str] = "fedfomo_model"
-    base_facts = Facts(one_download=False, fits_once=False, averages=False)
+    base_facts = Facts(one_download=False, fits_once=False, averages=False, initial="all")
 
     @property
     def facts(self) -> Facts:

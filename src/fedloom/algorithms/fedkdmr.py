@@ -18,7 +18,7 @@ class FedKDMR(FedMR):
 
     q_T and q are the softmaxes at `temperature` of the mean of the pool that was sent (in
     evaluation mode) and of the trained model; a_t = distillation min((t - 1) / ramp, 1)^power in
-    round t. Traffic: 2 models down, 1 up.
+    round t, counted from its first round within `stages`. Traffic: 2 models down, 1 up.
     Source: Li et al., KDD 2026, with their code's defaults but for the ramp, which there begins
     after a phase of averaging: `stages(fedavg:100, fedkdmr)`.
     Use it where `fedmr` wins but its models drift apart, as under wrong labels; a step costs one
@@ -40,8 +40,8 @@ class FedKDMR(FedMR):
     needs = (require_classes,)
 
     def weight(self, number: int) -> float:
-        """Return a_t of round `number`."""
-        grown = min((number - 1) / self.ramp, 1.0) if self.ramp else 1.0
+        """Return a_t of round `number` of the run."""
+        grown = min(self.plan.passed(number) / self.ramp, 1.0) if self.ramp else 1.0
         return float(self.distillation * grown**self.power)
 
     def send(self, round: Round) -> Message:

@@ -40,7 +40,9 @@ class FedMut(Algorithm):
             for tensor in self.plan.layout.slices
             if tensor.stop <= self.plan.layout.trainable
         ]
-        skew = self.beta * (1 - min(max(round.number - 2, 0) / self.mutation_rounds, 1))
+        skew = self.beta * (
+            1 - min(max(self.plan.passed(round.number) - 1, 0) / self.mutation_rounds, 1)
+        )
         direction = self.radius * (self.state["model"] - self.state["previous"])
         rows = self.plan.empty_rows(len(round.selected))
         return {

@@ -38,7 +38,7 @@ class FedPHP(PartlyShared):
     deployed: Literal["history", "local"] = "history"
 
     own_model: ClassVar[str] = "fedphp_history"
-    base_facts = Facts(needs_total_rounds=True)
+    base_facts = Facts(needs_total_rounds=True, initial="all")
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         history = cohort.memory.get(self.own_model, cohort.initial)

@@ -37,7 +37,9 @@ class FedProto(Algorithm):
     by: Literal["prototype", "head"] = "prototype"
 
     sends: ClassVar[tuple[str, ...]] = ("prototypes", "present")
-    facts = Facts(one_download=False, fits_once=False, averages=False, deploys="memory")
+    facts = Facts(
+        one_download=False, fits_once=False, averages=False, deploys="memory", initial="all"
+    )
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

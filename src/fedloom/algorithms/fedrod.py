@@ -34,7 +34,7 @@ class FedRoD(PartlyShared):
     gamma: NonNegative = 1.0
 
     needs = (require_constant_rate,)
-    base_facts = Facts(fits_once=False)
+    base_facts = Facts(fits_once=False, initial="all")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)

@@ -46,7 +46,8 @@ class PartialFed(PartlyShared):
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
         layer, count = layer_of(cohort.layout).to(cohort.initial.device), cohort.layout.trainable
-        temperature = max(self.temperature * self.cooling ** (cohort.round.number - 1), COLDEST)
+        passed = self.plan.passed(cohort.round.number)
+        temperature = max(self.temperature * self.cooling**passed, COLDEST)
         rate = cohort.round.learning_rate
 
         def step(state: dict[str, Tensor], batch: Batch) -> Tensor:

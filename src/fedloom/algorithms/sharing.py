@@ -74,7 +74,7 @@ def require_everybody(method: str, plan: Plan) -> None:
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
 
-    `private` names the layers that stay with each client, at first the task's initial ones. The
+    `private` names the layers that stay with each client, at first those of the initial model. The
     others are averaged by samples.
 
     Args:
@@ -121,7 +121,7 @@ class PartlyShared(Algorithm):
         unit = self.shared(cohort.module, cohort.layout)
         if length(unit) == cohort.layout.size:
             return model
-        stays = _complement(unit, cohort.layout)
+        stays = complement(unit, cohort.layout)
         private = cohort.memory.get(_private(stays), take(cohort.initial, stays))
         rows = model.new_empty(len(model), cohort.layout.size)
         return put(put(rows, stays, private), unit, model)
@@ -164,7 +164,7 @@ class PartlyShared(Algorithm):
         """
         unit = self.shared(cohort.module, cohort.layout)
         if length(unit) < cohort.layout.size:
-            stays = _complement(unit, cohort.layout)
+            stays = complement(unit, cohort.layout)
             cohort.memory[_private(stays)] = take(model, stays)
         if self.eval_point == "after_train":
             cohort.memory["trained"] = model
@@ -190,7 +190,8 @@ class PartlyShared(Algorithm):
 
     @property
     def facts(self) -> Facts:
-        return replace(self.base_facts, deploys=self._deploys())
+        initial = "private" if self.base_facts.initial == "none" else self.base_facts.initial
+        return replace(self.base_facts, deploys=self._deploys(), initial=initial)
 
     def _deploys(self) -> Literal["received", "start", "memory"]:
         if self.own_model:
@@ -207,7 +208,7 @@ def _private(stays: Unit) -> str:
     return f"private_{length(stays)}"
 
 
-def _complement(unit: Unit, layout: Layout) -> Unit:
+def complement(unit: Unit, layout: Layout) -> Unit:
     """Return the slices of a row that are not in the unit."""
     ends = [0, *(end for columns in unit for end in (columns.start, columns.stop)), layout.size]
     return tuple(

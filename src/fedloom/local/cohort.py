@@ -85,6 +85,7 @@ class Cohort:
             [True] * len(self.clients) if uploads is None else list(uploads)
         )
         self.metrics: dict[str, Tensor] = {}
+        self._initial: Tensor | None = None
         self._dataset = dataset
         self._samples = samples
         self._loaders = [ClientLoader(client_samples, dataset) for client_samples in samples]
@@ -121,6 +122,7 @@ class Cohort:
         shared = self._dataset, self.flat_module, self.training, self.round, self.memory
         cohort = Cohort(self.clients, samples, *shared, self.uploads.tolist())
         cohort.metrics = self.metrics
+        cohort._initial = self._initial
         return cohort
 
     def with_loss(self, change: LossChange, context: Mapping[str, Tensor]) -> "Cohort":
@@ -240,10 +242,14 @@ class Cohort:
 
     @property
     def initial(self) -> Tensor:
-        """The model that the task starts from, `[1, P]`: a client's values of slices that it was
-        never sent.
+        """The model that the method starts from, `[1, P]`: a client's values of slices that it was
+        never sent. Within `stages` it is the model that the stage before left.
         """
-        return self.flat_module.initial.unsqueeze(0)
+        return self.flat_module.initial.unsqueeze(0) if self._initial is None else self._initial
+
+    def start_from(self, initial: Tensor) -> None:
+        """Set the model that the method starts from, `[1, P]`."""
+        self._initial = initial
 
     def _lock_steps(
         self,

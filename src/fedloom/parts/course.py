@@ -81,11 +81,25 @@ def require_fitting(method: Method) -> None:
 
 def client_pipeline(method: Method, number: int, inbox: Message) -> Pipeline:
     """Return the pipeline of a round at a site, which reads a chosen stage from its inbox."""
+    first_rounds: dict[int, int] = {}
 
     def choose(stages: Stages) -> int:
-        return int(inbox[STAGE].max()) if stages.automatic else stages.stage_of(number)
+        leading = stages.stage_of(number)
+        first_round = stages.first_round(leading)
+        if stages.automatic:
+            leading, first_round = inbox[STAGE].flatten().tolist()
+        first_rounds[id(stages)] = first_round or 1
+        return leading
 
-    return flatten(method, choose, number)
+    pipeline = flatten(method, choose, number)
+    for stages in stages_in(method):
+        if first_rounds.get(id(stages), 1) > 1:
+            inside = flatten(stages.stages[choose(stages)][0], choose)
+            for component in inside.components():
+                if "plan" in vars(component):  # else the method was not set up
+                    first_round = max(component.plan.first_round, first_rounds[id(stages)])
+                    component.plan = replace(component.plan, first_round=first_round)
+    return pipeline
 
 
 class Course:
@@ -193,7 +207,8 @@ class Course:
         for outer in self._leading_stages():
             if _present_stage(outer):
                 # Checkpoints of earlier versions do not say how the stage began.
-                first_round = int(outer.state.get("first_round", LATER_STAGE))
+                known = outer.first_round(_present_stage(outer)) or LATER_STAGE
+                first_round = int(outer.state.get("first_round", max(plan.first_round, known)))
                 initial = outer.state.get("initial", plan.initial)
                 plan = replace(plan, initial=initial, first_round=first_round)
         pipeline = self._present()

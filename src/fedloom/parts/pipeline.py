@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithm import Algorithm, as_spec, is_personal, overrides
+from fedloom.algorithms.sharing import complement, put, take
 from fedloom.errors import InvalidValue, code_location, in_brackets
+from fedloom.flat.layout import Unit
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
 from fedloom.parts.hooks import Part
@@ -32,7 +34,12 @@ from fedloom.records import (
 from fedloom.round import Round
 
 STAGE = "@stage"
-"""Name in a message of the number of the stage, where the run chooses when a stage ends."""
+"""Name in a message of the stage and its first round, `[1, 2]`, where the run chooses when a stage
+ends.
+"""
+
+INITIAL = "@initial"
+"""Name in a message of what clients take from the model that their stage starts from."""
 
 Work = Callable[[Cohort, Message], Message]
 """Takes a cohort and its inbox to its replies."""
@@ -233,9 +240,28 @@ class Pipeline:
         return message
 
     def _with_stage(self, message: Message) -> Message:
-        return (
-            message if self.stage is None else {**message, STAGE: torch.tensor([[self.stage[0]]])}
-        )
+        """Add what clients must know of their stage."""
+        if self.stage is not None:
+            began = self.plan.first_round
+            message = {**message, STAGE: torch.tensor([[self.stage[0], began]])}
+        if self.plan.first_round > 1 and (unit := self._initial_unit):
+            message = {**message, INITIAL: take(self.plan.initial.unsqueeze(0), unit)}
+        return message
+
+    @cached_property
+    def _initial_unit(self) -> Unit:
+        """The slices that clients take from the model that the method starts from."""
+        kind, layout = self.algorithm.facts.initial, self.plan.layout
+        if kind == "private":
+            return complement(self.algorithm.shared(self.plan.module, layout), layout)
+        return (slice(0, layout.size),) if kind == "all" else ()
+
+    def _without_stage(self, cohort: Cohort, inbox: Message) -> Message:
+        """Return the inbox without what it says about the stage, which the cohort takes over."""
+        if INITIAL in inbox:
+            rows = cohort.initial
+            cohort.start_from(put(rows, self._initial_unit, inbox[INITIAL][:1]))
+        return {name: rows for name, rows in inbox.items() if name not in (STAGE, INITIAL)}
 
     def _with_idle_row(self, round: Round, message: Message) -> Message:
         """Add a row for idle clients, the global model, where each client is sent a model of its
@@ -420,7 +446,7 @@ class Pipeline:
         return self._work(cohort, inbox)
 
     def _work(self, cohort: Cohort, inbox: Message) -> Message:
-        received = {name: rows for name, rows in inbox.items() if name != STAGE}
+        received = self._without_stage(cohort, inbox)
         for part in self.acting("decode_down"):
             received = part.decode_down(cohort.round, received, self.inside(part))
         reply = self.train(cohort, received)
@@ -438,7 +464,7 @@ class Pipeline:
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         """Return the model `[k, P]` that each client would use."""
-        inbox = {name: rows for name, rows in inbox.items() if name != STAGE}
+        inbox = self._without_stage(cohort, inbox)
         for part in self.acting("personalise"):
             return part.personalise(cohort, inbox, self.inside(part))
         return self.algorithm.personalise(cohort, inbox)

@@ -118,6 +118,11 @@ class Stages(Part):
                 return stage
         return last
 
+    def first_round(self, stage: int) -> int | None:
+        """Return the first round of a stage, or None if the run chooses it."""
+        end = self.stages[stage - 1][1] if stage else 0
+        return end + 1 if isinstance(end, int) else None
+
     def begin(self, stage: int, initial: Tensor | None = None, first_round: int = 1) -> None:
         """Make the state at the beginning of a stage.
 
