@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import fedloom as fl
 from batch_order import batch_order
 from fedloom.randomness import global_stream, numpy_stream, stream, stream_bytes, stream_seed
 from fedloom.records import uniform
@@ -151,3 +156,43 @@ def test_batches_by_steps_short_batches_and_drops() -> None:
     assert [len(b) for b in batch_order(21, stream(0, "b"), batch_size=None, epochs=2)] == [21, 21]
     assert list(batch_order(1, stream(0, "b"), batch_size=5, smallest=2)) == []
     assert torch.cat(list(batch_order(6, None, batch_size=4))).tolist() == list(range(6))
+
+
+class DrawsAlways(nn.Module):
+    """A model that forgets to turn its dropout off in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.dropout(torch.relu(self.hidden(images.flatten(1))), 0.5)
+        logits: Tensor = self.out(hidden)
+        return logits
+
+
+def figures_of_a_run(model: nn.Module, method: str, engine: str) -> list[dict[str, float]]:
+    task = fl.make_task("digits", model=model, clients=3, local_test=0.25)
+    options = {"rounds": 2, "engine": engine, "evaluate_every": 1, "personal_every": 1}
+    history = fl.run(method, task, quiet=True, **options).history  # type: ignore[arg-type]
+    return [{n: v for n, v in row.items() if "loss" in n or "accuracy" in n} for row in history]
+
+
+@pytest.mark.parametrize("engine", ["rows", "stacked"])
+@pytest.mark.parametrize("method", ["fedavg", "qfedavg", "ditto"])
+def test_runs_neither_use_nor_move_the_global_generator(method: str, engine: str) -> None:
+    model, results = DrawsAlways(), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        results.append(figures_of_a_run(model, method, engine))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert results[0] == results[1]
+
+
+def test_runs_in_several_threads_are_those_of_one() -> None:
+    model = DrawsAlways()
+    expected = figures_of_a_run(model, "fedavg", "rows")
+    with ThreadPoolExecutor(4) as threads:
+        runs = [threads.submit(figures_of_a_run, model, "fedavg", "rows") for _ in range(4)]
+    assert all(run.result() == expected for run in runs)

@@ -7,6 +7,7 @@ draw alike.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,6 +58,21 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
     return generator
 
 
+_GLOBAL = threading.RLock()
+"""Held by the thread that uses torch's global generators, which all threads share."""
+
+
+@contextmanager
+def preserved_generator(device: torch.device | None = None) -> Iterator[None]:
+    """Restore torch's global generators, of the CPU and of a GPU `device`, at the end of the block.
+
+    Other threads wait at the beginnings of such blocks.
+    """
+    devices = [device.index or 0] if device is not None and device.type == "cuda" else []
+    with _GLOBAL, torch.random.fork_rng(devices=devices):
+        yield
+
+
 @contextmanager
 def global_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1, device: torch.device | None = None
@@ -66,15 +82,14 @@ def global_stream(
 
     For what can draw from nothing else: layers, and functions that initialise them.
     """
-    devices = [device.index or 0] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with preserved_generator(device):
         # torch.manual_seed would also take down a stack trace for devices not in use: a third of a
         # small client's time.
         torch.default_generator.set_state(
             stream(seed, purpose, round=round, client=client).get_state()
         )
-        for index in devices:
-            torch.cuda.default_generators[index].manual_seed(
+        if device is not None and device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(
                 stream_seed(seed, purpose, round=round, client=client)
             )
         yield

@@ -3,7 +3,7 @@
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -94,7 +94,8 @@ class RowsEngine(LocalEngine):
         def answers(chunk: Sequence[Job]) -> list[Answer | Fault]:
             if len(chunk) == 1:
                 return [self.train_one(pipeline, round, chunk[0], expected)]
-            return self._answers(pipeline, round, chunk, expected)
+            with self._drawing_layers(round, chunk):
+                return self._answers(pipeline, round, chunk, expected)
 
         return self._results(pipeline, jobs, answers)
 
@@ -180,8 +181,7 @@ class RowsEngine(LocalEngine):
         """Let layers that draw, such as dropout, draw from the client's stream: they know only
         torch's global generator.
         """
-        if len(jobs) > 1:  # stacks are given the streams
-            return nullcontext()
+        # Dropout in stacks has a stream for each client. All other draws are those of the first.
         client, device = jobs[0].client, self.task.initial.device
         return global_stream(round.seed, "layers", round=round.number, client=client, device=device)
 

@@ -18,6 +18,7 @@ from fedloom.flat.module import Batch, FlatModule, data_loss
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.method import Method
 from fedloom.parts.pipeline import Pipeline
+from fedloom.randomness import preserved_generator
 from fedloom.round import Round
 from fedloom.rounds.engine import Job
 from fedloom.state.store import BUDGET
@@ -161,7 +162,7 @@ def bytes_of_training(task: Task, flat_module: FlatModule) -> int:
     row = task.initial.clone().unsqueeze(0)
     batch = Batch(task.dataset.prepare(samples.inputs).unsqueeze(0), samples.labels.unsqueeze(0))
     with (
-        torch.random.fork_rng(devices=[row.device] if row.is_cuda else []),
+        preserved_generator(row.device),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
         flat_module.gradient(row, batch, data_loss, {})

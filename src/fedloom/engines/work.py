@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import full_batch
 from fedloom.models.structure import copied
+from fedloom.randomness import preserved_generator, stream
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task
 
@@ -57,7 +58,10 @@ def training_speed(task: Task, clients: int, seconds: float) -> tuple[float, flo
     """Return the GFLOP/s of so many clients' training in a round, and those of a large matrix
     product on this device now.
     """
-    matrix, durations = torch.randn(2048, 2048, device=task.initial.device), []
+    matrix, durations = (
+        torch.randn(2048, 2048, generator=stream(0, "speed")).to(task.initial.device),
+        [],
+    )
     for _ in range(5):
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
@@ -98,7 +102,7 @@ def multiply_adds(module: nn.Module, sample: Tensor) -> int:
         torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
         _OperationCounter(),
     )
-    with torch.random.fork_rng(devices=[]), plain, counter:
+    with preserved_generator(), plain, counter:
         copied(module).eval()(sample.clone())
     return counter.total // 2
 

@@ -19,6 +19,7 @@ from fedloom.flat.vmap_modes import autocast, stacked_autocast
 from fedloom.models.structure import head_name
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
+from fedloom.randomness import preserved_generator
 from fedloom.training import Training
 
 Rows = slice | Tensor
@@ -374,7 +375,7 @@ class FlatModule:
         if self.needs_pairs or self.layout.trainable < self.layout.size or self.layout.integers:
             return None
         self.bind(rows)
-        with torch.random.fork_rng(devices=[rows.device] if rows.is_cuda else []):
+        with preserved_generator(rows.device):
             state = generator_state(rows)
             features, logits = self.net.both(self._laid_out(inputs[0]))
             drawn = not torch.equal(state, generator_state(rows))
@@ -421,7 +422,7 @@ def light_convolutions(module: nn.Module, image: Tensor) -> bool:
 
     handles = [layer.register_forward_hook(count) for layer in convolutions]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with preserved_generator():
             module(image.clone())
     finally:
         for handle in handles:

@@ -13,7 +13,7 @@ from fedloom.config.plugins import found_at
 from fedloom.data import DataSpec
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted
 from fedloom.models import models
-from fedloom.randomness import global_stream
+from fedloom.randomness import global_stream, preserved_generator
 
 
 def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> nn.Module:
@@ -31,7 +31,7 @@ def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> n
     )
     # A default device would draw from an accelerator's generator. A user's file may draw numbers
     # when it is imported, so that happens before the stream begins.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with preserved_generator(), torch.device("cpu"):
         try:
             make = _read(model, spec) if isinstance(model, str) else _with_spec(model, spec)
             with global_stream(seed, "model"):

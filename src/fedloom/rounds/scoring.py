@@ -16,6 +16,7 @@ from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, prediction
 from fedloom.objectives.metrics import counted, figures
+from fedloom.randomness import global_stream
 
 WORST = 0.1
 """Share of the clients, those that the metric finds worst, whose mean is recorded too."""
@@ -128,8 +129,21 @@ class Evaluator:
         )
         return Tally(torch.tensor([*clients]), sizes, totals)
 
-    @torch.no_grad()
     def _count(
+        self,
+        row: Tensor,
+        samples: Samples,
+        integers: Tensor | None,
+        index: Tensor | None = None,
+        owner: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the counts of `_counts`; layers that draw even in evaluation mode draw from a
+        stream.
+        """
+        with torch.no_grad(), global_stream(0, "evaluation", device=row.device):
+            return self._counts(row, samples, integers, index, owner)
+
+    def _counts(
         self,
         row: Tensor,
         samples: Samples,
