@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import fedloom as fl
 from fedloom.data.partition import Partition
@@ -25,7 +26,7 @@ from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.engines.work import mean_steps, multiply_adds
-from fedloom.errors import CheckpointError
+from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.experiment.comparison import Comparison
 from fedloom.experiment.configuration import Configuration, configuration
 from fedloom.experiment.events import Event, RunName
@@ -330,3 +331,16 @@ def test_runs_of_a_comparison_start_no_processes_of_their_own(tmp_path: Path, wo
     assert Comparison.of(job).run(lambda event: None) == {}
     engines = [run_directory(job, method, 0).engine for method in ("fedavg", "fedmr")]
     assert engines == 2 * [Choice("rows", reason="no worker processes are started here")]
+
+
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("parametrize", [weight_norm, spectral_norm, orthogonal])
+def test_models_that_cannot_be_sent_train_in_rows(parametrize: Any) -> None:
+    layers = nn.Flatten(), parametrize(nn.Linear(64, 16)), nn.Tanh(), nn.Linear(16, 10)
+    given = make_task("digits", clients=4, model=nn.Sequential(*layers))
+    assert choice(given, LONG, False, None)[0].name.startswith("processes")
+    engine = make_engine("default", given, LONG)
+    assert type(engine) is RowsEngine
+    assert engine.chosen == Choice("rows", reason="worker processes cannot be sent this task")
+    with pytest.raises(InvalidValue, match="cannot send this to its workers"):
+        make_engine("processes", given)

@@ -12,6 +12,7 @@ import fedloom.engines.ray.driver  # noqa: F401  registers the engine
 from fedloom.config.expression import Call, parse
 from fedloom.config.registry import Entry
 from fedloom.engines.base import Choice, LocalEngine, engines
+from fedloom.engines.dispatch import CannotSend
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.proof import Proof, prove
 from fedloom.engines.rows import RowsEngine
@@ -171,7 +172,15 @@ def by_rule(
         _, options = read_engine(
             chosen.name, workers=most_workers(task, schedule), memory_budget=memory_budget
         )
-        engine: LocalEngine = ProcessesEngine(task, proof, **options)
+        try:
+            engine: LocalEngine = ProcessesEngine(task, proof, **options)
+        except CannotSend:
+            if begun:
+                raise
+            reason = "worker processes cannot be sent this task"
+            chosen = Choice("stacked" if stacks else "rows", reason=reason)
+            in_this = StackedEngine if stacks else RowsEngine
+            engine = in_this(task, proof, memory_budget=memory_budget)
     else:
         engine = (StackedEngine if stacks else RowsEngine)(task, proof, memory_budget=memory_budget)
         if spreads:

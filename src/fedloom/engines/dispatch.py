@@ -61,6 +61,10 @@ Group = tuple[int, Sequence[Job]]
 """Number of a block of slots, and clients of it that are handed out together."""
 
 
+class CannotSend(InvalidValue):
+    """A task, a method or a message cannot be pickled, so that no worker can have it."""
+
+
 class WorkerDied(Exception):
     """A worker process or actor has ended; the text says how, in one line."""
 
@@ -421,11 +425,11 @@ class WorkerEngine(LocalEngine, FoldingEngine):
         self._setup = self._publish(self._packed(setup))
 
     def _packed(self, message: object, common: Mapping[int, int] | None = None) -> Any:
-        """Pack a message. Raises `InvalidValue` if it cannot be pickled."""
+        """Pack a message. Raises `CannotSend` if it cannot be pickled."""
         try:
             return self._pack(message, common or {})
         except Exception as error:
-            raise InvalidValue(
+            raise CannotSend(
                 f"engine {self.name!r} cannot send this to its workers: {error_text(error)}"
             ) from error
 
