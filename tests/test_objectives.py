@@ -35,8 +35,9 @@ from fedloom.experiment.run import run_configured
 from fedloom.experiment.tune import Search, best_of, run_trials
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
-from fedloom.objectives.classification import Classification
+from fedloom.objectives.classification import CLASSIFICATION, Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
+from fedloom.objectives.metrics import build_metrics
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.sequence import NextToken, Segmentation
@@ -645,3 +646,22 @@ def test_a_configuration_names_metrics_and_targets_of_them(tmp_path: Path) -> No
             configuration(
                 job(tmp_path, algorithm="fedavg", objective=objective, metrics=["pearson_corcoef"])
             ).task(0)
+
+
+def area(scores: Tensor, members: Tensor) -> float:
+    """The chance that a sample of the class has a higher score than one of the others."""
+    pairs = scores[members].unsqueeze(1) - scores[~members]
+    return float(((pairs > 0).double() + (pairs == 0).double() / 2).mean())
+
+
+@pytest.mark.parametrize("name", ["auroc", "auroc(average='macro')"])
+def test_a_mean_over_classes_leaves_out_those_that_a_client_lacks(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    outputs, targets = torch.randn(40, 6, generator=generator), torch.arange(40) % 3
+    (metric,) = build_metrics([name], CLASSIFICATION, 6)
+    expected = [area(outputs.softmax(1)[:, k], targets == k) for k in range(3)]
+    assert metric.value(outputs, targets) == pytest.approx(sum(expected) / 3, abs=1e-6)
+    labels = torch.nn.functional.one_hot(targets, 6)
+    (metric,) = build_metrics([name], build_objective("multilabel"), 6)
+    expected = [area(outputs[:, k], targets == k) for k in range(3)]
+    assert metric.value(outputs, labels.float()) == pytest.approx(sum(expected) / 3, abs=1e-6)

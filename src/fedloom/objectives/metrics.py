@@ -29,6 +29,9 @@ from fedloom.objectives.regression import Regression
 Kind = Literal["multiclass", "multilabel", "regression"]
 """The tasks of `torchmetrics`."""
 
+_RANKINGS = ("auroc", "average_precision")
+"""Figures of how samples are ranked, which are undefined for a class without samples."""
+
 _PREFIX = "metrics/"
 """Begins the names of metrics among the counts of the objective."""
 
@@ -204,6 +207,38 @@ def _torchmetric(
     """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities,
     whole numbers, one flat column.
     """
+    macro = options.get("average", "macro") == "macro"
+    if kind != "regression" and function.__name__ in _RANKINGS and macro:
+        by_class = {**options, "average": "none"}
+        return _mean_of_present(kind, function, by_class, outputs, targets)
+    return _applied(kind, function, options, outputs, targets)
+
+
+def _mean_of_present(
+    kind: Kind,
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    outputs: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """Return the mean of a ranking's figure over the classes that some samples have and others
+    lack. `torchmetrics` counts all other classes as 0, though a client's samples cannot rank them.
+    """
+    classes = torch.arange(outputs.shape[1], device=targets.device)
+    members = targets.unsqueeze(1) == classes if kind == "multiclass" else targets.bool()
+    counts = members.sum(0)
+    values: Tensor = _applied(kind, function, options, outputs, targets)
+    return values[((counts > 0) & (counts < len(targets))).to(values.device)].mean()
+
+
+def _applied(
+    kind: Kind,
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    outputs: Tensor,
+    targets: Tensor,
+) -> Any:
+    """Apply the function with the arguments of its kind."""
     if kind == "multiclass":
         return function(
             outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options
