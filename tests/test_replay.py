@@ -28,7 +28,15 @@ from fedloom.config.expression import parse
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
 from fedloom.errors import DataError, InvalidValue
-from fedloom.evidence.bundle import _LOCATIONS, MOST_FILES, relocated, unpack, write_bundle
+from fedloom.evidence.bundle import (
+    _LOCATIONS,
+    MOST_FILES,
+    _own_modules,
+    relocated,
+    rewritten,
+    unpack,
+    write_bundle,
+)
 from fedloom.evidence.replay import Replay, _offline
 from fedloom.experiment.directory import to_json
 from fedloom.models import models
@@ -751,3 +759,80 @@ def test_a_model_of_another_shape_is_different_in_one_line(compared: Path, fed: 
     code, out, err = fed("replay", "shape.zip", "-q")
     assert (code, err, out.count("different")) == (1, "", 2)
     assert "of shape (" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("part(of='table(path=\\'/etc/passwd\\')')", "table reads 'passwd', which no bundle holds"),
+        (
+            r"part(of='table(p\x61th=\'/etc/passwd\')')",
+            "table reads 'passwd', which no bundle holds",
+        ),
+        ("table('/etc/passwd', target='y')", "table reads 'passwd', which no bundle holds"),
+        ("arrays('/etc/passwd')", "arrays reads 'passwd', which no bundle holds"),
+        ("images('/')", "images: no such folder"),
+        ("part('images(\\'/\\')')", "images: no such folder"),
+    ],
+)
+def test_nothing_outside_the_bundle_is_opened(
+    name: str, text: str, compared: Path, fed: Say
+) -> None:
+    def edit(stored: dict[str, Any]) -> dict[str, Any]:
+        return stored | {"data": stored["data"] | {"name": name}}
+
+    edited(Path("read.zip"), compared, "configuration.json", edit)
+    code, _, err = fed("replay", "read.zip", "-q")
+    assert (code in (1, 2), err.count("\n")) == (True, 1)
+    assert text in err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mnist(hub=true)", "part(of='mnist(hub=true)')", r"part(of='mnist(h\x75b=true)')", "mnist"],
+)
+def test_no_expression_asks_the_network(name: str) -> None:
+    asked: list[str] = []
+
+    def note(call: Any) -> dict[str, Any]:
+        asked.extend(str(value) for key, value in call.named.items() if key == "hub")
+        return dict(call.named)
+
+    rewritten(_offline(name), note)
+    assert asked == ["False"]
+
+
+def test_arguments_without_a_name_are_relocated_and_all_else_stays() -> None:
+    found: list[tuple[str, str, str]] = []
+
+    def locate(name: str, parameter: str, location: str) -> str:
+        found.append((name, parameter, location))
+        return "/here"
+
+    values = {
+        "data": {"name": "table('/a/b.csv', target='y')", "partition": "dirichlet(0.5)"},
+        "model": "mlp(hidden=[8, 4])", "algorithm": "stages(fedavg:2, fedmr(unit=segment))",
+    }  # fmt: skip
+    moved = relocated(values, locate)
+    assert found == [("table", "path", "/a/b.csv")]
+    assert parse(moved["data"]["name"]).named == {"path": "/here", "target": "y"}
+    assert {**moved, "data": None} == {**values, "data": None}
+    assert moved["data"]["partition"] == "dirichlet(0.5)"
+
+
+def test_escaped_names_of_modules_go_into_a_bundle() -> None:
+    stored = {"model": r"own_a:Net", "objective": r"classification(criterion='own_b\x3af')"}
+    assert _own_modules({**stored, "m": ["own_c:f"], "n": "stages(fedavg:3, fedmr)"}) == {
+        "own_a", "own_b", "own_c",
+    }  # fmt: skip
+
+
+def test_the_code_of_an_earlier_bundle_is_gone(tmp_path: Path) -> None:
+    first = packed(tmp_path / "first.zip", {"bundle.json": GOOD, "code/helper.py": b"EVIL = 1\n"})
+    second = packed(tmp_path / "second.zip", {"bundle.json": GOOD, "code/other.py": b"\n"})
+    folder = tmp_path / "bundle"
+    unpack(first, folder)
+    (folder / "mine.txt").write_text("the user's")
+    unpack(second, folder)
+    assert sorted(path.name for path in (folder / "code").iterdir()) == ["other.py"]
+    assert (folder / "mine.txt").exists()

@@ -11,13 +11,14 @@ written below one folder.
 
 import importlib.util
 import io
-import json
 import re
+import shutil
 import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +27,15 @@ from pydantic import TypeAdapter
 import fedloom
 from fedloom.config.expression import Call, parse
 from fedloom.config.plugins import import_plugins
+from fedloom.data.dataset import datasets
 from fedloom.data.formats.limits import reading
+from fedloom.data.partition import partitions
 from fedloom.errors import DataError, InvalidValue, is_user_code, quoted
 from fedloom.experiment.directory import RunDirectory, to_json
 from fedloom.experiment.finished import read_runs
+from fedloom.models import models
 from fedloom.state.digest import digest
-from fedloom.state.files import make_folder, write_bytes
+from fedloom.state.files import make_folder, remove, write_bytes
 
 LARGEST, UNPACKED, MOST_FILES = 64 << 20, 512 << 20, 10_000
 """Bytes of a bundle, bytes of all that it holds, and the number of its files, at most."""
@@ -47,6 +51,7 @@ _COPIED = (
 )
 _FILE = r"runs/\d{1,4}/(recorded/round-\d{7}|[a-z]+)\.(jsonl?|safetensors)|code/([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py"
 _OWN = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
+_LONGEST_NAME = 10_000
 _LOCATIONS = ("folder", "path", "test_path", "file")
 
 
@@ -90,10 +95,7 @@ def write_bundle(folder: Path, path: Path) -> Bundle:
             raise InvalidValue(
                 f"{directory} was made in Python from a task: only a configuration can be run again"
             )
-        modules |= {
-            *stored.get("plugins", ()),
-            *_OWN.findall(json.dumps({**stored, "plugins": []})),
-        }
+        modules |= {*stored.get("plugins", ())} | _own_modules({**stored, "plugins": []})
         for source in sorted(source for pattern in _COPIED for source in directory.glob(pattern)):
             if source.name != "model.safetensors" or source.stat().st_size <= _MODEL:
                 files[f"runs/{number}/{source.relative_to(directory).as_posix()}"] = (
@@ -154,49 +156,110 @@ def _sources(names: Iterable[str]) -> dict[str, bytes]:
 def relocated(value: Any, locate: Callable[[str, str, str], str | None]) -> Any:
     """Return a configuration, or something in it, with other locations of files.
 
-    `locate` takes the name of a data set (or the like), a parameter and a location to another, or
-    to None to leave it out.
+    Expressions are read as `Registry.read` reads them, also those in a text inside another one and
+    arguments without a name.
+
+    Args:
+        value: Configuration, or a value in it.
+        locate: Takes the name of a data set (or the like), a parameter and a location to another
+            location, or to None to leave it out.
+
+    Returns:
+        The value, of which everything else is as it was.
     """
+
+    def change(call: Call) -> dict[str, Any]:
+        located = {
+            name: locate(call.name, name, location)
+            for name, location in call.named.items()
+            if name in _LOCATIONS and isinstance(location, str)
+        }
+        return {
+            k: v for k, v in (call.named | located).items() if v is not None or k not in located
+        }
+
     if isinstance(value, Mapping):
         return {
             k: locate("clock", k, v) if k == "trace" and v else relocated(v, locate)
             for k, v in value.items()
         }
-    if isinstance(value, list):
-        return [relocated(item, locate) for item in value]
-    if isinstance(value, str) and re.search(rf"\b({'|'.join(_LOCATIONS)})\s*=", value):
-        return str(relocated(parse(value), locate))
+    return rewritten(value, change)
+
+
+def rewritten(value: Any, change: Callable[[Call], dict[str, Any]]) -> Any:
+    """Return a value with other arguments of its calls of data sets, partitions and models.
+
+    Args:
+        value: Text, call, list, or another value.
+        change: Returns the arguments of such a call, of which all have their names.
+
+    Returns:
+        The value; a text as it was written if nothing in it changes.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(rewritten(item, change) for item in value)
+    if isinstance(value, str):
+        try:
+            call = parse(value)
+        except InvalidValue:
+            return value
+        changed = rewritten(call, change)
+        return value if changed == call else str(changed)
     if not isinstance(value, Call):
         return value
-    named = {key: relocated(item, locate) for key, item in value.named.items()}
-    located = {
-        k: locate(value.name, k, v)
-        for k, v in named.items()
-        if k in _LOCATIONS and isinstance(v, str)
-    }
-    kept = {
-        key: item
-        for key, item in {**named, **located}.items()
-        if item is not None or key not in located
-    }
-    return Call(
-        value.name, tuple(relocated(item, locate) for item in value.positional), kept, value.until
-    )
+    positional = tuple(rewritten(item, change) for item in value.positional)
+    named = {key: rewritten(item, change) for key, item in value.named.items()}
+    entry = next((r[value.name] for r in (datasets, partitions, models) if value.name in r), None)
+    if entry is None:
+        return replace(value, positional=positional, named=named)
+    try:
+        call = replace(value, positional=(), named=entry.options(positional, named))
+    except InvalidValue:  # arguments that it does not have: the run will say so
+        call = replace(value, positional=(), named=named)
+    changed = change(call)
+    unchanged = changed == call.named and positional == value.positional
+    return replace(value, named=named) if unchanged else replace(call, named=changed)
+
+
+def _own_modules(value: Any) -> set[str]:
+    """Return the modules that a configuration names, as `package.module:name`, wherever they are."""
+    if isinstance(value, Mapping):
+        return set().union(*map(_own_modules, value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(_own_modules, value))
+    if isinstance(value, Call):
+        return _own_modules([f"{value.name}", value.positional, value.named, value.until])
+    if not isinstance(value, str):
+        return set()
+    found = set(_OWN.findall(value))
+    with suppress(InvalidValue):
+        call = parse(value)
+        if call.positional or call.named:
+            found |= _own_modules(call)
+    return found
 
 
 def unpack(path: Path, folder: Path) -> Bundle:
-    """Write the files of a bundle into a folder. Raise `DataError`, in one line, where it holds
-    what no bundle does.
+    """Write the files of a bundle into a folder, in place of those of another one. Raise
+    `DataError`, in one line, where it holds what no bundle does.
     """
     with reading(path, "no bundle, or a damaged one"), path.open("rb") as file:
         files = _unpacked(file.read(LARGEST + 1))
         bundle = TypeAdapter(Bundle).validate_json(files.pop("bundle.json"))
-    if not all(f"{run.setting}{run.algorithm}{bundle.title}".isprintable() for run in bundle.runs):
-        raise DataError(f"{path} is no bundle: it has names with control characters")
+    names = [bundle.title, bundle.fedloom]
+    names += [name for run in bundle.runs for name in (run.setting, run.algorithm)]
+    if not all(name.isprintable() and len(name) <= _LONGEST_NAME for name in names):
+        raise DataError(f"{path} is no bundle: it has names with control characters, or very long")
     digests = {name: digest(content) for name, content in files.items()}
     for name in sorted({*digests, *bundle.files}):
         if digests.get(name) != bundle.files.get(name):
             raise DataError(f"{path} is damaged: {quoted(name)} is not as it was written")
+    for name in ("runs", "code"):  # of an earlier bundle: its code must not run with this one's
+        earlier = folder / name
+        if earlier.is_dir() and not earlier.is_symlink():
+            shutil.rmtree(earlier)
+        else:
+            remove(earlier)
     for name, content in files.items():
         make_folder((folder / name).parent)
         write_bytes(folder / name, content, durable=False)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fedloom.config.expression import Call, parse
+from fedloom.config.expression import Call
 from fedloom.data.dataset import datasets
-from fedloom.errors import FedloomError, InvalidValue, one_line
-from fedloom.evidence.bundle import Bundle, relocated
+from fedloom.errors import FedloomError, InvalidValue, one_line, quoted
+from fedloom.evidence.bundle import Bundle, relocated, rewritten
 from fedloom.evidence.referee import compare
 from fedloom.evidence.trace import Trace
 from fedloom.experiment.configuration import Configuration, configuration
@@ -129,7 +129,7 @@ class Replay:
         stored = relocated(self._stored(number, "configuration"), self._locate)
         keys = _KEYS | {entry.name for entry in fields(Schedule)}
         table = {key: value for key, value in stored.items() if key in keys and value is not None}
-        table["data"] = {**table["data"], "name": str(_offline(parse(table["data"]["name"])))}
+        table["data"] = _offline_names(table["data"])
         choice = RunDirectory(self._paths(number)[0]).engine  # a rule would look at this machine
         engine = choice.name if choice else str(stored.get("engine"))
         if engine.partition("(")[0] in _LOCAL:
@@ -147,6 +147,8 @@ class Replay:
             )
         if location is None or parameter == "folder" or Path(location).is_file():
             return location
+        if Path(stored).name in ("", ".."):
+            raise InvalidValue(f"{name} reads {quoted(stored)}, which is no file")
         return str(Path(location) / Path(stored).name)
 
     def differing(self, number: int, task: Task) -> list[str]:
@@ -237,14 +239,18 @@ class Replay:
             return 3, figure, f"the final model differs most in {tensor}, by {share:.1g} of it"
 
 
-def _offline(call: Call) -> Call:
-    named = {
-        key: _offline(value) if isinstance(value, Call) else value
-        for key, value in call.named.items()
-    }
-    if call.name in datasets and "hub" in datasets[call.name].parameters:
-        named["hub"] = False
-    return Call(call.name, call.positional, named, call.until)
+def _offline(value: Any) -> Any:
+    """Return an expression of a data set, in which nothing asks the network."""
+
+    def change(call: Call) -> dict[str, Any]:
+        asks = call.name in datasets and "hub" in datasets[call.name].parameters
+        return call.named | {"hub": False} if asks else call.named
+
+    return rewritten(value, change)
+
+
+def _offline_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _offline(value) for key, value in data.items()}
 
 
 def _final(path: Path, name: str) -> float:
