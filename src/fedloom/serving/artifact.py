@@ -2,13 +2,16 @@
 build the module again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fedloom.data.dataset import DataSpec
-from fedloom.errors import CheckpointError, FedloomError, InvalidValue
+from fedloom.errors import CheckpointError, FedloomError, InvalidValue, quoted
 from fedloom.models import models
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
@@ -51,10 +54,8 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> nn.Module:
     path = path / MODEL if path.is_dir() else path
     tensors, metadata = read_tensors(path)
     try:
-        built = _built(metadata) if module is None else copied(module)
+        built = _built(metadata, tensors) if module is None else copied(module)
         built.load_state_dict(tensors)
-    except CheckpointError:
-        raise
     except (FedloomError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: the model cannot be built again: {' '.join(str(error).split())}"
@@ -77,7 +78,11 @@ def load_row(folder: Path, client: int) -> Tensor:
     return rows[str(client)]
 
 
-def _built(metadata: Mapping[str, str]) -> nn.Module:
+def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model that a file names, if it has the file's tensors.
+
+    A few bytes may name a model of any size, so it is made without memory first.
+    """
     expression = metadata["model"]
     if ":" in expression or expression.partition("(")[0] not in models:
         raise CheckpointError(
@@ -87,4 +92,43 @@ def _built(metadata: Mapping[str, str]) -> nn.Module:
     spec = DataSpec(
         tuple(map(int, metadata["shape"].split())), int(metadata["classes"]), vocabulary
     )
+    entry, options = models.read(expression)
+    if "folder" not in entry.parameters:  # a model of transformers is as large as its files
+        parameters = max(1000, 4 * len(tensors))
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), _at_most(parameters):
+            shapes = entry.make(spec, **options).state_dict()
+        _require_shapes(shapes, tensors, expression)
     return build_model(expression, spec, 0)
+
+
+def _require_shapes(
+    named: Mapping[str, Tensor], stored: Mapping[str, Tensor], expression: str
+) -> None:
+    """Raise `CheckpointError` for the first tensor that only one of both has, or in another shape."""
+    for name in sorted(named.keys() | stored.keys()):
+        shapes = [
+            list(tensors[name].shape) if name in tensors else "missing"
+            for tensors in (stored, named)
+        ]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"tensor {quoted(name)} is {shapes[0]} in the file and {shapes[1]} in {quoted(expression)}"
+            )
+
+
+@contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Raise `InvalidValue` as soon as modules made in this block have more parameters."""
+    count = 0
+
+    def counted(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        nonlocal count
+        count += 1
+        if count > parameters:
+            raise InvalidValue(f"it has more than {parameters} parameters, and its file has not")
+
+    hook = register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()

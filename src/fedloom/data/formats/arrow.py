@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.data.formats.csv_files import TEXT_TABLES, read_text_table, typed
-from fedloom.data.formats.limits import allowed_bytes, read_text, reading, require_room
+from fedloom.data.formats.limits import (
+    allowed_bytes,
+    read_text,
+    reading,
+    require_columns,
+    require_room,
+)
 from fedloom.data.formats.pictures import decode_images
 from fedloom.errors import DataError, import_extra, quoted, shortened
 
@@ -65,11 +71,11 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
         fixed = int(footer.num_rows * sum(width or 0 for width in widths))
         require_room(_table_bytes(footer.num_rows, len(widths), max(fixed, sum(groups))), path)
         # A few bytes of a file can stand for many rows of text, each at most as long as its row
-        # group.
+        # group. While Arrow builds a batch, it holds more than one copy.
         rows = (
             _BATCH
             if None not in widths
-            else min(_TEXT_BATCH, allowed_bytes() // max([1, *groups]) or 1)
+            else min(_TEXT_BATCH, allowed_bytes() // (4 * max([1, *groups])) or 1)
         )
         yield schema
         # Arrow's thread pool can abort the process at its exit.
@@ -88,13 +94,51 @@ def _table_bytes(rows: int, columns: int, content: int) -> int:
     return rows * (_ROW_BYTES + _CELL_BYTES * columns) + columns * _COLUMN_BYTES + content
 
 
+def _unpacked_bytes(cells: Any) -> int:
+    """Return the bytes of a column, of a dictionary's with each row's own value.
+
+    Few bytes in a dictionary may stand for much text in many rows.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not isinstance(cells.type, pa.DictionaryType):
+        return int(cells.nbytes)
+    total = 0
+    for chunk in cells.chunks:
+        values = chunk.dictionary
+        if _is_binary(values.type):
+            # Arrow trusts indices; those outside the dictionary are found by a full check.
+            chunk.validate(full=True)
+            lengths = pc.binary_length(values).cast(pa.int64())
+            total += pc.sum(lengths.take(chunk.indices)).as_py() or 0
+        else:  # numbers, or as if each row had all values
+            width = 8 if pa.types.is_primitive(values.type) else values.nbytes
+            total += width * len(chunk)
+    return total
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow as pa
+
+    tests = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+    )
+    return any(test(kind) for test in tests)
+
+
 def checked(table: Any, source: Path | str) -> Any:
     """Return an Arrow table after a check of its size, its text and the names of its columns;
     raises `DataError`.
     """
     with reading(source, "damaged table"):
+        require_columns(table.num_columns, source)
         names = Counter(table.column_names)
-        require_room(_table_bytes(table.num_rows, len(names), table.nbytes), source)
+        content = sum(map(_unpacked_bytes, table.columns))
+        require_room(_table_bytes(table.num_rows, len(names), content), source)
         # Arrow trusts offsets, and Python's text must be UTF-8.
         table.validate(full=True)
     if len(names) < table.num_columns:
@@ -148,6 +192,8 @@ def _saved(folder: Path) -> Any:
         files = json.loads(read_text(folder / "state.json", "json"))["_data_files"]
         # in this folder, wherever a name leads
         paths = [folder / Path(file["filename"]).name for file in files]
+        if len({*paths}) < len(paths):
+            raise DataError(f"{folder}: state.json names a file twice")
         require_room(sum(path.stat().st_size for path in paths), folder)
         return checked(
             _read_all(paths, _stream_batches, "no folder that save_to_disk wrote"), folder

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fedloom.data.formats.limits import read_bytes, reading, require_room
+from fedloom.data.formats.limits import read_bytes, reading, require_columns, require_room
 from fedloom.errors import DataError, quoted
 
 TEXT_TABLES = (".csv", ".tsv", ".txt")
@@ -43,6 +43,7 @@ def read_text_table(path: Path) -> Any:
     with reading(path, "damaged csv"):
         text = _as_utf8(read_bytes(path), path)
         delimiter = _separator(text, path)
+        require_columns(len(_header(text, delimiter)), path)
         rows = text.count(b"\n")
         columns = 1 + text[: (text.find(b"\n") + 1) or None].count(delimiter.encode())
         cells = text.count(delimiter.encode()) + rows

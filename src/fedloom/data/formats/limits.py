@@ -46,6 +46,19 @@ def require_room(needed: int, source: Path | str, share: float = 1) -> None:
         )
 
 
+MOST_COLUMNS = 20_000
+"""Columns of a table, at most: each takes time in every step, however little it holds."""
+
+
+def require_columns(count: int, source: Path | str) -> None:
+    """Raise `DataError` for a table with more than `MOST_COLUMNS`."""
+    if count > MOST_COLUMNS:
+        raise DataError(
+            f"{source}: {count:,} columns, more than the {MOST_COLUMNS:,} of a table: "
+            "save the numbers as an array [rows, columns] in an npz file"
+        )
+
+
 @contextmanager
 def reading(path: Path | str, damage: str) -> Iterator[None]:
     """Raise `DataError`, in one line that names `path`, for values that are not allowed, pipes and
