@@ -340,6 +340,27 @@ def test_clients_are_scored_separately_only_if_their_models_differ(method: str, 
     assert differs == (pipeline.personal and (norm or method != "partialfed"))
 
 
+@pytest.mark.parametrize("method", sorted({*EVERY_METHOD, *NESTED}))
+def test_a_notice_names_what_the_global_model_has_as_drawn(method: str) -> None:
+    task = replace(small_task(), training=Training(learning_rate=0.05, batch_size=4))
+    run = federation(build(method), task, rounds=2)
+    run.run()
+    layout, initial = run.task.layout, run.task.initial
+    same = {
+        tensor.name
+        for tensor in layout.slices
+        if torch.equal(run.model()[tensor.slice], initial[tensor.slice])
+    }
+    texts = [text for text in run.notices if "as drawn at first" in text]
+    names = texts[0].split(" has ")[1].split(" as drawn")[0].split(", ") if texts else []
+    statistics = "the statistics of "
+    layers = {name for name in names if not name.startswith(statistics)}
+    others = {name.removeprefix(statistics) for name in names if name.startswith(statistics)}
+    assert layers == {name.removesuffix(".weight") for name in same if name.endswith(".weight")}
+    buffers = {name.removesuffix(".running_var") for name in same if name.endswith("_var")}
+    assert others == buffers - layers
+
+
 class OneHot(FedAvg):
     """Each client is sent a model of its own that always answers with one class, the client's
     number modulo 4.

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
+from fedloom.models.structure import head_name
 from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.records import INTEGERS, Message
@@ -244,19 +245,43 @@ def newcomers_last(task: Task, count: int, seed: int) -> tuple[Task, Sequence[in
     return replace(task, partition=task.partition.take(numbers), local_test=local_test), numbers
 
 
-def untrained(pipeline: Pipeline) -> list[str]:
-    """Return a notice that names the layers of the global model that nothing changes, where there
-    are any.
+def _staying(algorithm: Algorithm) -> set[str]:
+    """Return the names of the tensors that clients do not send."""
+    plan = algorithm.plan
+    # a later stage has no state yet, which `expects` may need
+    if algorithm.state and "model" not in algorithm.expects(plan.opening()):
+        # such as prototypes, which the server makes a classifier of
+        head = head_name(plan.module)
+        return {tensor.name for tensor in plan.layout.slices if tensor.layer != head}
+    unit = algorithm.shared(plan.module, plan.layout)
+    return {
+        tensor.name
+        for tensor in plan.layout.slices
+        if not any(s.start <= tensor.start and tensor.stop <= s.stop for s in unit)
+    }
+
+
+def untrained(pipeline: Pipeline, stages: Sequence[Pipeline] = ()) -> list[str]:
+    """Return a notice that names the layers and statistics of the global model that nothing
+    changes, where there are any.
+
+    Args:
+        pipeline: That of the first round.
+        stages: Those of all stages.
     """
-    plan, algorithm = pipeline.plan, pipeline.algorithm
-    layout, unit = plan.layout, algorithm.shared(plan.module, plan.layout)
-    trainable = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
-    stays = [t for t in trainable if not any(s.start <= t.start and t.stop <= s.stop for s in unit)]
-    moved = algorithm.model() != plan.initial if stays else torch.empty(0)
-    fixed = dict.fromkeys(t.layer for t in stays if not moved[t.slice].any())
-    reason = f"has {', '.join(fixed)} as drawn at first, since they never leave the clients"
+    algorithm, layout, initial = pipeline.algorithm, pipeline.plan.layout, pipeline.plan.initial
+    names_staying = _staying(algorithm).intersection(*(_staying(s.algorithm) for s in stages))
+    stays = [tensor for tensor in layout.slices if tensor.name in names_staying]
+    moved = algorithm.model() != initial if stays else torch.empty(0)
+    fixed = [tensor for tensor in stays if not moved[tensor.slice].any()]
+    layers = dict.fromkeys(tensor.layer for tensor in fixed if tensor.stop <= layout.trainable)
+    others = dict.fromkeys(tensor.layer for tensor in fixed if tensor.layer not in layers)
+    names = [*layers, *(f"the statistics of {layer}" for layer in others)]
+    reason = f"has {', '.join(names)} as drawn at first, since they never leave the clients"
     remedy = "judge it by the clients' own models (personal_every, measure = personal)"
-    return [f"the global model of {pipeline} {reason}: {remedy}"] if fixed else []
+    if others and hasattr(algorithm, "buffers"):
+        remedy += ", or set buffers=average"
+    return [f"the global model of {pipeline} {reason}: {remedy}"] if names else []
 
 
 def clients_without_steps(task: Task) -> list[str]:

@@ -12,7 +12,7 @@ from fedloom.algorithm import Algorithm, overrides
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.method import Method
-from fedloom.parts.course import Course
+from fedloom.parts.course import Course, pipelines
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.requirements import require_participation
 from fedloom.records import INTEGERS, Aggregate, Exchange, Plan, Replies
@@ -157,7 +157,10 @@ class Federation:
         for part in self.pipeline.parts:
             part.require_resources()
         checked_model(self.pipeline, self.algorithm, "setup", task.initial)
-        self._untrained = [*untrained(self.pipeline), *clients_without_steps(task)]
+        self._untrained = [
+            *untrained(self.pipeline, list(pipelines(self.algorithm))),
+            *clients_without_steps(task),
+        ]
         self._post = Post(self.task, self.engine, schedule, self.numbers, awaited, self._pools)
 
     @property
