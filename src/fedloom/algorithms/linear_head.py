@@ -46,7 +46,8 @@ class LinearHead:
 
         Raises:
             InvalidValue: The targets are no classes, or the classifier is not linear, not onto the
-                classes, frozen, or without a bias that is needed.
+                classes, frozen, or without a bias that is needed. For a cohort: the model's
+                outputs are not those of the classifier.
         """
         if not where.classes:
             raise InvalidValue(f"{method} needs class labels: the targets of this task are none")
@@ -68,6 +69,8 @@ class LinearHead:
             raise InvalidValue(
                 f"{method} needs a classifier onto {where.classes} classes, but {name} has {outputs}"
             )
+        if isinstance(where, Cohort):
+            where.require_outputs_of_head(method)
         return cls(weight, offset)
 
     @property

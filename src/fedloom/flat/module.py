@@ -97,6 +97,12 @@ class Net:
             outputs = self(inputs)
         finally:
             handle.remove()
+        if not features:
+            name = head_name(self.module)
+            raise InvalidValue(
+                f"the model does not call its classifier {name!r}: "
+                "set its attribute head to the name of the layer that gives the outputs"
+            )
         return features[0], outputs
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Net":
@@ -203,6 +209,7 @@ class FlatModule:
         )
         self.smallest_batch = 2 if self.needs_pairs else 1
         self._row: Tensor | None = None
+        self._head_gives_outputs: bool | None = None
         self._gradient = torch.zeros(
             1, layout.trainable, dtype=layout.dtype, device=next(module.parameters()).device
         )
@@ -385,6 +392,22 @@ class FlatModule:
             and torch.equal(self.net.head(features), logits)
         )
         return features.unsqueeze(0) if suffice else None
+
+    @torch.no_grad()
+    def head_gives_outputs(self, inputs: Tensor) -> bool:
+        """Return True if the model's outputs are a tensor, and those of its classifier.
+
+        Args:
+            inputs: A batch of any numbers, `[b, ...]`. Only the first call computes with it.
+        """
+        if self._head_gives_outputs is None:
+            net = self.net.at(self.initial)
+            with preserved_generator(inputs.device):
+                features, outputs = net.both(inputs)
+                self._head_gives_outputs = isinstance(outputs, Tensor) and torch.allclose(
+                    net.head(features), outputs, equal_nan=True
+                )
+        return self._head_gives_outputs
 
     @torch.no_grad()
     def outputs(self, row: Tensor, inputs: Tensor) -> Any:

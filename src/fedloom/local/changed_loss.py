@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from fedloom.flat.module import Batch, FlatModule, FoldedStep, LossFn, Net
+from fedloom.objectives import prediction
 from fedloom.training import Training
 
 
 class Observed(Net):
-    """`Net` that keeps the features and the outputs of its first forward pass, which is on the
-    batch.
+    """`Net` that keeps the features and the prediction among the outputs of its first forward pass,
+    which is on the batch.
     """
 
     def __init__(self, net: Net) -> None:
@@ -28,7 +29,7 @@ class Observed(Net):
     def both(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         features, outputs = self.net.both(inputs)
         if self.features is None:
-            self.features, self.outputs = features, outputs
+            self.features, self.outputs = features, prediction(outputs)
         return features, outputs
 
     def head(self, features: Tensor) -> Tensor:

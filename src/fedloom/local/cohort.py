@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedloom.config.rates import CONSTANT
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
 from fedloom.flat.module import Batch, FlatModule, LossFn, data_loss, head_loss
 from fedloom.flat.module import Context as Context
@@ -24,6 +25,7 @@ from fedloom.local.changed_loss import ChangedLoss, LossChange
 from fedloom.local.optimizer import Correction as Correction
 from fedloom.local.optimizer import GradientFn as GradientFn
 from fedloom.local.optimizer import LocalOptimizer, StepRates
+from fedloom.models.structure import head_name
 from fedloom.round import Round
 from fedloom.state.store import Memory
 from fedloom.training import PassOptions, Training
@@ -190,6 +192,21 @@ class Cohort:
             )
             means.append(members @ client_features / members.sum(1, keepdim=True).clamp_min(1))
         return torch.stack(means)
+
+    def require_outputs_of_head(self, method: str) -> None:
+        """Raise `InvalidValue` unless the model's outputs are those of its classifier, which
+        `method` changes or deploys. No sample is read.
+        """
+        inputs = self._loaders[0].empty(2)
+        numbers = torch.zeros_like(inputs)
+        if inputs.is_floating_point():
+            numbers = torch.linspace(0, 1, inputs.numel()).to(inputs).view(inputs.shape)
+        if not self.flat_module.head_gives_outputs(numbers):
+            remedy = "end its forward method with the classifier, and return a tensor"
+            raise InvalidValue(
+                f"{method} needs a model whose outputs are those of its classifier "
+                f"{head_name(self.module)!r}, and {type(self.module).__name__} returns others: {remedy}"
+            )
 
     def for_classifier(self, rows: Tensor) -> "tuple[Cohort, LossFn]":
         """Return clients and a loss with which to train only the classifiers of models `[k, P]`.

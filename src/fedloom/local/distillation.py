@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from fedloom.flat.module import Batch
 from fedloom.local.changed_loss import Observed
+from fedloom.objectives import prediction
 
 
 def divergence(
@@ -33,5 +34,5 @@ def divergence(
 
 @torch.no_grad()
 def teacher_outputs(net: Observed, row: Tensor, batch: Batch) -> Tensor:
-    """Return the outputs of the model `row [P]` on the batch, in evaluation mode."""
-    return net.at(row)(batch.inputs)
+    """Return the prediction of the model `row [P]` on the batch, in evaluation mode."""
+    return prediction(net.at(row)(batch.inputs))
