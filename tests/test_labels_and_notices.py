@@ -12,7 +12,7 @@ import torch
 
 import fedloom as fl
 from fedloom.data.columns import TableInputs
-from fedloom.errors import DataError, FedloomError, InvalidValue
+from fedloom.errors import DataError, FedloomError, InvalidValue, error_location
 
 TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}
 
@@ -229,3 +229,27 @@ def test_an_encoding_has_no_category_for_markers() -> None:
     assert encoding.columns[0].categories == ("NA", "x")
     with pytest.raises(FedloomError):
         task(frame, target="z")
+
+
+def test_equal_targets_are_shared_out_at_random() -> None:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": np.repeat(np.arange(10.0), 100), "y": 0.0})
+    frame.loc[draw.choice(1000, 100, False), "y"] = 1 + draw.random(100)
+    given = fl.make_task(frame, target="y", clients=5, partition="dirichlet(0.1)")
+    for client in range(5):
+        values = given.dataset.train.inputs[given.partition[client], 0].unique()
+        assert len(values) >= 9  # in the order of the rows, some clients had 4
+
+
+def test_the_quantiles_of_a_constant_are_the_constant() -> None:
+    frame = pd.DataFrame({"a": 1.5, "y": [0, 1] * 250})
+    found = fl.statistics(task(frame, target="y"), smallest=1).frame().loc["a"]
+    assert all(found[f"{share}%"] == pytest.approx(1.5) for share in (5, 25, 50, 75, 95))
+
+
+def test_errors_of_compiled_libraries_name_no_place_in_the_users_code(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("")
+    with pytest.raises(DataError) as caught:
+        fl.make_task(f"table(path='{tmp_path / 'e.csv'}', target='y')")
+    assert "Empty CSV file" in str(caught.value)
+    assert "notebook cell" not in error_location(caught.value)

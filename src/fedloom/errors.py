@@ -206,7 +206,9 @@ def is_user_code(file: str) -> bool:
     """Return True if a file of code, or a cell of a notebook, is the user's: not fedloom's, not
     Python's, and not installed.
     """
-    return not file.startswith(_installed()) and (os.path.isfile(file) or file in linecache.cache)
+    # a cell of a notebook has its lines in the cache; compiled code has a loader alone, or none
+    is_cell = len(linecache.cache.get(file, ())) > 1
+    return not file.startswith(_installed()) and (os.path.isfile(file) or is_cell)
 
 
 def shown_path(file: str) -> str:

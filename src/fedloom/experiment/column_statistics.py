@@ -114,6 +114,8 @@ class ColumnStatistics:
         """Return the number below which this share of the rows lies, to the width of a bin; NaN
         without bins.
         """
+        if np.count_nonzero(np.maximum(self.bins, 0)) == 1:
+            return self.mean  # which is in that bin
         cumulative = np.cumsum([0.0, *np.maximum(self.bins, 0)])
         edges = np.linspace(*self.edges, len(cumulative))
         return (

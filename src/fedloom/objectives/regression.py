@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fedloom.config.fields import Positive, require_fields
 from fedloom.errors import InvalidValue
 from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, on_device, prediction
+from fedloom.randomness import stream
 
 STRATA = 10
 """Groups of equally many samples, by the size of their target, that a partition skewed by label
@@ -133,7 +134,11 @@ class Regression(Objective):
         return 1 if targets.dim() == 1 else targets.shape[1]
 
     def strata(self, targets: Tensor) -> Tensor:
-        rank = _columns(targets)[:, 0].argsort(stable=True).argsort()
+        values = _columns(targets)[:, 0]
+        # equal targets in random order, so that strata do not follow the order of the rows
+        shuffled = torch.randperm(len(values), generator=stream(0, "equal targets"))
+        shuffled = shuffled.to(values.device)
+        rank = shuffled[values[shuffled].argsort(stable=True)].argsort()
         return rank * STRATA // max(1, len(rank))
 
 
