@@ -214,7 +214,7 @@ def test_the_copied_file_reads_what_it_writes(written: Path) -> None:
         (2, [0, 1], [4, 4]),
     ]
     assert trace_files.tensors_of(rounds[0][3], 1, 0, "after")["w"].tolist() == [1, 1, 1]
-    assert len((ROOT / "examples/referee/trace_files.py").read_text().splitlines()) < 70
+    assert len((ROOT / "examples/referee/trace_files.py").read_text().splitlines()) < 90
 
 
 def change(folder: Path, number: int, **arrays: Any) -> Path:
@@ -284,3 +284,66 @@ def test_traces_without_a_common_tensor_are_refused(written: Path) -> None:
         DataError, match=r"no tensor in common, such as .*after/w and 1/0/in/model/module.w"
     ):
         compare(Trace(written), Trace(unrelated))
+
+
+def two_rounds(folder: Path, **changes: Any) -> Path:
+    """Write a trace of two rounds with two clients, in which `changes` are other arrays by key."""
+    rng = np.random.default_rng(0)
+    writer = trace_files.TraceWriter(folder)
+    start = [rng.normal(size=6), rng.normal(size=6), rng.normal(size=6)]
+    losses = {0: 2.0, 1: 0.7}
+    for number in (1, 2):
+        for client in (0, 1):
+            ways = {0: rng.normal(size=6), 1: rng.normal(size=6)}
+            values = {
+                "before": start[number - 1],
+                "loss": losses[client],
+                "after": start[number - 1] + ways[client],
+                "out": start[number - 1] + ways[client],
+            }
+            for name in values:
+                change = changes.get(f"{name}_{number}", lambda value, client, start: value)
+                values[name] = change(values[name], client, start)
+            sent = {"w": start[number - 1].astype(np.float32)}
+            writer.add(client, "in", "model", sent)
+            writer.add(client, 0, "samples", np.arange(4) + 10 * client)
+            writer.add(client, 0, "before", {"w": values["before"].astype(np.float32)})
+            writer.add(client, 0, "loss", np.float32(values["loss"]).reshape(()))
+            writer.add(client, 0, "after", {"w": values["after"].astype(np.float32)})
+            writer.add(client, "out", "model", {"w": values["out"].astype(np.float32)})
+        end = changes.get(f"end_{number}", lambda value, client, start: value)
+        state = end(start[number], -1, start)
+        writer.add("server", "end", "model", {"w": state.astype(np.float32)})
+        writer.end(number, [0, 1], [4, 4])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "location", "cause"),
+    [
+        ({"loss_1": lambda loss, client, start: 4 * loss}, "loss", "a sum in place of a mean"),
+        ({"loss_1": lambda loss, client, start: 1.3 * loss}, "loss", "the loss is 1.3 times A's"),
+        ({"loss_1": lambda loss, client, start: loss + 0.1}, "loss", "a term of the loss"),
+        ({"loss_1": lambda loss, client, start: loss + 0.1 * (client + 1)}, "loss", "a term of the loss"),
+        ({"loss_1": lambda loss, client, start: loss + (client == 0)}, "loss", "batch norm in evaluation mode"),
+        ({"after_1": lambda w, client, start: start[0] + 1.9 * (w - start[0])}, "local step 0", "Nesterov momentum"),
+        ({"out_1": lambda w, client, start: w - start[0]}, "what it sends", "B sends the difference"),
+        (
+            {"end_2": lambda w, client, start: w + 0.9 * (start[1] - start[0])},
+            "the server", "0.9 times the server's step of the round before: momentum",
+        ),
+        (
+            {"end_1": lambda w, client, start: start[0] + 1.9 * (w - start[0])},
+            "the server", "1.9 times as far in B: .*Nesterov momentum",
+        ),
+    ],
+)  # fmt: skip
+def test_causes_in_small_traces_are_named(
+    changes: dict[str, Any], location: str, cause: str, tmp_path: Path
+) -> None:
+    traces = Trace(two_rounds(tmp_path / "a")), Trace(two_rounds(tmp_path / "b", **changes))
+    difference = compare(*traces)
+    assert location in difference[0], difference
+    assert re.search(cause, " ".join(difference[2:])), difference
+    if "+" in str(cause) or cause.startswith(("a term", "batch")):
+        assert "sum in place" not in " ".join(difference[2:])

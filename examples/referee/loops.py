@@ -44,7 +44,7 @@ MISTAKES = {
 METHODS = {
     "fedavg": "fedavg",
     "scaffold": "scaffold",
-    "fedala": "fedala(percent=100, sampling=window, max_epochs=3, rate=20)",
+    "fedala": "fedala_code(percent=100, max_epochs=3, rate=20)",
 }
 
 

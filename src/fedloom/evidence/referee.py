@@ -20,7 +20,7 @@ _ROLES = ("before", "samples", "loss", "after")
 _OTHERWISE = {
     "before": "the weights of a blend: begun anew or kept from the client's last time, not clipped, learned with another rate, "
     "for another time or on other samples",
-    "loss": "a term of the loss, how inputs are prepared, dropout, batch norm in evaluation mode",
+    "loss": "a term of the loss, its weight, how inputs are prepared, dropout, batch norm in evaluation mode",
     "after": "the gradient: a term of the loss, a correction, clipping, another optimizer",
 }
 
@@ -117,6 +117,8 @@ def _causes(a: Trace, b: Trace, alike: Sequence[Key]) -> Iterator[str]:
         yield ordered if same[0] == same[1] else "other samples: split, batch size, replacement"
     elif vector_a is None or vector_b is None or vector_a.shape != vector_b.shape:
         yield "another model"
+    elif key.role == "loss":
+        yield _of_loss(a, b, key)
     elif key.stage in ("in", "end"):
         yield from _of_server(a, key, parameters, vector_a, vector_b)
     else:
@@ -164,17 +166,19 @@ def _of_client(
     """Return vectors that may explain a difference from the same start, by their cause."""
     number, client, stage, role, _ = key
     sent, causes = a.vector(number, client, "in", "model", names), dict[str, Array | None]()
-    if role == "loss":
-        cause = "the loss is {+1} times A's with the same weights and samples: a sum in place of a mean, another weight"
-        causes[cause] = outcome
-    elif role == "before":
+    if role == "before":
         cause = "B starts {+1} times as far from what it is sent (0: a local initialisation is left out)"
         causes[cause] = None if sent is None else outcome - sent
     elif stage == "out":
         cause = "B sends {+1} times A's: a number of steps or of clients, or a learning rate, by which it is divided"
         causes[cause] = a.way(number, client, stage, names) if role == "model" else outcome
+        if role == "model":
+            cause = "{} times the model that it is sent (-1: B sends the difference from it)"
+            causes[cause] = sent
     else:
         rate = "the learning rate (of the round, where earlier rounds agree), a sum in place of a mean, clipping"
+        if stage == "0":
+            rate += ", Nesterov momentum, whose first step is 1 + momentum times as long"
         causes[f"B's step is {{+1}} times A's: {rate}"] = a.way(number, client, stage, names)
         causes["{} times the weights: weight decay"] = a.vector(
             number, client, stage, "before", names
@@ -202,6 +206,42 @@ def _of_client(
     return causes
 
 
+def _of_loss(a: Trace, b: Trace, key: Key) -> str:
+    """Return frequent causes of another loss with the same weights and samples.
+
+    One number is a multiple of every other one. A factor is therefore named only if it is the
+    number of samples, or the same for clients whose losses differ.
+    """
+    losses = np.array(
+        [
+            (float(a[k].sum()), float(b[k].sum()), a[samples].size if samples in a else 0)
+            for client in a.clients[key.round]
+            for k in [key._replace(client=client)]
+            for samples in [k._replace(role="samples")]
+            if k in a and k in b and _same_start(a, b, k)
+        ]
+    ).reshape(-1, 3)
+    here, there, sizes = losses.T
+    if len(here) and (sizes > 1).all() and np.allclose(there, sizes * here, rtol=1e-3):
+        return "the loss is that of A times the number of samples: a sum in place of a mean"
+    difference = there - here
+    factor = float(here @ difference) / max(float(here @ here), 1e-300)
+    of_factor, of_constant = (
+        (float(np.linalg.norm(difference - part)) for part in (factor * here, difference.mean()))
+        if len(here) > 1
+        else (1.0, 0.0)
+    )
+    if of_factor < 0.1 * of_constant:
+        return f"the loss is {1 + factor:.3g} times A's with the same weights and samples: a weight of it"
+    return _OTHERWISE["loss"]
+
+
+def _same_start(a: Trace, b: Trace, key: Key) -> bool:
+    """Return True if a client's step has the same weights and samples in both traces."""
+    own = [k for k in a if k[:3] == key[:3] and k.role in ("before", "samples")]
+    return all(k in b and _share(a, b, k) <= 1e-3 for k in own)
+
+
 def _of_server(
     a: Trace, key: Key, names: Sequence[str], state_a: Array, state_b: Array
 ) -> Iterator[str]:
@@ -218,8 +258,17 @@ def _of_server(
     if start is None:
         yield "the start: other initial weights, or a state of the server that does not begin with zeros"
         return
-    cause = "the server moves {+1} times as far in B: a rate of the server, or a mean over the clients of the round, not all"
-    if text := _explanation(state_b - state_a, {cause: state_a - start}):
+    cause = (
+        "the server moves {+1} times as far in B: a rate of the server, a mean over the clients of the "
+        "round, not all, or in the first round Nesterov momentum (1 + momentum)"
+    )
+    vectors: dict[str, Array | None] = {cause: state_a - start}
+    before = max((earlier for earlier in a.clients if earlier < number), default=0)
+    if before and a.clients[before]:
+        earlier_start = a.vector(before, a.clients[before][0], "in", key.role, names)
+        cause = "{} times the server's step of the round before: momentum of the server in B"
+        vectors[cause] = None if earlier_start is None else start - earlier_start
+    if text := _explanation(state_b - state_a, vectors):
         yield text
     ways = [a.way(number, client, "out", names) for client in clients]
     columns = [way for way in ways if way is not None]
