@@ -20,6 +20,7 @@ from fedloom.algorithms.cfl import bipartition
 from fedloom.algorithms.fedcross import FedCross, by_cosine
 from fedloom.algorithms.ifca import IFCA
 from fedloom.algorithms.qfedavg import QFedAvg
+from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.parts.building import build
@@ -28,6 +29,8 @@ from fedloom.parts.power_of_choice import PowerOfChoice
 from fedloom.randomness import stream
 from fedloom.records import Plan, Replies
 from fedloom.round import Round
+from fedloom.rounds.federation import Federation
+from fedloom.rounds.schedule import Schedule
 from naive import Net, State, World, assert_same, average, flat, shares, uniform
 
 Rounds = list[list[int]]
@@ -220,7 +223,7 @@ def sum_over_pairs(one: State, other: State) -> float:
     more that of the last list.
     """
     total, here, there = 0.0, [], []
-    tensors = [(t, other[n]) for n, t in one.items() if t.is_floating_point()]
+    tensors = [(t.double(), other[n].double()) for n, t in one.items()]  # with counters
     for k, (a, b) in enumerate(tensors):
         if k % 2 == 0:
             here, there = [], []
@@ -304,6 +307,27 @@ def test_fedcross_agrees_with_the_second_computation(
     assert_same(run.models, list(travelling(world, run.selected, crossing(world, **options))))
 
 
+def test_a_model_without_a_reply_counts_batches_as_it_was_sent() -> None:
+    seen = []
+
+    class Listening(FedCross):
+        def receive(self, round: Round, replies: Replies) -> None:
+            seen.append((replies.slots.tolist(), replies.integers))
+            super().receive(round, replies)
+
+    task, counts = World(norm=True).task(), []
+    schedule = Schedule(rounds=4, participation=1.0, dropout=0.4, seed=3)
+    run = Federation(Listening(similarity="pairs"), task, RowsEngine(task), schedule)
+    for _ in range(4):
+        counts.append(run.integers.clone())
+        run.step()
+    assert any(len(slots) < task.clients for slots, _ in seen)
+    for (slots, integers), sent in zip(seen, counts, strict=True):
+        assert integers is not None
+        for slot, row in enumerate(integers):
+            assert bool((row > sent).all()) if slot in slots else torch.equal(row, sent)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("largest", [False, True])
 def test_the_last_pair_counts_twice_where_all_tensors_have_a_partner(
@@ -320,10 +344,10 @@ def test_the_last_pair_counts_twice_where_all_tensors_have_a_partner(
     for k, state in enumerate(states):
         sums = {j: sum_over_pairs(state, other) for j, other in enumerate(states) if j != k}
         expected.append((max if largest else min)(sums, key=lambda j: sums[j]))
-    assert by_cosine(pool, method.blocks(), largest).tolist() == expected
+    assert by_cosine(pool, method.blocks(layout.size), largest).tolist() == expected
     if layers == 1:  # one block is the whole model
         method.similarity = "whole"
-        assert by_cosine(pool, method.blocks(), largest).tolist() == expected
+        assert by_cosine(pool, method.blocks(layout.size), largest).tolist() == expected
 
 
 @pytest.mark.parametrize("partner", ["lowest", "highest", "in_order"])

@@ -201,6 +201,8 @@ class Replies:
         offset: First slot of the matrices.
         metrics: Figures of the clients by name, `[r]` (NaN: none).
         finish: Simulated times of arrival, `[r]`.
+        integers: The models' integer buffers by slot, `[S, Z]`, as they were sent where there is no
+            reply; None where the model has none or they do not travel.
     """
 
     matrices: dict[str, Tensor]
@@ -211,6 +213,7 @@ class Replies:
     offset: int = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
     finish: Tensor | None = None
+    integers: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.clients)

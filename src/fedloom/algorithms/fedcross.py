@@ -31,8 +31,8 @@ class FedCross(Indep):
             joined linearly.
         partner: How co(k) is chosen.
         similarity: The cosine of the `whole` models, or the sum of those of `pairs` of tensors, the
-            first and the second, the third and the fourth, ..., statistics included, the last pair
-            twice where their number is even (authors' code).
+            first and the second, the third and the fourth, ..., statistics and counters included,
+            the last pair twice where their number is even (authors' code).
         averaging_rounds: Rounds at the start after which every slot is the mean.
         propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many
             uploads in order.
@@ -67,11 +67,10 @@ class FedCross(Indep):
         if self.plan.passed(round.number) < self.averaging_rounds:
             self.state["pool"] = pool.mean(0).expand(len(pool), -1)
         else:
-            self.state["pool"] = (
-                pool.lerp(self._partners(pool, round.number), share) if share else pool
-            )
+            partners = self._partners(pool, replies.integers, round.number) if share else pool
+            self.state["pool"] = pool.lerp(partners, share) if share else pool
 
-    def _partners(self, pool: Tensor, number: int) -> Tensor:
+    def _partners(self, pool: Tensor, integers: Tensor | None, number: int) -> Tensor:
         """Return what each model of the pool is pulled towards, `[K, P]`."""
         if self.plan.passed(number) < self.propeller_rounds:
             return torch.stack(
@@ -79,13 +78,22 @@ class FedCross(Indep):
             ).mean(0)
         if self.partner == "in_order":
             return pool[in_order(len(pool), number)]
-        return pool[by_cosine(pool, self.blocks(), largest=self.partner == "highest")]
+        rows = pool
+        if self.similarity == "pairs" and integers is not None:
+            rows = torch.cat([pool, integers.to(pool)], 1)
+        return pool[by_cosine(rows, self.blocks(rows.shape[1]), self.partner == "highest")]
 
-    def blocks(self) -> list[Unit]:
-        """Return the slices of a row whose cosines are added."""
+    def blocks(self, length: int) -> list[Unit]:
+        """Return the slices whose cosines are added, of a row of this length; a longer one than a
+        model has the integer buffers behind it.
+        """
+        layout = self.plan.layout
         if self.similarity == "whole":
-            return [(slice(self.plan.layout.trainable),)]
-        slices = {tensor.name: tensor.slice for tensor in self.plan.layout.slices}
+            return [(slice(layout.trainable),)]
+        slices = {tensor.name: tensor.slice for tensor in layout.slices}
+        if length > layout.size:
+            for tensor in layout.integer_slices:
+                slices[tensor.name] = slice(layout.size + tensor.start, layout.size + tensor.stop)
         ordered = [slices[name] for name in self.plan.module.state_dict() if name in slices]
         pairs = [tuple(ordered[k : k + 2]) for k in range(0, len(ordered), 2)]
         return pairs if len(ordered) % 2 else [*pairs, pairs[-1]]

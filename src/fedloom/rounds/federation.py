@@ -307,7 +307,11 @@ class Federation:
         replies = answers.together()
         for observer in self.observers:
             observer.observe(delivery.exchange.round, delivery.jobs, replies)
-        replies.matrices.pop(INTEGERS, None)
+        replies.integers = replies.matrices.pop(INTEGERS, None)
+        if replies.integers is not None:
+            silent = torch.ones(len(replies.integers), dtype=torch.bool)
+            silent[replies.index] = False
+            replies.integers[silent] = self.integers.to(replies.integers.device)
         if delivery.finish:
             arrivals = [delivery.finish[slot] for slot in replies.slots.tolist()]
             replies.finish = torch.tensor(arrivals, dtype=torch.float64)
