@@ -58,14 +58,16 @@ def table(
     """A table of your own: `table(path='patients.csv', target='outcome', group='hospital')`.
 
     Args:
-        path: A CSV file with a header, a parquet file, or a folder written by Hugging Face's
-            `save_to_disk`.
+        path: A CSV file with a header (comma, semicolon or tab; UTF-8 or UTF-16), a parquet file,
+            or a folder written by Hugging Face's `save_to_disk`.
         test_path: The rows to test on. Without it and a test part in the folder, `test_fraction` of
             the rows, of each class, is held out by `seed`.
         target: The column to learn.
         group: The column, or several, that say whose a row is, for `partition = "natural"`.
         inputs: The columns to learn from, by default all others: numbers as they are; text as one
-            column of 0 and 1 for each category of the training rows.
+            column of 0 and 1 for each category of the training rows. A column of pictures, or of
+            text called text, sentence or content, is learned from by default without the others,
+            which a notice names.
         categorical: Columns of numbers that are encoded as text is.
         kind: By default floats are a regression, whole numbers and text classes.
         missing: Empty cells are refused, filled with the mean of the rows that clients train on (of
