@@ -15,12 +15,12 @@ from fedloom.algorithm import Algorithm
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.dataset import Samples
 from fedloom.engines.rows import RowsEngine
-from fedloom.errors import Diverged, RefusedReply
+from fedloom.errors import Diverged, InvalidValue, RefusedReply
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method, components
 from fedloom.parts.building import build
-from fedloom.parts.hooks import Part
-from fedloom.records import Message
+from fedloom.parts.hooks import Inner, Part
+from fedloom.records import Message, Selection
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -165,6 +165,24 @@ def test_a_rate_that_has_decayed_to_zero_is_no_divergence(method: str) -> None:
     run.run()
     assert len(run.history) == 9
     assert not any(record["faults"] for record in run.history)
+
+
+class Weighing(Part):
+    """Select all clients, one of them with another weight."""
+
+    weight = 0.0
+
+    def select(self, round: Round, inner: Inner) -> Selection:
+        weights = (1.0,) * (round.clients - 1)
+        return Selection(tuple(range(round.clients)), weights=(*weights, self.weight))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_without_a_mean_is_refused_and_no_divergence(weight: float) -> None:
+    method = Weighing(build("fedavg"))
+    method.weight = weight
+    with pytest.raises(InvalidValue, match=f"was selected with weight {weight:g}: .* above 0"):
+        federation(method).run()
 
 
 @pytest.mark.parametrize("by", ["prototype", "head"])

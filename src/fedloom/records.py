@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout
 from fedloom.flat.population import weighted_mean
 from fedloom.round import Round
@@ -149,6 +150,13 @@ class Selection:
     idle: tuple[int, ...] = ()
     weights: tuple[float, ...] | None = None
     receivers: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidValue` for weights with which a mean is undefined."""
+        for client, weight in zip(self.clients, self.weights or (), strict=False):
+            if not 0 < weight < math.inf:
+                reason = "a weight must be finite and above 0; select only clients that count"
+                raise InvalidValue(f"client {client} was selected with weight {weight:g}: {reason}")
 
 
 @dataclass(frozen=True)
