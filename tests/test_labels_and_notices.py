@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 import fedloom as fl
 from fedloom.data.columns import TableInputs
+from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import DataError, FedloomError, InvalidValue, error_location
+from fedloom.serving.predictor import Predictor
+from fedloom.state.digest import digest_of_json
 
 TRAINING = {"learning_rate": 1.0, "epochs": 5, "batch_size": 10}
 
@@ -56,10 +62,16 @@ def test_predictions_are_the_labels_as_they_were(labels: list[Any], tmp_path: Pa
 def test_files_of_earlier_versions_have_no_type_of_labels() -> None:
     frame = pd.DataFrame({"a": [1.0, -1.0] * 40, "y": [3, 4] * 40})
     preprocessing = task(frame, target="y").dataset.preprocessing
-    old = preprocessing.to_json().replace('"label_type": "number"', '"label_type": ""')
-    old = old.replace(preprocessing.digest, "?")
+    values = asdict(preprocessing)
+    del values["outputs"]["label_type"]
+    digest = digest_of_json(values)
+    read = Preprocessing.from_json(json.dumps({**values, "digest": digest}))
+    assert (read.digest, read.outputs.label_type) == (digest, "")
+    module = nn.Linear(1, 2)
+    assert Predictor(module, read).answers(torch.eye(2)).tolist() == [3, 4]
+    changed = preprocessing.to_json().replace('"number"', '"text"')
     with pytest.raises(DataError, match="not as it was written"):
-        type(preprocessing).from_json(old)
+        Preprocessing.from_json(changed)
 
 
 def test_names_of_classes_in_another_order_are_the_same_classes() -> None:
