@@ -239,7 +239,7 @@ class FedExP(Definition):
         epsilon = self.method.epsilon * (round.learning_rate / round.initial_learning_rate) ** 2
         step = max(1.0, length / (2 * (float(update.square().sum()) + epsilon)))
         mean[:count] = self.server_model[:count] + step * update
-        self.shown = mean if round.number == 1 else (self.server_model + mean) / 2
+        self.shown = mean if round.number == self.setting.begins else (self.server_model + mean) / 2
         self.server_model = mean
 
     def model(self) -> Tensor:
@@ -312,7 +312,8 @@ class AFL(Definition):
             )
         self.shares = [max(value - low, 0) for value in raised]
         self.server_model = self.server_model + step
-        self.mean = self.mean + (self.server_model - self.mean) / round.number
+        count = round.number - self.setting.begins + 1
+        self.mean = self.mean + (self.server_model - self.mean) / count
 
     def model(self) -> Tensor:
         return self.mean
@@ -362,7 +363,8 @@ class FedMut(Definition):
         method: Any = self.method
         count, generator = len(round.selected), round.stream("mutate")
         paired = count - count % 2
-        skew = method.beta * (1 - min(max(round.number - 2, 0) / method.mutation_rounds, 1))
+        passed = round.number - self.setting.begins
+        skew = method.beta * (1 - min(max(passed - 1, 0) / method.mutation_rounds, 1))
         rows = [self.server_model.clone() for _ in range(count)]
         for entry in self.setting.layout.slices:
             if entry.stop > self.setting.trainable:
@@ -432,7 +434,7 @@ class Pool(Definition):
 class FedKDMR(Pool):
     def sends(self, round: Round) -> list[Message]:
         method: Any = self.method
-        taught = method.distillation > 0 and (not method.ramp or round.number > 1)
+        taught = method.distillation > 0 and (not method.ramp or round.number > self.setting.begins)
         return [
             {**message, **({"teacher": self.model()} if taught else {})}
             for message in super().sends(round)
@@ -710,11 +712,10 @@ class FedProto(Prototypes):
         if not any(self.present):
             return self.setting.initial
         points = torch.stack(self.prototypes)
-        bias = [
-            -float(point @ point) if has else -1e9
-            for point, has in zip(points, self.present, strict=True)
-        ]
-        return self.with_head(self.setting.initial, 2 * points, points.new_tensor(bias))
+        weight, bias = 2 * points, -points.square().sum(1)
+        known = torch.tensor(self.present) > 0
+        weight[~known], bias[~known] = weight[known].mean(0), bias[known].mean() - 50
+        return self.with_head(self.setting.initial, weight, bias)
 
 
 class FedPAC(Prototypes, Personal):
@@ -881,7 +882,10 @@ def unlike_rest(outer: dict[int, Any], inner: dict[int, Any]) -> str:
 
 def same_tensors(message: Message, other: Message) -> bool:
     """Return True if two messages hold the same, apart from the number of the stage."""
-    named, named_other = message.keys() - {"@stage"}, other.keys() - {"@stage"}
+    named, named_other = (
+        message.keys() - {"@stage", "@initial"},
+        other.keys() - {"@stage", "@initial"},
+    )
     return named == named_other and all(same_bits(message[name], other[name]) for name in named)
 
 
@@ -1342,7 +1346,10 @@ class Stages(Wrapped):
         """The message with the number of the stage, where clients cannot know it from the round."""
         if all(end != "auto" for _, end in self.method.stages):
             return message
-        return {**message, "@stage": torch.tensor([self.stage])}
+        innermost = self.inner
+        while isinstance(innermost, Wrapped):
+            innermost = innermost.inner
+        return {**message, "@stage": torch.tensor([self.stage, innermost.setting.begins])}
 
     def receive(self, round: Round, answers: Sequence[Answer]) -> None:
         if self.automatic:
