@@ -23,7 +23,7 @@ from fedloom.data.partition import Partition, build_partition, split_train_test
 from fedloom.data.shift import InputShift, shifts
 from fedloom.errors import InvalidValue, quoted
 from fedloom.flat.device import find_device
-from fedloom.flat.layout import Layout, require_no_tensor_hooks
+from fedloom.flat.layout import Layout, require_copyable
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
 from fedloom.objectives import Objective
@@ -227,6 +227,10 @@ def make_task(
         InvalidValue: An argument is out of range, or does not fit the data.
         UnknownName: Nothing has that name; the text names the nearest.
     """
+    _require_whole("clients", clients)
+    _require_whole("seed", seed)
+    if not (local_test is None or isinstance(local_test, int | float | np.number)):
+        raise InvalidValue(f"local_test must be a number between 0 and 1, not {quoted(local_test)}")
     target_device = find_device(device)
     settings = training if isinstance(training, Training) else _training(training or {})
     dataset = _dataset(
@@ -261,7 +265,7 @@ def make_task(
     if local_test is not None:
         train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
-        require_no_tensor_hooks(model)
+        require_copyable(model)
     module = (
         copied(model) if isinstance(model, nn.Module) else build_model(model, dataset.spec, seed)
     )
@@ -283,6 +287,12 @@ def make_task(
     )
     task = task if noise is None else mislabelled(task, noise, seed)
     return task if target_device.type == "cpu" else task.to(target_device)
+
+
+def _require_whole(name: str, value: object) -> None:
+    """Raise `InvalidValue` unless the value is a whole number of Python or NumPy."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InvalidValue(f"{name} must be a whole number, not {quoted(value)}")
 
 
 def _dataset(data: Any, target: str, group: str, objective: Objective | None) -> Dataset:

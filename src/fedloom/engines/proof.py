@@ -12,8 +12,9 @@ from torch.optim.sgd import sgd
 
 from fedloom.config.rates import CONSTANT, rate_factor
 from fedloom.data.dataset import Dataset, Samples
+from fedloom.engines.fit import require_fit
 from fedloom.errors import InvalidValue, error_text
-from fedloom.flat.layout import Layout
+from fedloom.flat.layout import Layout, require_copyable
 from fedloom.flat.linear_chain import linear_layers
 from fedloom.flat.module import (
     PLAIN,
@@ -59,6 +60,7 @@ class Proof:
     notices: tuple[str, ...] = ()  # shortcuts that are left out, and why
 
 
+@torch.enable_grad()
 def prove(
     module: nn.Module, dataset: Dataset, samples: Samples, training: Training, *, stack: bool
 ) -> Proof:
@@ -69,6 +71,8 @@ def prove(
     it cannot be converted or has much that is frozen. Raises `InvalidValue` if training changes a
     frozen buffer.
     """
+    require_copyable(module)
+    require_fit(module, dataset, samples)
     try:
         plain = _compared(module, dataset, samples, training)
     except Exception as error:

@@ -122,6 +122,7 @@ class RowsEngine(LocalEngine):
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
             return Fault(job, f"{type(error).__name__}: {error}", error)
 
+    @torch.enable_grad()
     def _answers(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
     ) -> list[Answer | Fault]:

@@ -136,6 +136,7 @@ def unstackable_method(methods: Iterable[Method]) -> str | None:
     return None
 
 
+@torch.enable_grad()
 def default_chunk(task: Task, flat_module: FlatModule) -> int:
     """Return how many models fit the processor's caches, or an accelerator's free memory."""
     if task.initial.is_cuda:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fedloom.engines.fit import require_fit
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.rows import full_batch
 from fedloom.models.structure import copied
@@ -85,6 +86,7 @@ def step_multiply_adds(task: Task) -> int:
     """Count the multiply-adds of a client's step on a full batch: the forward pass, and twice as
     many in the backward pass.
     """
+    require_fit(task.model, task.dataset, task.train)
     return (
         3
         * full_batch(task)

@@ -249,6 +249,41 @@ class Layout:
         return tuple(merged)
 
 
+def require_copyable(module: nn.Module) -> None:
+    """Raise `InvalidValue` for a module of which clients cannot have copies."""
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InvalidValue(
+            f"{kind} is compiled by TorchScript: give the module that it was made of"
+        )
+    if torch.is_inference_mode_enabled():
+        raise InvalidValue(
+            "models cannot train inside torch.inference_mode(): leave the block first"
+        )
+    for name, tensor in _tensors(module).items():
+        if nn.parameter.is_lazy(tensor):
+            raise InvalidValue(
+                f"{name!r} of the model has no shape yet: pass a batch through it first"
+            )
+        if tensor.is_meta:
+            raise InvalidValue(
+                f"{name!r} of the model is on the device meta: load its weights first"
+            )
+        if tensor.is_inference():
+            remedy = "build the model outside torch.inference_mode()"
+            raise InvalidValue(f"{name!r} of the model is an inference tensor: {remedy}")
+    for path, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                remedy = "use torch.nn.utils.parametrizations, or prune.remove"
+                computed = f"{path}.{name}".lstrip(".")
+                raise InvalidValue(
+                    f"{computed!r} of the model is computed from its parameters, "
+                    f"as by torch.nn.utils.weight_norm or prune: {remedy}"
+                )
+    require_no_tensor_hooks(module)
+
+
 def require_no_tensor_hooks(module: nn.Module) -> None:
     """Raise `InvalidValue` for a parameter with a hook, which a copy of the module would lack."""
     for name, parameter in module.named_parameters():

@@ -312,7 +312,10 @@ class FlatModule:
             )
         trained = [p for p in self._parameters if p.requires_grad]
         try:
-            gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+            gradients = [
+                gradient.to_dense() if gradient.is_sparse else gradient
+                for gradient in torch.autograd.grad(loss, trained, materialize_grads=True)
+            ]
         except RuntimeError as error:
             raise (
                 InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error
@@ -344,7 +347,9 @@ class FlatModule:
             of_samples = vmap(grad_and_value(loss_of_one), (None, 0, 0), randomness="different")
             with stacked_autocast(self.autocast), no_loop_in_vmap():
                 by_name, losses = of_samples(trained, batch.inputs[0], batch.labels[0])
-            return losses.to(rows), torch.cat([by_name[name].flatten(1) for name in trained], 1)
+            return losses.to(rows), torch.cat(
+                [by_name[name].reshape(len(losses), -1) for name in trained], 1
+            )
         except RuntimeError:
             singles = zip(batch.inputs.split(1, 1), batch.labels.split(1, 1), strict=True)
             pairs = [

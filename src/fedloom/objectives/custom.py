@@ -49,6 +49,11 @@ class Custom(Objective):
             raise InvalidValue(
                 f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}"
             )
+        if len(losses) != len(targets):
+            raise InvalidValue(
+                f"the objective's function returned {len(losses)} losses for {len(targets)} samples: "
+                "return one for each"
+            )
         return losses
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:

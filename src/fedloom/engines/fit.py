@@ -1,0 +1,62 @@
+"""Checks that a model takes the data and has the outputs that the objective needs."""
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.errors import InvalidValue, error_text
+from fedloom.models.structure import copied
+from fedloom.objectives import kind_of, prediction
+from fedloom.objectives.custom import Custom
+from fedloom.randomness import preserved_generator
+
+
+def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
+    """Pass two samples through a model in evaluation mode, and compute their loss.
+
+    Args:
+        module: The model. A copy that shares its parameters is used.
+        dataset: The data set, with its objective and classes.
+        samples: Its training samples. Without any nothing is checked.
+
+    Raises:
+        InvalidValue: The model does not take the samples, or the loss does not take its outputs.
+    """
+    if not len(samples):
+        return
+    few = samples[torch.arange(min(2, len(samples)), device=samples.labels.device)]
+    inputs = dataset.prepare(few.inputs).clone()
+    data = f"samples {kind_of(inputs[0])}"
+    data += f" and {dataset.classes} classes" if dataset.classes else ""
+    kind = type(module).__name__
+    trial = copied(module, {id(tensor): tensor for tensor in module.parameters()}).eval()
+    with torch.no_grad(), preserved_generator(inputs.device):
+        try:
+            outputs = trial(inputs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise InvalidValue(
+                f"the model {kind} does not take the data, {data}: {error_text(error)}"
+            ) from error
+        predicted = prediction(outputs)
+        if isinstance(dataset.objective, Custom):
+            _require_losses_by_sample(dataset.objective, predicted, few.labels)
+        if not dataset.objective.classes or predicted.dim() != 2:
+            return
+        if predicted.shape[1] < dataset.classes:
+            count = predicted.shape[1]
+            raise InvalidValue(
+                f"the model {kind} has {count} outputs, too few for the data, {data}"
+            )
+
+
+def _require_losses_by_sample(objective: Custom, outputs: Tensor, targets: Tensor) -> None:
+    """Raise `InvalidValue` if outputs `[b, 1]` and targets `[b]` were broadcast to all pairs."""
+    if outputs.shape != (2, 1) or targets.dim() != 1:
+        return
+    together = objective.sample_losses(outputs, targets)
+    alone = objective.sample_losses(outputs[:1], targets[:1])
+    if not torch.allclose(together[:1], alone, rtol=1e-3, equal_nan=True):
+        raise InvalidValue(
+            "the objective's function pairs outputs [b, 1] with the targets [b] of other samples: "
+            "compute with outputs[:, 0]"
+        )

@@ -1,0 +1,110 @@
+"""Models that cannot train, or do not fit the data: each is refused in one line, or works."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import fedloom as fl
+from fedloom.data.dataset import Dataset, Samples
+from fedloom.errors import InvalidValue
+from fedloom.objectives.custom import build_objective
+
+
+def flat(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def run(model: nn.Module, method: str = "fedavg", **options: Any) -> Any:
+    task = fl.make_task("digits", model=model, **{"clients": 4, **options})
+    return fl.run(method, task, rounds=1, engine="rows", quiet=True)
+
+
+def weight_normed() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        return flat(torch.nn.utils.weight_norm(nn.Linear(64, 10)))
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(64, 10)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    return flat(layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: flat(nn.LazyLinear(10)), "has no shape yet: pass a batch through it first"),
+        (lambda: torch.jit.script(flat(nn.Linear(64, 10))), "compiled by TorchScript"),
+        (lambda: flat(nn.Linear(64, 10, device="meta")), "device meta: load its weights first"),
+        (weight_normed, "computed from its parameters, as by torch.nn.utils.weight_norm"),
+        (pruned, "computed from its parameters, as by torch.nn.utils.weight_norm or prune"),
+        (lambda: flat(nn.Linear(64, 10)).double(), r"does not take the data, samples .*float32"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 10)),
+            r"samples \[1, 8, 8\] of float32 and 10 classes: .*3 channels",
+        ),
+        (lambda: flat(nn.Linear(63, 10)), r"samples \[1, 8, 8\] of float32 and 10 classes"),
+        (lambda: flat(nn.Linear(64, 7)), "has 7 outputs, too few for the data.*10 classes"),
+    ],
+)
+def test_models_that_cannot_train_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(InvalidValue, match=message) as error:
+        run(make())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clients": 4.0}, {"clients": True}, {"clients": "4"}, {"seed": 1.5}]
+)
+def test_numbers_of_a_task_are_whole(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match="must be a whole number, not"):
+        run(flat(nn.Linear(64, 10)), **options)
+
+
+def test_training_needs_no_gradients_outside_but_refuses_inference_mode() -> None:
+    torch.manual_seed(0)
+    model = flat(nn.Linear(64, 10))
+    expected = run(model).history[-1]["loss"]
+    with torch.no_grad():
+        assert run(model).history[-1]["loss"] == expected
+    with torch.inference_mode(), pytest.raises(InvalidValue, match=r"leave the block first"):
+        run(model)
+
+
+class Scaled(nn.Module):
+    """A linear layer and a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.scale = nn.Linear(64, 10), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.out(images.flatten(1)) * self.scale
+        return logits
+
+
+def test_dp_sgd_takes_parameters_without_dimensions() -> None:
+    run(Scaled(), "dp_sgd(fedavg, noise=1)")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda outputs, y: (outputs[:, 0] - y).square()[1:], "1 losses for 2 samples"),
+        (lambda outputs, y: (outputs - y).square().mean(1), r"compute with outputs\[:, 0\]"),
+    ],
+)
+def test_losses_of_other_samples_are_refused(loss: Any, message: str) -> None:
+    inputs = torch.randn(40, 6)
+    data = Samples(inputs, inputs.sum(1))
+    given = Dataset("own", data[:30], data[30:], objective=build_objective(loss))
+    task = fl.make_task(given, model=nn.Linear(6, 1), clients=3, partition="iid")
+    with pytest.raises(InvalidValue, match=message):
+        fl.run("fedavg", task, rounds=1, engine="rows", quiet=True)
