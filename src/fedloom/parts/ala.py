@@ -282,8 +282,9 @@ class AlaCode(AuthorsCode, Ala):
     """ALA as its authors' code computes it, for the tables that were made with that code.
 
     Clients learn W on a contiguous window of their samples at a random offset, and the loss of an
-    epoch is that of its last batch. Source: the code of Zhang et al. 2023 (FedALA). Use `ala` for
-    anything but the reproduction of those tables.
+    epoch is that of its last batch.
+    Source: the code of Zhang et al. 2023 (FedALA).
+    Use it only to reproduce those tables, otherwise `ala`.
     """
 
 
@@ -293,7 +294,7 @@ class FedALACode(AuthorsCode, FedALA):
 
     This is `ala_code` around FedAvg that keeps batch-norm statistics at the clients.
     Source: the code of Zhang et al. 2023 (FedALA).
-    Use `fedala` for anything but the reproduction of those tables.
+    Use it only to reproduce those tables, otherwise `fedala`.
     """
 
 
