@@ -50,7 +50,7 @@ class QFedAvg(ReportsLoss):
         # Numerator and denominator are divided by eta and by the largest F^q, whose power alone may
         # be beyond all floats. So the largest loss must be known before the first block is folded.
         loss = replies["loss"].double() + 1e-10
-        largest = float(loss.max())
+        largest = loss.max()
         powers = (loss / largest) ** self.q
         slopes = self.q * (loss / largest) ** (self.q - 1) / largest
         size, folded, start = block_slots(self.plan.layout.row_bytes), NOTHING, 0
@@ -75,6 +75,6 @@ class QFedAvg(ReportsLoss):
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
         trainable, model = slice(self.plan.layout.trainable), aggregate.mean["model"].clone()
-        bound = float(aggregate.total["bound"])
-        model[trainable] = self.state["model"][trainable] - aggregate.total["moved"] / bound
+        step = aggregate.total["moved"] / aggregate.total["bound"]
+        model[trainable] = self.state["model"][trainable] - step
         self.state["model"] = model
