@@ -68,7 +68,8 @@ def test_each_order_of_two_methods_is_shown(
         (
             "scaffold",
             "private",
-            "private: clients of scaffold upload 'variate' too, which would leak",
+            "private: clients of scaffold upload 'variate' too, which would leak; "
+            "local_private has each client add noise instead",
         ),
         (
             "fedproto",
@@ -137,7 +138,8 @@ def test_every_hook_has_one_moment() -> None:
 def test_the_parts_of_a_hook_are_those_that_declare_it() -> None:
     """With the options that make the parts act in all of their hooks."""
     options = {
-        "clustered": "clustered(fedavg)", "fedala": "fedala", "fedah": "fedah", "clusamp": "clusamp",
+        "clustered": "clustered(fedavg)", "fedala": "fedala", "fedala_code": "fedala_code",
+        "fedah": "fedah", "clusamp": "clusamp",
         "fedmr_async": "fedmr_async", "private": "private(fedavg, noise=1)", "dp_sgd": "dp_sgd(fedavg, noise=1)",
         "local_private": "local_private(fedavg, noise=1)", "quantised": "quantised(fedavg, down=8)",
         "norm_bound": "norm_bound(fedavg, radius=1)", "secure": "secure(fedmr)", "stages": "stages(fedavg:auto, fedavg)",

@@ -66,7 +66,7 @@ def test_splits_with_different_class_names_are_joined_under_all_names() -> None:
     [
         (np.array([1, 2, 3], np.int32), [0, 1, 2], ("1", "2", "3")),
         (torch.tensor([-1, 1, 1], dtype=torch.int16), [0, 1, 1], ("-1", "1")),
-        ([True, False, True], [1, 0, 1], None),
+        ([True, False, True], [1, 0, 1], ("False", "True")),
         (np.array([0, 2, 2], np.uint8), [0, 2, 2], None),  # a class that has no sample yet
     ],
 )

@@ -121,7 +121,7 @@ def job(method: str, engine: str) -> str:
     clock.
     """
     clock = CLOCK if engine == "stacked" or next(pipelines(build(method))).waits else ""
-    participation = 1.0 if method in EVERYBODY else 0.5
+    participation = 1.0 if method.startswith(EVERYBODY) else 0.5
     return JOB.format(method=method, engine=engine, participation=participation) + clock
 
 
