@@ -135,9 +135,8 @@ def as_spec(value: tuple[int, ...] | TensorSpec, layout: Layout) -> TensorSpec:
     return value if isinstance(value, TensorSpec) else TensorSpec(tuple(value), layout.dtype)
 
 
-def overrides(method: Method, base: type[Method], names: Iterable[str]) -> bool:
-    """Return True if the class of a method overrides one of these functions of `base`."""
-    kind = type(method)
+def overrides(kind: type[Method], base: type[Method], names: Iterable[str]) -> bool:
+    """Return True if a class of methods overrides one of these functions of `base`."""
     return any(getattr(kind, name) is not getattr(base, name) for name in names)
 
 
@@ -149,5 +148,5 @@ def is_personal(algorithm: Algorithm) -> bool:
     """Return True if clients may use another model than the global one."""
     deploys = algorithm.facts.deploys
     if deploys is None:
-        return overrides(algorithm, Algorithm, DEPLOYMENT)
+        return overrides(type(algorithm), Algorithm, DEPLOYMENT)
     return bool(deploys != "received")

@@ -196,7 +196,7 @@ class PartlyShared(Algorithm):
     def _deploys(self) -> Literal["received", "start", "memory"]:
         if self.own_model:
             return "memory"
-        changed = overrides(self, PartlyShared, (*DEPLOYMENT, "initialise"))
+        changed = overrides(type(self), PartlyShared, (*DEPLOYMENT, "initialise"))
         keeps_part = hasattr(self, "_unit") and length(self._unit) < self.plan.layout.size
         return "start" if changed or keeps_part or self.eval_point == "after_train" else "received"
 

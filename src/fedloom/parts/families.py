@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import DEPLOYMENT, Algorithm, overrides
 from fedloom.algorithms.fedmr import Indep
 from fedloom.algorithms.fedmut import FedMut
 from fedloom.config.registry import Entry
@@ -28,8 +28,5 @@ def family_of(entry: Entry[type[Method]]) -> str:
             return "composing"
     if issubclass(make, Indep | FedMut | FedMRAsync):
         return "recombination"
-    base: Any = Part if issubclass(make, Part) else Algorithm
-    hooks = ("personalise",) if base is Part else ("personalise", "deploy")
-    if any(getattr(make, name) is not getattr(base, name) for name in hooks):
-        return "personal"
-    return "global"
+    base, hooks = (Part, ("personalise",)) if issubclass(make, Part) else (Algorithm, DEPLOYMENT)
+    return "personal" if overrides(make, base, hooks) else "global"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, overrides
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
 from fedloom.records import Aggregate, Exchange, Message, Plan, Replies, Selection, Specs
@@ -71,9 +71,7 @@ class Part(Method):
 
     def hooks(self) -> frozenset[str]:
         """Return the names of the hooks in which the part acts: by default those that it overrides."""
-        return frozenset(
-            name for name in HOOKS if getattr(type(self), name) is not getattr(Part, name)
-        )
+        return hooks_of(type(self))
 
     # --- before training, on the server ---
 
@@ -235,6 +233,11 @@ HOOKS = (
     "report",
 )
 """Hooks in the order in which a round calls them."""
+
+
+def hooks_of(kind: type[Part]) -> frozenset[str]:
+    """Return the names of the hooks that a class of parts overrides."""
+    return frozenset(name for name in HOOKS if overrides(kind, Part, (name,)))
 
 
 def parts_of(method: Method) -> Iterator[Part]:

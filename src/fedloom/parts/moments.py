@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from fedloom.method import algorithms
-from fedloom.parts.hooks import HOOKS, Part
+from fedloom.parts.hooks import HOOKS, Part, hooks_of
 
 
 class Moment(NamedTuple):
@@ -45,7 +45,6 @@ def parts_by_hook() -> dict[str, list[str]]:
     by_hook: dict[str, list[str]] = {name: [] for name in HOOKS}
     for entry in algorithms:
         if issubclass(entry.make, Part):
-            for name in HOOKS:
-                if getattr(entry.make, name) is not getattr(Part, name):
-                    by_hook[name].append(entry.name)
+            for name in hooks_of(entry.make):
+                by_hook[name].append(entry.name)
     return by_hook

@@ -176,7 +176,7 @@ class Pipeline:
             return True
         reading = ("exchange", "close", "observe", "rewrite")
         reads = any(self.acting(hook) for hook in reading)
-        return not reads and not overrides(self.algorithm, Algorithm, ("receive",))
+        return not reads and not overrides(type(self.algorithm), Algorithm, ("receive",))
 
     @property
     def block_size(self) -> int:

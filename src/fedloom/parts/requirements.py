@@ -108,7 +108,7 @@ def _averages_only(pipeline: Pipeline) -> str:
 
 
 def _no_server_step(pipeline: Pipeline) -> str:
-    if overrides(pipeline.algorithm, Algorithm, ("update", "receive", "model")):
+    if overrides(type(pipeline.algorithm), Algorithm, ("update", "receive", "model")):
         return "{0} has a server, which nodes that mix their models do without"
     return ""
 

@@ -332,7 +332,8 @@ class Federation:
         pipeline.finish(exchange)
         self._accounts.count()
         self.course.next(exchange.round.number)
-        hook = "receive" if overrides(pipeline.algorithm, Algorithm, ("receive",)) else "update"
+        receives = overrides(type(pipeline.algorithm), Algorithm, ("receive",))
+        hook = "receive" if receives else "update"
         present = self.course.at(exchange.round.number + 1)
         return checked_model(present, self.algorithm, hook, self.task.initial)
 
