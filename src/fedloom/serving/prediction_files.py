@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.data.columns import TableInputs
-from fedloom.data.formats.arrow import read_any
-from fedloom.data.formats.csv_files import TEXT_TABLES, read_text_table
+from fedloom.data.formats.arrow import read_any, read_csv
+from fedloom.data.formats.csv_files import TEXT_TABLES
 from fedloom.data.formats.limits import read_text, reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import pictures
@@ -95,10 +95,12 @@ def _samples(predictor: Predictor, path: Path, to_text: bool) -> tuple[Any, Any]
             raise DataError(f"{path}: line {texts.index('') + 1} is empty: give a text a line")
         return texts, pa.table({"text": texts})
     text, numbers = _columns_by_type(inputs)
+    if path.is_file() and path.suffix.lower() in TEXT_TABLES:
+        table, cells = read_csv(path, text, numbers)
+        # in the file that is written, cells such as 007 stay as they are
+        return table, cells if to_text else table
     table = read_any(path, text, numbers)[0]
-    # in the file that is written, cells such as 007 stay as they are
-    as_read = read_text_table(path) if path.suffix.lower() in TEXT_TABLES else table
-    return table, as_read if to_text else table
+    return table, table
 
 
 def _columns_by_type(inputs: Inputs) -> tuple[list[str], list[str]]:

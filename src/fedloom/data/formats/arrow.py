@@ -182,9 +182,25 @@ def read_any(
         raise DataError(
             f"{path}: wanted a .csv, .tsv or .parquet file, or a folder that save_to_disk wrote"
         )
+    return read_csv(path, text, numbers)[0], None
+
+
+def read_csv(
+    path: Path, text: Collection[str] = (), numbers: Collection[str] = ()
+) -> tuple[Any, Any]:
+    """Read a CSV file once.
+
+    Args:
+        path: The file.
+        text: Columns that stay text, whatever their cells.
+        numbers: Columns that must be numbers.
+
+    Returns:
+        An Arrow table with the type of each column, and one with each cell as it is in the file.
+    """
     with reading(path, "damaged csv"):
-        content = checked(read_text_table(path), path)
-        return typed(content, str(path), text, numbers), None
+        cells = checked(read_text_table(path), path)
+        return typed(cells, str(path), text, numbers), cells
 
 
 def _saved(folder: Path) -> Any:

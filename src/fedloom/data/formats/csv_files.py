@@ -43,7 +43,8 @@ def read_text_table(path: Path) -> Any:
     with reading(path, "damaged csv"):
         text = _as_utf8(read_bytes(path), path)
         delimiter = _separator(text, path)
-        require_columns(len(_header(text, delimiter)), path)
+        header = _header(text, delimiter)
+        require_columns(len(header), path)
         rows = text.count(b"\n")
         columns = 1 + text[: (text.find(b"\n") + 1) or None].count(delimiter.encode())
         cells = text.count(delimiter.encode()) + rows
@@ -55,7 +56,7 @@ def read_text_table(path: Path) -> Any:
             csv.ReadOptions(use_threads=False, block_size=min(_BLOCK, len(text) + 1)),
             csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             csv.ConvertOptions(
-                column_types=dict.fromkeys(_header(text, delimiter), string()),
+                column_types=dict.fromkeys(header, string()),
                 strings_can_be_null=False,
             ),
         )

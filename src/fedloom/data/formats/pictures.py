@@ -156,15 +156,10 @@ def class_folders(root: Path) -> list[str]:
 
 def pictures(folder: Path) -> list[Path]:
     """Return the picture files in `folder` and its folders, sorted."""
-    return [path for path in _visible(folder) if path.suffix.lower() in _SUFFIXES]
+    return [path for path in visible_files(folder) if path.suffix.lower() in _SUFFIXES]
 
 
-def other_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` and its folders that are no pictures, sorted."""
-    return [path for path in _visible(folder) if path.suffix.lower() not in _SUFFIXES]
-
-
-def _visible(folder: Path) -> list[Path]:
+def visible_files(folder: Path) -> list[Path]:
     """Return the files in `folder` and its folders, sorted, without hidden ones."""
     return sorted(
         path

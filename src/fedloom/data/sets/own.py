@@ -15,7 +15,7 @@ from fedloom.data.convert import class_labels
 from fedloom.data.dataset import Dataset, Samples, datasets, hold_out, same_names
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
-from fedloom.data.formats.pictures import class_folders, other_files, pictures
+from fedloom.data.formats.pictures import class_folders, pictures, visible_files
 from fedloom.data.sets.origin import Split, cached_split
 from fedloom.data.sets.picture_set import Normalise, image_dataset, labelled_pictures
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
@@ -113,16 +113,15 @@ def images(
         folders.append(root / "test")
     extent = None if size is None else (size, size)
     with reading(root, "damaged folder of pictures"):
-        files = [
-            path
+        by_class = {
+            split / name: pictures(split / name)
             for split in folders
             for name in class_folders(split)
-            for path in pictures(split / name)
-        ]
-
-        notices = _unused_files(root, folders)
+        }
+        files = [path for found in by_class.values() for path in found]
+        notices = _unused_files(root, files)
         for name in names:
-            if not pictures(folders[0] / name):
+            if not by_class[folders[0] / name]:
                 raise DataError(
                     f"{folders[0] / name}: no pictures of this class: add some, or remove the folder"
                 )
@@ -142,18 +141,12 @@ def images(
     return replace(dataset, notices=tuple(notices))
 
 
-def _unused_files(root: Path, folders: Sequence[Path]) -> list[str]:
+def _unused_files(root: Path, used: Sequence[Path]) -> list[str]:
     """Return a notice that names the files of a folder of pictures that are not read."""
-    used = {
-        path
-        for split in folders
-        for name in class_folders(split)
-        for path in pictures(split / name)
-    }
-    unused = [path for path in (*pictures(root), *other_files(root)) if path not in used]
+    unused = sorted({*visible_files(root)} - {*used})
     if not unused:
         return []
-    listed = shortened(", ".join(str(path.relative_to(root)) for path in sorted(unused)))
+    listed = shortened(", ".join(str(path.relative_to(root)) for path in unused))
     return [
         f"{root}: {len(unused)} files are not read, since they are no pictures in a class folder: {listed}"
     ]
