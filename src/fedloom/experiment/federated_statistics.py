@@ -215,6 +215,7 @@ def answer(
         return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
 
     least = 0 if noise else max(smallest, asked["smallest"])
+    hiding = max(least, smallest, _hiding(columns, noise))
     answers: dict[str, Listed] = {}
     for name, about in asked.get("columns", {}).items():
         values = _complete(columns[name], about)
@@ -223,7 +224,7 @@ def answer(
         if step == "sums":
             empty = len(columns[name]) - len(values)
             empty = 0 if noise or empty < least else empty
-            shown = max(least, _least_shown(columns, noise, smallest, about))
+            shown = max(hiding, about.get("least", 0.0))  # a server may only raise it
             answers[name] = _sums(values, about, empty, shown, partial(random, name), noise > 0)
         elif step == "squares":
             most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
@@ -284,18 +285,15 @@ def _told(cells: Values, values: Values, about: _About) -> int:
     return int(((low <= cells) & (cells <= high)).sum())
 
 
-def _least_shown(
-    columns: Mapping[str, Values], noise: float, smallest: int, about: _About
-) -> float:
-    """Return the fewest rows, noise included, of a category that is told.
+def _hiding(columns: Mapping[str, Values], noise: float) -> float:
+    """Return the fewest rows, noise included, of a category that may be told beside noise.
 
-    The client computes the threshold that hides a single row itself; a server may only raise it.
+    The client computes this threshold, which hides a single row, itself.
     """
-    least = max(float(smallest), about.get("least", 0.0))
     if not noise:
-        return least
+        return 0.0
     texts = sum(_kind(values) == "categories" for values in columns.values())
-    return max(least, 1 + noise * float(norm.isf(MOST_DELTA / 2 / max(1, texts))))
+    return 1 + noise * float(norm.isf(MOST_DELTA / 2 / max(1, texts)))
 
 
 def _sums(
