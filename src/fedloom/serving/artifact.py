@@ -15,6 +15,7 @@ from fedloom.errors import CheckpointError, FedloomError, InvalidValue, quoted
 from fedloom.models import models
 from fedloom.models.build import build_model
 from fedloom.models.structure import copied
+from fedloom.randomness import preserved_generator
 from fedloom.state.tensors import read_tensors, write_tensors
 
 MODEL, PREPROCESSING, PERSONAL = "model.safetensors", "preprocessing.json", "personal.safetensors"
@@ -95,7 +96,7 @@ def _built(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Mod
     entry, options = models.read(expression)
     if "folder" not in entry.parameters:  # a model of transformers is as large as its files
         parameters = max(1000, 4 * len(tensors))
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), _at_most(parameters):
+        with preserved_generator(), torch.device("meta"), _at_most(parameters):
             shapes = entry.make(spec, **options).state_dict()
         _require_shapes(shapes, tensors, expression)
     return build_model(expression, spec, 0)
