@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.errors import InvalidValue, suggestion
 
@@ -35,6 +36,11 @@ def drawn_again(module: Module) -> Module:
         if callable(draw):
             draw()
     return drawn
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return True if a layer normalises by the samples of a batch."""
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:

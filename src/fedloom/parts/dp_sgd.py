@@ -3,13 +3,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.errors import InvalidValue
 from fedloom.flat.module import Batch, LossFn, data_loss
 from fedloom.local.batches import LockStep, lock_steps
 from fedloom.local.cohort import Cohort, Context, GradientFn, Trained
 from fedloom.method import Facts, algorithms
+from fedloom.models.structure import has_batch_norm
 from fedloom.parts.accounting import epsilon, noise_for
 from fedloom.parts.gaussian_noise import clip_factors, normal, secret_uniforms
 from fedloom.parts.hooks import Inner
@@ -59,7 +59,7 @@ class DPSGD(AccountedByClient):
 
     def setup(self, plan: Plan, inner: Inner) -> None:
         super().setup(plan, inner)
-        if any(isinstance(layer, _BatchNorm) for layer in plan.module.modules()):
+        if has_batch_norm(plan.module):
             raise InvalidValue(
                 "dp_sgd: batch norm mixes the samples of a batch: use group norm instead"
             )

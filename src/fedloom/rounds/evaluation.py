@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
-from fedloom.models.structure import head_name
+from fedloom.models.structure import has_batch_norm, head_name
 from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.records import INTEGERS, Message
@@ -288,7 +287,7 @@ def clients_without_steps(task: Task) -> list[str]:
     """Return a notice if clients take no training step, since batch norm skips batches of one
     sample.
     """
-    if not any(isinstance(layer, _BatchNorm) for layer in task.model.modules()):
+    if not has_batch_norm(task.model):
         return []
     steps = task.training.local_steps(task.sizes(torch.arange(task.clients)), smallest=2)
     idle = int((steps == 0).sum())
