@@ -4,6 +4,7 @@ import torch
 from pydantic import Field
 
 from fedloom.method import algorithms
+from fedloom.parts.gaussian_noise import clip_factors
 from fedloom.parts.hooks import Inner, Part
 from fedloom.records import Plan, Replies
 from fedloom.round import Round
@@ -37,9 +38,9 @@ class NormBound(Part):
     def rewrite(self, round: Round, replies: Replies) -> Replies:
         rows, sent = replies["model"], replies.sent("model")
         updates = rows - sent
-        lengths = torch.linalg.vector_norm(updates, dim=1, dtype=torch.float64)
+        factors, lengths = clip_factors(updates, self.radius)
         longer = lengths > self.radius
-        share = (self.radius / lengths.clamp_min(self.radius)).to(rows).unsqueeze(1)
+        share = factors.to(rows).unsqueeze(1)
         rows = torch.where(longer.unsqueeze(1), sent + updates * share, rows)
         self.state["bounded"] = longer.double().mean().reshape(1).cpu()
         matrix = replies.matrices["model"].clone()
