@@ -209,25 +209,19 @@ def _torchmetric(
     """
     macro = options.get("average", "macro") == "macro"
     if kind != "regression" and function.__name__ in _RANKINGS and macro:
-        by_class = {**options, "average": "none"}
-        return _mean_of_present(kind, function, by_class, outputs, targets)
+        by_class = _applied(kind, function, {**options, "average": "none"}, outputs, targets)
+        return _mean_of_present(kind, by_class, targets)
     return _applied(kind, function, options, outputs, targets)
 
 
-def _mean_of_present(
-    kind: Kind,
-    function: Callable[..., Any],
-    options: dict[str, Any],
-    outputs: Tensor,
-    targets: Tensor,
-) -> Tensor:
-    """Return the mean of a ranking's figure over the classes that some samples have and others
-    lack. `torchmetrics` counts all other classes as 0, though a client's samples cannot rank them.
+def _mean_of_present(kind: Kind, values: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of a ranking's `values [classes]` over the classes that some samples have and
+    others lack. `torchmetrics` counts all other classes as 0, though a client's samples cannot rank
+    them.
     """
-    classes = torch.arange(outputs.shape[1], device=targets.device)
+    classes = torch.arange(len(values), device=targets.device)
     members = targets.unsqueeze(1) == classes if kind == "multiclass" else targets.bool()
     counts = members.sum(0)
-    values: Tensor = _applied(kind, function, options, outputs, targets)
     return values[((counts > 0) & (counts < len(targets))).to(values.device)].mean()
 
 
