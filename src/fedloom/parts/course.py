@@ -156,7 +156,7 @@ class Course:
         self._made = {}
         for stages in reversed(self._leading_stages()):
             successor = stages.successor(number)
-            if successor != int(stages.state["stage"]):
+            if successor != _present_stage(stages):
                 model = self._present().model().clone()
                 stages.begin(successor, model, number + 1)
                 for nested in stages_in(stages.stages[successor][0]):
@@ -226,7 +226,7 @@ def _pipeline_of(method: Method, number: int) -> Pipeline:
     """
 
     def choose(stages: Stages) -> int:
-        return int(stages.state["stage"]) if stages.automatic else stages.stage_of(number)
+        return _present_stage(stages) if stages.automatic else stages.stage_of(number)
 
     pipeline = flatten(method, choose, number)
     pipeline.following = partial(_pipeline_of, method)

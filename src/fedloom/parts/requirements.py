@@ -26,13 +26,13 @@ def _sends_model(pipeline: Pipeline) -> str:
 
 def _one_update(pipeline: Pipeline) -> str:
     opening, algorithm = pipeline.plan.opening(), pipeline.algorithm
+    refusal = "clients of {0} do not return an update of one model that they are sent"
     expected = algorithm.expects(opening).get("model")
     sent = algorithm.send(opening).get("model")
     if expected is None or sent is None:
-        return "clients of {0} do not return an update of one model that they are sent"
-    if tuple(sent.shape[1:]) == as_spec(expected, pipeline.plan.layout).shape:
-        return ""
-    return "clients of {0} do not return an update of one model that they are sent"
+        return refusal
+    alike = tuple(sent.shape[1:]) == as_spec(expected, pipeline.plan.layout).shape
+    return "" if alike else refusal
 
 
 def _whole_model(pipeline: Pipeline) -> str:
@@ -196,11 +196,9 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
                 f"{part} decides who trains when: it cannot be in stages or around them"
             )
     for part in parts_of(method):
-        around = [
-            pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)
-        ]
         name = name_of(part)
-        if getattr(part, "counts_privacy", False) and len(around) < len(pipelines):
+        covers_all = len(_containing(part, pipelines)) == len(pipelines)
+        if getattr(part, "counts_privacy", False) and not covers_all:
             raise InvalidValue(
                 f"{name}: other stages would have no privacy: put {name} around stages"
             )
@@ -209,12 +207,15 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
 def require_units(method: Method, pipelines: list[Pipeline]) -> None:
     """Raise `InvalidValue` unless clients exchange the same units in all stages of one exchange."""
     for part in (part for part in parts_of(method) if "exchange" in part.hooks()):
-        around = [
-            pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)
-        ]
+        around = _containing(part, pipelines)
         if any(pipeline.algorithm.units() != around[0].algorithm.units() for pipeline in around):
             remedy = "make each of its stages secure by itself"
             raise InvalidValue(f"{name_of(part)}: {part.method} moves different units; {remedy}")
+
+
+def _containing(part: Part, pipelines: list[Pipeline]) -> list[Pipeline]:
+    """Return the pipelines that contain this very part."""
+    return [pipeline for pipeline in pipelines if any(part is other for other in pipeline.parts)]
 
 
 # --- rules for pairs of parts ---
@@ -237,11 +238,10 @@ def _one_sampler(pipeline: Pipeline) -> None:
 
 def _closing_is_outermost(pipeline: Pipeline) -> None:
     for part in pipeline.acting("close"):
-        outside = pipeline.parts[: _position(pipeline, part)]
+        position = _position(pipeline, part)
         changing = {"select", "poll", "move", "exchange", "release", "observe", "close"}
-        for other in pipeline.parts:
-            outer = any(other is candidate for candidate in outside)
-            rewrites = outer and "rewrite" in other.hooks()
+        for k, other in enumerate(pipeline.parts):
+            rewrites = k < position and "rewrite" in other.hooks()
             if other is not part and (rewrites or other.hooks() & changing):
                 reason = (
                     "decides who trains when, so nothing else may change the clients of a round"
