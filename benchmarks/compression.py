@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
-from fedloom.experiment.run import run
 from fedloom.report.summary import bytes_to
+from fedloom.runs.run import run
 from fedloom.task import make_dataset, make_task
 from fedloom.training import Training
 

@@ -32,7 +32,6 @@ import fedloom as fl
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import Diverged
-from fedloom.experiment.identity import environment
 from fedloom.models.build import build_model
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import Measured
@@ -42,6 +41,7 @@ from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.identity import environment
 from fedloom.state.files import write_text
 from fedloom.task import make_dataset
 from outcome import append, tell

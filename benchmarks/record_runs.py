@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.config.expression import Call, parse
-from fedloom.experiment.configuration import configuration
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import measured
 from fedloom.papers.paper_file import exhibit
@@ -24,6 +23,7 @@ from fedloom.papers.plan import PLACES
 from fedloom.papers.protocols import Exhibit, PaperCell
 from fedloom.papers.result_table import CellResult
 from fedloom.report.summary import RunSummary, dotted
+from fedloom.runs.configuration import configuration
 from fedloom.state.files import slug, write_text
 
 RECORDS = Path(__file__).parent / "records" / "papers"

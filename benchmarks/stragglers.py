@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from fedloom.experiment.run import run
 from fedloom.report.summary import seconds_to
 from fedloom.rounds.clock import Clock
+from fedloom.runs.run import run
 from fedloom.task import make_dataset, make_task
 from fedloom.training import Training
 

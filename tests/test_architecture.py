@@ -41,8 +41,8 @@ LONGER = {
     "fedloom.data.sets.femnist.femnist",
     "fedloom.data.sets.synthetic.synthetic_feddc",
     "fedloom.data.sets.table.table",
-    "fedloom.experiment.run.run",
-    "fedloom.experiment.tune_result.tune",
+    "fedloom.runs.run.run",
+    "fedloom.study.tune_result.tune",
     "fedloom.local.cohort.fit",
     "fedloom.task.make_task",
 }

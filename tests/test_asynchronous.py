@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import InvalidValue
-from fedloom.experiment.run import run
 from fedloom.parts.building import build
 from fedloom.parts.fedbuff import FedBuff
 from fedloom.records import uniform
@@ -18,6 +17,7 @@ from fedloom.round import Round
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.run import run
 from small_task import small_task
 from test_clock import STRAGGLERS, task, trained
 

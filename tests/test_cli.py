@@ -19,11 +19,11 @@ from fedloom.algorithm import algorithms
 from fedloom.cli import commands
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
-from fedloom.experiment import cores
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.progress import Display, Lines, display
 from fedloom.models import models
 from fedloom.parts.families import FAMILIES
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.progress import Display, Lines, display
+from fedloom.study import cores
 from forking_cli import Say, saying
 
 JOB = """

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.run import Result, run
 from fedloom.report.cells import comparison
 from fedloom.report.curves import curve
 from fedloom.report.summary import RunSummary, seconds_to, summarise
 from fedloom.round import Round
 from fedloom.rounds import clock
 from fedloom.rounds.clock import DAY, Clock, Device
+from fedloom.runs.configuration import configuration
+from fedloom.runs.run import Result, run
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 

@@ -16,12 +16,12 @@ import pytest
 
 from fedloom.cli import main
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration, put
-from fedloom.experiment.directory import fingerprint
-from fedloom.experiment.events import Event
-from fedloom.experiment.settings import Range, label
 from fedloom.report import image_files as images
+from fedloom.runs.configuration import Configuration, configuration, put
+from fedloom.runs.directory import fingerprint
+from fedloom.runs.events import Event
+from fedloom.runs.settings import Range, label
+from fedloom.study.comparison import Comparison
 from report_support import ablations_drawn
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from fedloom.data.dataset import datasets
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.configuration import Configuration, Data, configuration, load
-from fedloom.experiment.directory import folder_name
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import Configuration, Data, configuration, load
+from fedloom.runs.directory import folder_name
 from fedloom.training import Training
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fedloom.engines.work import SHARED_STEP, step_multiply_adds, step_threads, using_threads
-from fedloom.experiment import cores
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores
-from fedloom.experiment.events import RunName
-from fedloom.experiment.run import run_configured
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.events import RunName
+from fedloom.runs.run import run_configured
+from fedloom.study import cores
+from fedloom.study.comparison import Comparison
+from fedloom.study.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores
 from fedloom.task import make_task
 
 

@@ -19,23 +19,23 @@ from fedloom.data.partition import Partition
 from fedloom.data.sets.origin import Split, cached_split
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, read_json, write_json
-from fedloom.experiment.events import RunName
-from fedloom.experiment.finished import add_landscapes, landscape_of, read_runs
-from fedloom.experiment.run import run_configured
-from fedloom.experiment.watch.live import Watched
 from fedloom.models.build import build_model
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import render
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import RunDirectory, read_json, write_json
+from fedloom.runs.events import RunName
+from fedloom.runs.run import run_configured
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore
 from fedloom.state.tensors import read_tensors, write_tensors
+from fedloom.study.comparison import Comparison
+from fedloom.study.finished import add_landscapes, landscape_of, read_runs
+from fedloom.study.watch.live import Watched
 from small_task import KeepsClientMemory, small_task
 
 TENSORS = {

@@ -20,8 +20,6 @@ from fedloom.engines.base import engines
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.run import run
 from fedloom.flat.device import find_device, moved, moved_back, present
 from fedloom.flat.module import Batch, FlatModule
 from fedloom.flat.stacked_module import StackedModule
@@ -33,6 +31,8 @@ from fedloom.records import INTEGERS, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import configuration
+from fedloom.runs.run import run
 from fedloom.state.store import ClientStore, Memory
 from fedloom.task import Task, make_task
 from fedloom.training import Training

@@ -14,9 +14,9 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.run import run_configured
+from fedloom.runs.configuration import configuration
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured
 from small_task import small_task
 
 OPTIONS: dict[str, Any] = {

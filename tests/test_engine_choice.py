@@ -11,10 +11,10 @@ import pytest
 from fedloom.engines.choose import make_engine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, UnknownName
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.run import run_configured, run_directory
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import configuration
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured, run_directory
 from test_stacked import world
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import load
+from fedloom.runs.configuration import load
+from fedloom.study.comparison import Comparison
 from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,18 +20,18 @@ from fedloom.config.expression import parse
 from fedloom.config.fields import checked
 from fedloom.data.partition import Partition
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration, load
-from fedloom.experiment.directory import RunDirectory
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.identity import version_changes
-from fedloom.experiment.run import run_configured, run_directory
 from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.runs.configuration import Configuration, configuration, load
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.identity import version_changes
+from fedloom.runs.run import run_configured, run_directory
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors
+from fedloom.study.comparison import Comparison
 from fedloom.task import make_dataset
 from json_lines import json_lines
 from small_task import small_task
@@ -328,7 +328,7 @@ def test_two_comparisons_in_one_folder_do_not_mix_their_files(
             thread.join(timeout=2)
         write_text(path, text)
 
-    monkeypatch.setattr("fedloom.experiment.comparison_result.write_text", write_slowly)
+    monkeypatch.setattr("fedloom.study.comparison_result.write_text", write_slowly)
     comparison.result({}).write(comparison.configuration)
     thread.join()
     assert [mine for mine, _ in written] == [True] * 4 + [False] * 4

@@ -20,9 +20,9 @@ from rich.console import Console
 import fedloom as fl
 from fedloom.cli.terminal import statistics_tables
 from fedloom.errors import InvalidValue, RefusedReply
-from fedloom.experiment.column_statistics import QUANTILES, Statistics, Survey
-from fedloom.experiment.federated_statistics import answer, collect, shared_rows, statistics
 from fedloom.parts.accounting import epsilon
+from fedloom.survey.column_statistics import QUANTILES, Statistics, Survey
+from fedloom.survey.federated_statistics import answer, collect, shared_rows, statistics
 from forking_cli import main
 
 SIZES = (50, 200, 7, 90)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint, DiskFull
-from fedloom.experiment.directory import read_json
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.runs.directory import read_json
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.files import (
     read_file,

@@ -22,9 +22,9 @@ from flwr.app import Message
 from PIL import Image
 
 import fedloom as fl
-from fedloom.experiment.column_statistics import Statistics
 from fedloom.sites import server_app
 from fedloom.sites.template import write_app
+from fedloom.survey.column_statistics import Statistics
 from flower_support import LocalGrid, Node, nodes
 from forking_cli import main
 from json_lines import json_lines

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fedloom.engines import proof
-from fedloom.experiment.configuration import Configuration
 from fedloom.rounds.federation import Federation
+from fedloom.runs.configuration import Configuration
 from fedloom.sites.agreement import deployment
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement

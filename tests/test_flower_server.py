@@ -25,11 +25,10 @@ from fedloom.data.dataset import Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
-from fedloom.experiment.events import RunName
-from fedloom.experiment.finished import read_runs, rewrite_reports
-from fedloom.experiment.run import run_configured
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
+from fedloom.runs.events import RunName
+from fedloom.runs.run import run_configured
 from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
@@ -38,6 +37,7 @@ from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
+from fedloom.study.finished import read_runs, rewrite_reports
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
 from json_lines import json_lines

@@ -21,13 +21,13 @@ from fedloom.data.columns import Columns
 from fedloom.data.preprocessing import as_arrow
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.experiment.column_statistics import Statistics
-from fedloom.experiment.federated_statistics import statistics
 from fedloom.parts.accounting import ORDERS, epsilon
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment
 from fedloom.sites.site_data import own_data
 from fedloom.state.tensors import read_tensors
+from fedloom.survey.column_statistics import Statistics
+from fedloom.survey.federated_statistics import statistics
 from flower_support import LocalGrid, nodes, site
 from forking_cli import main
 from json_lines import json_lines

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from fedloom.errors import FedloomError
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.finished import read_runs, rewrite_reports
-from fedloom.experiment.watch.live import Watched
+from fedloom.runs.configuration import configuration
+from fedloom.study.comparison import Comparison
+from fedloom.study.finished import read_runs, rewrite_reports
+from fedloom.study.watch.live import Watched
 
 FILES = (
     "configuration.json", "task.json", "environment.json", "engine.json", "recording.json", "landscape.json",

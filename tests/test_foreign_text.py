@@ -18,9 +18,9 @@ from fedloom.config.plugins import found_at, import_from_environment, refused_co
 from fedloom.data.columns import TableColumn, TableInputs
 from fedloom.data.preprocessing import ModelOutputs, Preprocessing
 from fedloom.errors import InvalidValue, RefusedReply, printable
-from fedloom.experiment.progress import Display
 from fedloom.report.card import _data
 from fedloom.report.cells import Cell
+from fedloom.runs.progress import Display
 from fedloom.sites import messages
 from fedloom.sites.agreement import read_configuration
 from fedloom.sites.site_data import DataAgreement

@@ -47,12 +47,12 @@ from fedloom.errors import (
     InvalidValue,
     quoted,
 )
-from fedloom.experiment.configuration import LONGEST_FILE, configuration, put, read_table
-from fedloom.experiment.directory import read_json
-from fedloom.experiment.trackers.tracker import trackers
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.runs.configuration import LONGEST_FILE, configuration, put, read_table
+from fedloom.runs.directory import read_json
+from fedloom.runs.trackers.tracker import trackers
 from fedloom.serving.artifact import load_model
 from fedloom.sites.agreement import read_configuration
 from fedloom.state.tensors import _checksum

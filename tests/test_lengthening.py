@@ -18,15 +18,15 @@ import fedloom as fl
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm
 from fedloom.errors import CheckpointError
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.directory import RunDirectory
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.run import run_configured, run_directory
 from fedloom.method import Method, components, needs_total_rounds
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Part
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured, run_directory
 from fedloom.state.tensors import read_tensors
+from fedloom.study.comparison import Comparison
 from json_lines import json_lines
 from small_task import small_task
 

@@ -12,11 +12,11 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import FedloomError
-from fedloom.experiment.directory import RunDirectory
 from fedloom.recording.recorder import build_recorders, expression
 from fedloom.report.page import render
 from fedloom.report.recorded import recorded_figures
 from fedloom.report.summary import RunSummary
+from fedloom.runs.directory import RunDirectory
 from fedloom.task import Task
 
 RUN: dict[str, Any] = {"participation": 0.5, "seed": 2, "record": ["memorisation(every=2)"]}

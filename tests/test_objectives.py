@@ -26,13 +26,6 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.finished import read_runs
-from fedloom.experiment.pools import SerialPool
-from fedloom.experiment.run import run_configured
-from fedloom.experiment.tune import Search, best_of, run_trials
 from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import CLASSIFICATION, Classification
@@ -47,6 +40,13 @@ from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
+from fedloom.runs.configuration import configuration
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured
+from fedloom.study.comparison import Comparison
+from fedloom.study.finished import read_runs
+from fedloom.study.pools import SerialPool
+from fedloom.study.tune import Search, best_of, run_trials
 from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 import fedloom as fl
 from fedloom.config.expression import parse_value, plain
 from fedloom.errors import CheckpointError, FedloomError, RefusedReply
-from fedloom.experiment.configuration import configuration
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
+from fedloom.runs.configuration import configuration
 from fedloom.serving.exporting import export
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement

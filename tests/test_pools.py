@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.events import Event
-from fedloom.experiment.jobs import RunJob
-from fedloom.experiment.pools import ProcessPool, SerialPool
+from fedloom.runs.configuration import configuration
+from fedloom.runs.events import Event
+from fedloom.study.comparison import Comparison
+from fedloom.study.jobs import RunJob
+from fedloom.study.pools import ProcessPool, SerialPool
 from ray_support import gone_soon
 
 ROUNDS = 4
@@ -91,7 +91,7 @@ import sys
 
 if __name__ == "__main__":
     from fedloom.engines.processes.parent import ProcessesEngine
-    from fedloom.experiment.pools import ProcessPool
+    from fedloom.study.pools import ProcessPool
     from small_task import small_task
 
     task = small_task()
@@ -133,7 +133,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from fedloom.experiment.pools import ProcessPool
+    from fedloom.study.pools import ProcessPool
     from test_pools import jobs
 
     pool = ProcessPool(2, 1)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.run import run
 from fedloom.local.cohort import Cohort
 from fedloom.method import needs_total_rounds
 from fedloom.parts.accounting import ORDERS, epsilon, noise_for
@@ -34,6 +33,7 @@ from fedloom.round import Round
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.run import run
 from fedloom.sites.agreement import deployment
 from fedloom.task import Task, make_task
 from fedloom.training import Training

@@ -25,7 +25,6 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue
-from fedloom.experiment.run import run
 from fedloom.flat.linear_chain import FoldedSGD
 from fedloom.flat.stacked_module import StackedModule
 from fedloom.local.optimizer import TorchOptimizers
@@ -33,6 +32,7 @@ from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.run import run
 from fedloom.task import Task
 from fedloom.training import Training
 from json_lines import json_lines

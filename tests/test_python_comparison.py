@@ -17,11 +17,11 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import CheckpointError, InvalidValue, MissingExtra
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import folder_name
 from fedloom.report.summary import mean_of_last
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import folder_name
 from fedloom.state.tensors import read_tensors
+from fedloom.study.comparison import Comparison
 from small_task import small_task
 
 OPTIONS: dict[str, Any] = {

@@ -36,11 +36,11 @@ from fedloom.engines.ray.actor import TrainingActor
 from fedloom.engines.ray.driver import ActorHandle, RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, MissingExtra
-from fedloom.experiment.run_process import EventBoard
 from fedloom.parts.building import build
 from fedloom.rounds.engine import Answer
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.study.run_process import EventBoard
 from fedloom.task import Task, make_task
 from objective_support import KINDS, make
 from process_support import Deadly, Failing, Misconfigured, Peeking

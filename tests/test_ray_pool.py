@@ -11,11 +11,11 @@ import pytest
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.ray.session import LOCAL, Session
 from fedloom.errors import InvalidValue
-from fedloom.experiment import pools
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.events import Event
-from fedloom.experiment.pools import RayPool
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.events import Event
+from fedloom.study import pools
+from fedloom.study.comparison import Comparison
+from fedloom.study.pools import RayPool
 
 pytest.importorskip("ray")
 

@@ -23,10 +23,6 @@ from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory
-from fedloom.experiment.events import RunName
 from fedloom.local.cohort import Cohort
 from fedloom.parts.ala import Ala, Blend
 from fedloom.parts.building import build
@@ -38,7 +34,11 @@ from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import RunDirectory
+from fedloom.runs.events import RunName
 from fedloom.sites.flower_engine import FlowerEngine
+from fedloom.study.comparison import Comparison
 from fedloom.task import Task
 from json_lines import json_lines
 from recording_support import run_recorded

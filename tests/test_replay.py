@@ -38,8 +38,8 @@ from fedloom.evidence.bundle import (
     write_bundle,
 )
 from fedloom.evidence.replay import Replay, _offline
-from fedloom.experiment.directory import to_json
 from fedloom.models import models
+from fedloom.runs.directory import to_json
 from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors, write_tensors
 from forking_cli import Say, main, saying

@@ -18,14 +18,14 @@ from torch.nn import functional as F
 import fedloom as fl
 from fedloom.cli import main
 from fedloom.data.partition import Partition
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.directory import folder_name
-from fedloom.experiment.finished import StoredRun, read_runs, with_trajectories
 from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
 from fedloom.report.summary import summarise
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.directory import folder_name
+from fedloom.study.comparison import Comparison
+from fedloom.study.finished import StoredRun, read_runs, with_trajectories
 from json_lines import json_lines
 from report_support import CHROMIUM, Browser
 

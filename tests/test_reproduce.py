@@ -74,7 +74,7 @@ def reproduce(
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FEDLOOM_DATA", str(data))
     # no processes for such short runs
-    monkeypatch.setattr("fedloom.experiment.cores.usable_cores", lambda: 1)
+    monkeypatch.setattr("fedloom.study.cores.usable_cores", lambda: 1)
     return partial(saying(capsys), "reproduce")
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.experiment.configuration import configuration
 from fedloom.papers.measure import Measured, deviations, difference, judged, measured
 from fedloom.papers.paper_data import facts
 from fedloom.papers.paper_file import exhibit, exhibits, paper, printed
@@ -23,6 +22,7 @@ from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
+from fedloom.runs.configuration import configuration
 
 FEDMR, FEDUMF, FEDALA = paper("fedmr"), paper("fedumf"), paper("fedala")
 NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbers.json"

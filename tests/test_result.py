@@ -11,8 +11,8 @@ from rich.console import Console
 
 import fedloom as fl
 from fedloom.errors import InvalidValue
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.progress import NotebookBars, display
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.progress import NotebookBars, display
 from small_task import small_task
 
 OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.5, "evaluate_every": 2, "seed": 3}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.experiment.directory import locked
+from fedloom.runs.directory import locked
 from forking_cli import Server, main, serving
 
 if not hasattr(os, "fork"):

@@ -24,7 +24,6 @@ from rich.console import Console
 from scipy import stats
 
 from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables, print_tables
-from fedloom.experiment.finished import StoredRun, write_reports
 from fedloom.objectives import Metric
 from fedloom.report.conclusions import conclusions
 from fedloom.report.export import (
@@ -56,6 +55,7 @@ from fedloom.report.significance import (
     t_test,
 )
 from fedloom.report.summary import RunSummary, measured
+from fedloom.study.finished import StoredRun, write_reports
 
 differing = st.lists(st.integers(-50, 50).map(lambda k: k / 100), min_size=2, max_size=8)
 

@@ -23,12 +23,12 @@ import fedloom as fl
 from fedloom.algorithm import algorithms
 from fedloom.config.plugins import import_plugins
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.run import run_configured
-from fedloom.experiment.trackers.tracker import TrackedRun, build_tracker
-from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.rounds.checkpoint import RoundLog
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured
+from fedloom.runs.trackers.tracker import TrackedRun, build_tracker
+from fedloom.runs.trackers.tracking import Tracking
 from small_task import small_task
 
 JOB = {
@@ -303,7 +303,7 @@ class FakeWandb(types.ModuleType):
 def test_weights_and_biases_is_told_as_its_documentation_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    requirement = "fedloom.experiment.trackers.wandb.require_installed"
+    requirement = "fedloom.runs.trackers.wandb.require_installed"
     with pytest.raises(FedloomError, match=r"tracker wandb needs 'wandb': pip install wandb"):
         build_tracker("wandb")
     fake = FakeWandb()

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import fedloom as fl
 from fedloom.cli import main
 from fedloom.data.partition import Partition
-from fedloom.experiment.comparison import Comparison
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import read_json, write_json
-from fedloom.experiment.finished import read_runs, with_trajectories
 from fedloom.report.contents import image_figures
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import read_json, write_json
+from fedloom.study.comparison import Comparison
+from fedloom.study.finished import read_runs, with_trajectories
 
 PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
 

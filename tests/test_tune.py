@@ -21,13 +21,13 @@ import fedloom as fl
 from fedloom.cli import main
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.configuration import put
-from fedloom.experiment.events import Event
-from fedloom.experiment.parameters import parameter_keys, with_parameters
-from fedloom.experiment.pools import SerialPool
-from fedloom.experiment.suggest import search_optuna
-from fedloom.experiment.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
 from fedloom.parts.building import build
+from fedloom.runs.configuration import put
+from fedloom.runs.events import Event
+from fedloom.study.parameters import parameter_keys, with_parameters
+from fedloom.study.pools import SerialPool
+from fedloom.study.suggest import search_optuna
+from fedloom.study.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
 from fedloom.task import make_dataset, withhold
 
 

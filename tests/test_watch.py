@@ -23,13 +23,13 @@ import pytest
 
 from fedloom.cli import main
 from fedloom.errors import InvalidValue
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import RunDirectory, read_json
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.run import run_configured
-from fedloom.experiment.watch import live
-from fedloom.experiment.watch.live import Watched
-from fedloom.experiment.watch.serve import MOST_READERS, Server
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import RunDirectory, read_json
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured
+from fedloom.study.watch import live
+from fedloom.study.watch.live import Watched
+from fedloom.study.watch.serve import MOST_READERS, Server
 from report_support import CHROMIUM, SECONDS, Browser
 
 Ask = Callable[..., tuple[int, str]]

@@ -27,7 +27,6 @@ from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
-from fedloom.experiment.trackers.tracker import trackers
 from fedloom.method import Method, algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
@@ -35,6 +34,7 @@ from fedloom.papers.ledger import ledger, to_markdown
 from fedloom.parts.families import FAMILIES, family_of
 from fedloom.parts.moments import MOMENTS, parts_by_hook
 from fedloom.recording.recorder import recorders
+from fedloom.runs.trackers.tracker import trackers
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -38,12 +38,12 @@ from fedloom.data.partition import Partition
 from fedloom.engines.processes.parent import ProcessesEngine
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError
-from fedloom.experiment.configuration import load
-from fedloom.experiment.directory import folder_name
 from fedloom.parts.building import build
 from fedloom.parts.course import pipelines
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import load
+from fedloom.runs.directory import folder_name
 from fedloom.secure import InMemoryTransport
 from fedloom.secure.faults import ProtocolViolation
 from fedloom.secure.wire import PeerMessage

@@ -20,8 +20,8 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
     to mend it. The exit code is 1 where there are any.
     """
     from fedloom.checker.check import examine
-    from fedloom.experiment.configuration import load
     from fedloom.report.units import byte_text
+    from fedloom.runs.configuration import load
 
     if subject.endswith(".toml"):
         configuration = load(Path(subject), overrides or [])

@@ -83,7 +83,7 @@ def schema(file: Schemed = None) -> None:
     With FILE.toml the schema is written beside it, as fedloom.schema.json, and the file's first
     line names it.
     """
-    from fedloom.experiment.json_schema import json_schema
+    from fedloom.runs.json_schema import json_schema
     from fedloom.state.files import write_text
 
     text = json.dumps(json_schema(), indent=1) + "\n"

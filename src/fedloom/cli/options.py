@@ -19,8 +19,8 @@ import typer
 from fedloom.errors import FedloomError, InvalidValue, quoted
 
 if TYPE_CHECKING:
-    from fedloom.experiment.events import RunName
-    from fedloom.experiment.progress import Display, Rounds
+    from fedloom.runs.events import RunName
+    from fedloom.runs.progress import Display, Rounds
 
 option = partial(typer.Option, show_default=False)
 """An option whose help names its default: typer would escape the brackets around it."""
@@ -63,7 +63,7 @@ def shown(runs: int, rounds: Rounds, quiet: bool) -> Iterator[tuple[Display, Cal
     """Yield a display on stderr, and a function that says whether Ctrl-C asked to stop after the
     round.
     """
-    from fedloom.experiment.progress import progress
+    from fedloom.runs.progress import progress
 
     stopping = False
 

@@ -67,7 +67,7 @@ def replay(
     from fedloom.config.plugins import refused_code
     from fedloom.evidence.bundle import unpack
     from fedloom.evidence.replay import Replay
-    from fedloom.experiment.directory import readable
+    from fedloom.runs.directory import readable
 
     folder = directory or Path("runs/replay") / file.stem
     bundled = unpack(file, folder / "bundle")
@@ -101,7 +101,7 @@ def _run_again(replayed: Replay, quiet: bool) -> None:
     from rich.text import Text
 
     from fedloom.evidence.replay import ANSWERS
-    from fedloom.experiment.jobs import Tasks, attempt
+    from fedloom.study.jobs import Tasks, attempt
 
     tasks, rounds = Tasks(), {job.name: job.configuration.rounds for job in replayed.jobs}
     with shown(len(replayed.jobs), rounds, quiet) as (watch, stopped):

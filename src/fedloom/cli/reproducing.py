@@ -23,8 +23,8 @@ from fedloom.cli.options import (
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
-    from fedloom.experiment.jobs import Tasks
     from fedloom.papers.plan import ReproducePlan
+    from fedloom.study.jobs import Tasks
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
 Changes = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", hidden=True)]
@@ -114,9 +114,9 @@ def reproduce(
 def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
     from rich.console import Console
 
-    from fedloom.experiment.pools import make_pool
     from fedloom.papers import execute
     from fedloom.papers.result_table import to_table
+    from fedloom.study.pools import make_pool
 
     jobs = plan.waiting(fresh)
     rounds = {job.name: job.configuration.rounds for job in jobs}
@@ -134,9 +134,9 @@ def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
 def _print_estimate(plan: ReproducePlan) -> None:
     from rich.console import Console
 
-    from fedloom.experiment.cores import threads_each
     from fedloom.papers.estimate import estimate
     from fedloom.report.units import time_text
+    from fedloom.study.cores import threads_each
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     busy = min(plan.configuration.runs_at_a_time, max(1, len(plan.jobs)))

@@ -32,12 +32,12 @@ def run(
     lengthens a run, finished or not.
     """
     from fedloom.config.expression import parse
-    from fedloom.experiment.configuration import load
-    from fedloom.experiment.events import RunName
-    from fedloom.experiment.frames import result_lines
-    from fedloom.experiment.run import run_configured, run_directory
+    from fedloom.report.frames import result_lines
     from fedloom.report.page import render, write_page
     from fedloom.report.units import time_text
+    from fedloom.runs.configuration import load
+    from fedloom.runs.events import RunName
+    from fedloom.runs.run import run_configured, run_directory
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
@@ -87,10 +87,10 @@ def compare(
     lengthens the runs, finished or not.
     """
     from fedloom.cli.terminal import print_tables
-    from fedloom.experiment.comparison import Comparison
-    from fedloom.experiment.configuration import load
-    from fedloom.experiment.cores import threads_each
     from fedloom.report.conclusions import conclusions
+    from fedloom.runs.configuration import load
+    from fedloom.study.comparison import Comparison
+    from fedloom.study.cores import threads_each
 
     comparison = Comparison.of(load(file, overrides or []), this_command()).side_by_side
     configuration, runs = comparison.configuration, len(comparison.names)

@@ -58,7 +58,10 @@ def report(
     """
     from rich.console import Console
 
-    from fedloom.experiment.finished import (
+    from fedloom.recording.landscape import Landscape
+    from fedloom.recording.recorder import recorders
+    from fedloom.report.image_files import require_images, write_images
+    from fedloom.study.finished import (
         add_landscapes,
         compared,
         read_runs,
@@ -66,9 +69,6 @@ def report(
         rewrite_reports,
         with_trajectories,
     )
-    from fedloom.recording.landscape import Landscape
-    from fedloom.recording.recorder import recorders
-    from fedloom.report.image_files import require_images, write_images
 
     formats = [name.strip() for name in images.split(",") if name.strip()]
     if formats:
@@ -97,7 +97,7 @@ def watch(folder: Folder, port: Port = 8600) -> None:
     DIR holds runs, such as runs/digits, or all of runs. The page follows them by itself; only this
     machine can see it. Ctrl-C ends it.
     """
-    from fedloom.experiment.watch.serve import Server
+    from fedloom.study.watch.serve import Server
 
     if not folder.is_dir():
         raise InvalidValue(
@@ -129,9 +129,9 @@ def statistics(
     from rich.console import Console
 
     from fedloom.cli.terminal import statistics_tables
-    from fedloom.experiment import federated_statistics
-    from fedloom.experiment.column_statistics import read_bounds
-    from fedloom.experiment.configuration import load
+    from fedloom.runs.configuration import load
+    from fedloom.survey import federated_statistics
+    from fedloom.survey.column_statistics import read_bounds
 
     given = {"smallest": smallest, "bins": bins, "epsilon": epsilon, "delta": delta}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.experiment import column_statistics
 from fedloom.report.cells import Table as Plain
 from fedloom.report.cells import halves
 from fedloom.report.sheet import Sheet, caption, explained, faults_in, overall, reading
+from fedloom.survey import column_statistics
 
 _SHORTEST, _LONGEST = 8, 24
 """Columns of a terminal that a method's name takes at least, and at most beside its accuracies in

@@ -45,10 +45,10 @@ def tune(
     from rich.console import Console
 
     from fedloom.cli.terminal import shown_table
-    from fedloom.experiment.configuration import put, read_table
-    from fedloom.experiment.settings import label
-    from fedloom.experiment.tune import searches
-    from fedloom.experiment.tune_result import carry_out
+    from fedloom.runs.configuration import put, read_table
+    from fedloom.runs.settings import label
+    from fedloom.study.tune import searches
+    from fedloom.study.tune_result import carry_out
 
     searched: dict[str, Any] = {}
     for text in search or []:

@@ -21,16 +21,16 @@ from fedloom.errors import FedloomError, InvalidValue, one_line, quoted
 from fedloom.evidence.bundle import Bundle, relocated, rewritten
 from fedloom.evidence.referee import compare
 from fedloom.evidence.trace import Trace
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.directory import RunDirectory, read_json, readable
-from fedloom.experiment.events import RunName
-from fedloom.experiment.identity import environment, task_digests, version_changes
-from fedloom.experiment.jobs import RunJob
 from fedloom.report.units import time_text
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.directory import RunDirectory, read_json, readable
+from fedloom.runs.events import RunName
+from fedloom.runs.identity import environment, task_digests, version_changes
 from fedloom.state.digest import Checksum
 from fedloom.state.tensors import read_tensors
+from fedloom.study.jobs import RunJob
 from fedloom.task import Task
 
 NO_RUNS = "the bundle holds no runs: there is nothing to check"

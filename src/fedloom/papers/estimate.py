@@ -13,12 +13,12 @@ from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.work import using_threads
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.run import run
 from fedloom.papers.paper_data import DataFacts, data_of, facts
 from fedloom.papers.plan import ReproducePlan
 from fedloom.rounds.evaluation import TRAINING_PASSES
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.run import run
 from fedloom.task import make_dataset, make_task
 
 TIMED = 3

@@ -5,10 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedloom.errors import InvalidValue
-from fedloom.experiment.directory import write_json
-from fedloom.experiment.events import RunName
-from fedloom.experiment.identity import environment
-from fedloom.experiment.jobs import Tasks, require_possible
 from fedloom.papers.ledger import ExhibitRecord, today
 from fedloom.papers.measure import judged, measured
 from fedloom.papers.paper_data import at_hand, data_of, facts, family
@@ -16,7 +12,11 @@ from fedloom.papers.plan import ReproducePlan
 from fedloom.papers.result_table import CellResult, to_csv
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
+from fedloom.runs.directory import write_json
+from fedloom.runs.events import RunName
+from fedloom.runs.identity import environment
 from fedloom.state.files import write_text
+from fedloom.study.jobs import Tasks, require_possible
 
 
 def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:

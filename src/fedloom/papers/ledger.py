@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import InvalidValue
-from fedloom.experiment.directory import to_json
 from fedloom.papers.measure import Measured, deviations
 from fedloom.papers.paper_file import exhibit, exhibits, not_run, titles
 from fedloom.papers.protocols import Exhibit, Printed
 from fedloom.papers.result_table import CellResult, cells_of
 from fedloom.report.export import escape_markdown, markdown_table
+from fedloom.runs.directory import to_json
 from fedloom.state.files import read_file
 
 STATES = {

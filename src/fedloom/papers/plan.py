@@ -9,16 +9,16 @@ from pathlib import Path
 
 from fedloom.config.expression import Call, parse
 from fedloom.errors import InvalidValue, UnknownName, suggestion
-from fedloom.experiment.configuration import Configuration, configuration, put
-from fedloom.experiment.cores import runs_side_by_side
-from fedloom.experiment.events import RunName
-from fedloom.experiment.jobs import RunJob
-from fedloom.experiment.run import run_directory
 from fedloom.papers.paper_data import data_of, facts, families, family
 from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
+from fedloom.runs.configuration import Configuration, configuration, put
+from fedloom.runs.events import RunName
+from fedloom.runs.run import run_directory
 from fedloom.state.digest import digest_of_json
 from fedloom.state.files import slug
+from fedloom.study.cores import runs_side_by_side
+from fedloom.study.jobs import RunJob
 
 PLACES = ("workers", "threads", "engine", *NEUTRAL)
 """Keys that change nothing in the figures but the last digits of sums."""

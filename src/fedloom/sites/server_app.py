@@ -22,17 +22,15 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Partition
 from fedloom.data.preprocessing import Preprocessing
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.experiment.column_statistics import Statistics, caption, statistics_table
-from fedloom.experiment.directory import SITES, locked
-from fedloom.experiment.events import Event, RunName
-from fedloom.experiment.federated_statistics import collect
-from fedloom.experiment.run import run_configured
 from fedloom.flat.population import capped
 from fedloom.parts.building import build
 from fedloom.report.export import escape_markdown, markdown_table
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
+from fedloom.runs.directory import SITES, locked
+from fedloom.runs.events import Event, RunName
+from fedloom.runs.run import run_configured
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites
@@ -47,6 +45,8 @@ from fedloom.sites.site_data import (
 )
 from fedloom.state.files import read_file, write_text
 from fedloom.state.released import RELEASED, STATISTICS, Release, ReleaseLedger
+from fedloom.survey.column_statistics import Statistics, caption, statistics_table
+from fedloom.survey.federated_statistics import collect
 from fedloom.task import Task, make_dataset, make_task
 
 PAUSE = 1.0

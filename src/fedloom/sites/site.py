@@ -23,7 +23,6 @@ from fedloom.data.sets.table import table_dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import DamagedCheckpoint, InvalidValue, RefusedReply, quoted
-from fedloom.experiment.federated_statistics import Values, answer, client_columns, columns_of
 from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.course import Course, client_pipeline
@@ -41,6 +40,7 @@ from fedloom.sites.site_data import own_table, table_roles
 from fedloom.sites.site_peer import SitePeer
 from fedloom.sites.site_task import KeptTask, OwnData, SiteTask, own_task, simulated_task
 from fedloom.state.client_files import ClientFiles
+from fedloom.survey.federated_statistics import Values, answer, client_columns, columns_of
 from fedloom.task import Task
 
 _EVERYTHING = 1 << 62  # bytes of memory kept in memory

@@ -29,12 +29,12 @@ from fedloom.data.preprocessing import (
 from fedloom.data.sets.own import function_data, own_samples, read_image_folder, split_arrays
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
-from fedloom.experiment.column_statistics import Statistics
-from fedloom.experiment.configuration import Configuration
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective, expression_of
 from fedloom.objectives.regression import Regression, Standardised
+from fedloom.runs.configuration import Configuration
+from fedloom.survey.column_statistics import Statistics
 from fedloom.task import make_dataset
 
 _TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")

@@ -18,10 +18,10 @@ from fedloom import __version__
 from fedloom.data.columns import TableInputs
 from fedloom.data.preprocessing import PictureInputs, TextInputs
 from fedloom.errors import DataError, InvalidValue
-from fedloom.experiment.configuration import Configuration, configuration, put, read_table
 from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
+from fedloom.runs.configuration import Configuration, configuration, put, read_table
 from fedloom.sites.site_data import table_roles
 from fedloom.task import make_dataset
 

@@ -33,9 +33,6 @@ from fedloom.data.shift import shifts
 from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
 from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
-from fedloom.experiment.python_objects import PythonObjects
-from fedloom.experiment.settings import combinations, label, require_key, with_changes
-from fedloom.experiment.trackers.tracker import build_tracker
 from fedloom.method import Method
 from fedloom.models import models
 from fedloom.objectives.custom import build_objective
@@ -44,6 +41,9 @@ from fedloom.recording.recorder import Recorder, build_recorders, expression
 from fedloom.report.summary import TO_TARGET, Target, TargetValue
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
+from fedloom.runs.python_objects import PythonObjects
+from fedloom.runs.settings import combinations, label, require_key, with_changes
+from fedloom.runs.trackers.tracker import build_tracker
 from fedloom.task import Task, make_dataset, make_task, withhold
 from fedloom.training import Training
 

@@ -15,11 +15,11 @@ import cloudpickle
 from fedloom.engines.ray.driver import ending
 from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.cores import threads_each
-from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.jobs import RunJob, Tasks, attempt
-from fedloom.experiment.run_process import EventBoard, make_in_ray, serve
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.events import Event, RunName, Watch
+from fedloom.study.cores import threads_each
+from fedloom.study.jobs import RunJob, Tasks, attempt
+from fedloom.study.run_process import EventBoard, make_in_ray, serve
 
 POLL_SECONDS = 0.2
 """Time between two checks whether the runs should stop."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import FedloomError, InvalidValue, error_text, located
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import RunDirectory, fingerprint
-from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.run import run_configured, run_directory
 from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import RunDirectory, fingerprint
+from fedloom.runs.events import Event, RunName, Watch
+from fedloom.runs.run import run_configured, run_directory
 from fedloom.task import Task, make_dataset
 
 _CACHED = 4

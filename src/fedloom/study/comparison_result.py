@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import InvalidValue
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import locked, setting_folder, write_json
-from fedloom.experiment.events import RunName
-from fedloom.experiment.finished import (
+from fedloom.report import summary as figures
+from fedloom.report.cells import Table
+from fedloom.report.curves import learning_curves
+from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
+from fedloom.report.frames import data_frame, html_table, plain_records, text_table
+from fedloom.report.page import ReportOptions
+from fedloom.report.sheet import Sheet, overall, reading
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import locked, setting_folder, write_json
+from fedloom.runs.events import RunName
+from fedloom.state.files import remove_unfinished, write_text
+from fedloom.study.finished import (
     REPORT_LOCK,
     StoredRun,
     by_setting,
@@ -23,15 +31,7 @@ from fedloom.experiment.finished import (
     report_options,
     write_reports,
 )
-from fedloom.experiment.frames import data_frame, html_table, plain_records, text_table
-from fedloom.experiment.trajectories import context_of, draw_joint_trajectories
-from fedloom.report import summary as figures
-from fedloom.report.cells import Table
-from fedloom.report.curves import learning_curves
-from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
-from fedloom.report.page import ReportOptions
-from fedloom.report.sheet import Sheet, overall, reading
-from fedloom.state.files import remove_unfinished, write_text
+from fedloom.study.trajectories import context_of, draw_joint_trajectories
 
 if TYPE_CHECKING:
     import pandas

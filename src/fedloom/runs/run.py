@@ -23,28 +23,13 @@ from fedloom.engines.choose import DEFAULT, make_engine, settled_by
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.work import step_threads, using_threads
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import (
-    RunDirectory,
-    folder_name,
-    locked,
-    setting_folder,
-    write_json,
-)
-from fedloom.experiment.events import Event, RunName, Watch
-from fedloom.experiment.frames import data_frame, html_table, plain_records, result_lines
-from fedloom.experiment.identity import environment, identity, task_digests
-from fedloom.experiment.progress import progress
-from fedloom.experiment.python_objects import PythonObjects
-from fedloom.experiment.settings import require_key
-from fedloom.experiment.trackers.tracker import Tracker
-from fedloom.experiment.trackers.tracking import Tracking
 from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
 from fedloom.report.card import model_card
 from fedloom.report.curves import learning_curves
+from fedloom.report.frames import data_frame, html_table, plain_records, result_lines
 from fedloom.report.page import render, write_page
 from fedloom.report.sheet import sheet
 from fedloom.report.summary import RunSummary
@@ -52,6 +37,21 @@ from fedloom.rounds.engine import Engine
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import (
+    RunDirectory,
+    folder_name,
+    locked,
+    setting_folder,
+    write_json,
+)
+from fedloom.runs.events import Event, RunName, Watch
+from fedloom.runs.identity import environment, identity, task_digests
+from fedloom.runs.progress import progress
+from fedloom.runs.python_objects import PythonObjects
+from fedloom.runs.settings import require_key
+from fedloom.runs.trackers.tracker import Tracker
+from fedloom.runs.trackers.tracking import Tracking
 from fedloom.serving.artifact import save_model
 from fedloom.state.files import remove_unfinished, write_text
 from fedloom.state.store import BUDGET

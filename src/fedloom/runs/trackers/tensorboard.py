@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.config.fields import NonNegativeInt
 from fedloom.errors import installing
-from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
+from fedloom.runs.trackers.tracker import TrackedRun, require_installed, trackers
 
 _LAST = "last_round"
 

@@ -67,7 +67,7 @@ class Tracker(Protocol):
         """
 
 
-trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.experiment.trackers")
+trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.runs.trackers")
 
 
 def build_tracker(expression: str | Tracker) -> Tracker:

@@ -16,15 +16,17 @@ import numpy as np
 import tomli_w
 
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.experiment.configuration import VARYING, Configuration, configuration
-from fedloom.experiment.directory import finished_runs, read_json, setting_folder, write_json
-from fedloom.experiment.events import RunName, Watch
-from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import RunJob, job_of, unfinished
-from fedloom.experiment.parameters import PREFIX, parameter_keys, with_parameters
-from fedloom.experiment.pools import RunPool
-from fedloom.experiment.python_objects import PythonObjects
-from fedloom.experiment.settings import (
+from fedloom.method import Method
+from fedloom.objectives import ACCURACY, Metric
+from fedloom.randomness import numpy_stream
+from fedloom.report.export import csv_text
+from fedloom.report.sheet import measure_name
+from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
+from fedloom.runs.configuration import VARYING, Configuration, configuration
+from fedloom.runs.directory import finished_runs, read_json, setting_folder, write_json
+from fedloom.runs.events import RunName, Watch
+from fedloom.runs.python_objects import PythonObjects
+from fedloom.runs.settings import (
     Changes,
     Range,
     combinations,
@@ -35,13 +37,11 @@ from fedloom.experiment.settings import (
     values_of,
     with_changes,
 )
-from fedloom.method import Method
-from fedloom.objectives import ACCURACY, Metric
-from fedloom.randomness import numpy_stream
-from fedloom.report.export import csv_text
-from fedloom.report.sheet import measure_name
-from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
 from fedloom.state.files import write_text
+from fedloom.study.finished import StoredRun
+from fedloom.study.jobs import RunJob, job_of, unfinished
+from fedloom.study.parameters import PREFIX, parameter_keys, with_parameters
+from fedloom.study.pools import RunPool
 
 SHARE = 0.2
 """Share of each client's training samples that is held out for validation unless `data.validation`

@@ -13,8 +13,8 @@ from filelock import FileLock
 
 from fedloom.config.fields import NonNegative
 from fedloom.errors import installing
-from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
 from fedloom.report.summary import dotted
+from fedloom.runs.trackers.tracker import TrackedRun, require_installed, trackers
 
 _TAG = "fedloom.run"
 _LAST = "last_round"

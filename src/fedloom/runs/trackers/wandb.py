@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedloom.experiment.trackers.tracker import TrackedRun, require_installed, trackers
+from fedloom.runs.trackers.tracker import TrackedRun, require_installed, trackers
 
 
 @trackers.register("wandb")

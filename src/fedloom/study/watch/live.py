@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import CheckpointError
-from fedloom.experiment.directory import RunDirectory, readable
 from fedloom.objectives import ACCURACY
 from fedloom.report import summary as figures
 from fedloom.report.page import render, templates
 from fedloom.report.summary import RunSummary
+from fedloom.runs.directory import RunDirectory, readable
 from fedloom.state.digest import digest
 
 DEEPEST = 5

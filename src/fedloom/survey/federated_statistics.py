@@ -35,7 +35,10 @@ from fedloom.data.columns import TableInputs
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.lazy import in_memory
 from fedloom.errors import InvalidValue, RefusedReply, one_line, quoted, shortened, suggestion
-from fedloom.experiment.column_statistics import (
+from fedloom.parts.accounting import noise_for
+from fedloom.parts.gaussian_noise import normal
+from fedloom.randomness import stream
+from fedloom.survey.column_statistics import (
     MOST_BINS,
     REACH,
     ColumnStatistics,
@@ -43,9 +46,6 @@ from fedloom.experiment.column_statistics import (
     Statistics,
     Survey,
 )
-from fedloom.parts.accounting import noise_for
-from fedloom.parts.gaussian_noise import normal
-from fedloom.randomness import stream
 from fedloom.task import Task
 
 _logger = logging.getLogger("flwr.fedloom")

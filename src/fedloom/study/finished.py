@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
-from fedloom.experiment.configuration import configuration
-from fedloom.experiment.directory import (
+from fedloom.recording.landscape import Landscape
+from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
+from fedloom.report.sheet import Sheet, sheet
+from fedloom.report.summary import RunSummary
+from fedloom.runs.configuration import configuration
+from fedloom.runs.directory import (
     RunDirectory,
     locked,
     read_json,
@@ -19,14 +23,10 @@ from fedloom.experiment.directory import (
     setting_folder,
     write_json,
 )
-from fedloom.experiment.identity import task_digests
-from fedloom.experiment.settings import label
-from fedloom.experiment.trajectories import with_joint_trajectories
-from fedloom.recording.landscape import Landscape
-from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
-from fedloom.report.sheet import Sheet, sheet
-from fedloom.report.summary import RunSummary
+from fedloom.runs.identity import task_digests
+from fedloom.runs.settings import label
 from fedloom.serving.artifact import load_model
+from fedloom.study.trajectories import with_joint_trajectories
 from fedloom.task import Task
 
 PAGE = "report.html"

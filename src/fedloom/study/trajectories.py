@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from fedloom.errors import CheckpointError
-from fedloom.experiment.configuration import Configuration
-from fedloom.experiment.directory import read_json, write_json
 from fedloom.recording.recorder import RunContext
 from fedloom.recording.run_recording import RESULT, recorded_tensors
 from fedloom.recording.trajectory import Trajectory, principal_plane, surroundings
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
 from fedloom.rounds.scoring import Evaluator
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import read_json, write_json
 from fedloom.state.digest import Digest
 
 FILE = "trajectories.json"

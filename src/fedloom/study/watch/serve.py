@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fedloom.errors import InvalidValue
-from fedloom.experiment.watch.live import Watched
+from fedloom.study.watch.live import Watched
 
 ADDRESS = "127.0.0.1"
 

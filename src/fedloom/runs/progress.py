@@ -21,8 +21,8 @@ from rich.table import Column
 from rich.text import Text
 
 from fedloom.errors import printable
-from fedloom.experiment.events import Event, RunName
 from fedloom.report.units import time_text
+from fedloom.runs.events import Event, RunName
 
 _PAUSE, _SHARE = 10.0, 0.1
 """Between two lines where there is no terminal: seconds, and a share of the time so far, so that no

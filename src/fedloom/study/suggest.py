@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fedloom.errors import import_extra
-from fedloom.experiment.settings import Axis, Range, values_of
-from fedloom.experiment.tune import Search, Trial
+from fedloom.runs.settings import Axis, Range, values_of
+from fedloom.study.tune import Search, Trial
 
 TRIALS = 20
 """Default number of trials."""

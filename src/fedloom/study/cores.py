@@ -5,8 +5,8 @@ import os
 import torch
 
 from fedloom.engines.choose import by_rule, read_engine
-from fedloom.experiment.configuration import Configuration
 from fedloom.flat.device import find_device
+from fedloom.runs.configuration import Configuration
 
 RUN_BYTES = 2 << 30
 """Memory that a run in a worker process is assumed to need."""

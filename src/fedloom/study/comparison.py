@@ -13,22 +13,22 @@ from typing import Any
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.experiment.comparison_result import ComparisonResult
-from fedloom.experiment.configuration import Configuration, configuration
-from fedloom.experiment.cores import runs_side_by_side
-from fedloom.experiment.directory import finished_runs
-from fedloom.experiment.events import RunName, Watch
-from fedloom.experiment.finished import StoredRun
-from fedloom.experiment.jobs import RunJob, Tasks, job_of, require_possible, unfinished
-from fedloom.experiment.pools import make_pool
-from fedloom.experiment.progress import progress
-from fedloom.experiment.python_objects import PythonObjects, TaskOf
-from fedloom.experiment.settings import require_key
 from fedloom.method import Method
 from fedloom.parts.building import build
 from fedloom.report.page import ReportOptions
 from fedloom.rounds.clock import Clock
 from fedloom.rounds.schedule import Schedule, Stop
+from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.directory import finished_runs
+from fedloom.runs.events import RunName, Watch
+from fedloom.runs.progress import progress
+from fedloom.runs.python_objects import PythonObjects, TaskOf
+from fedloom.runs.settings import require_key
+from fedloom.study.comparison_result import ComparisonResult
+from fedloom.study.cores import runs_side_by_side
+from fedloom.study.finished import StoredRun
+from fedloom.study.jobs import RunJob, Tasks, job_of, require_possible, unfinished
+from fedloom.study.pools import make_pool
 
 
 @dataclass(frozen=True)

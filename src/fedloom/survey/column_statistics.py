@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
 from fedloom.errors import InvalidValue, quoted, shortened
-from fedloom.experiment.frames import data_frame, html_table
 from fedloom.parts.privacy import OpenShare
 from fedloom.report.cells import Cell, Column, Table
 from fedloom.report.figures import COLOURS
+from fedloom.report.frames import data_frame, html_table
 from fedloom.state.files import write_text
 
 if TYPE_CHECKING:

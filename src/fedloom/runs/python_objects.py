@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.identity import task_digests
 from fedloom.method import Method, components
 from fedloom.objectives.custom import expression_of
+from fedloom.runs.identity import task_digests
 from fedloom.state.digest import digest
 from fedloom.task import Task
 

@@ -11,11 +11,11 @@ from fedloom.data.dataset import datasets
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.shift import shifts
-from fedloom.experiment.configuration import _KEYS as KEYS
-from fedloom.experiment.configuration import Configuration
 from fedloom.method import algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
+from fedloom.runs.configuration import _KEYS as KEYS
+from fedloom.runs.configuration import Configuration
 
 _NAMES: dict[str, dict[str, Registry[Any]]] = {
     "Configuration": {"algorithm": algorithms, "model": models, "objective": objectives},

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import CheckpointError, error_text
-from fedloom.experiment.directory import read_json
-from fedloom.experiment.trackers.tracker import TrackedRun, Tracker, build_tracker
 from fedloom.rounds.evaluation import Record
+from fedloom.runs.directory import read_json
+from fedloom.runs.trackers.tracker import TrackedRun, Tracker, build_tracker
 from fedloom.state.files import write_bytes
 
 FILE = "trackers.json"

@@ -13,17 +13,20 @@ from typing import Any
 
 from fedloom.config.fields import require_at_least
 from fedloom.errors import InvalidValue, quoted
-from fedloom.experiment.comparison import labelled, python_table
-from fedloom.experiment.comparison_result import ComparisonResult
-from fedloom.experiment.cores import runs_side_by_side
-from fedloom.experiment.events import Watch
-from fedloom.experiment.jobs import Tasks, require_possible
-from fedloom.experiment.pools import make_pool
-from fedloom.experiment.progress import progress
-from fedloom.experiment.python_objects import PythonObjects, TaskOf
-from fedloom.experiment.settings import label, plain_text
-from fedloom.experiment.suggest import TRIALS, search_optuna
-from fedloom.experiment.tune import (
+from fedloom.method import Method
+from fedloom.report.cells import Cell, Column, Table, score_cell
+from fedloom.report.page import ReportOptions
+from fedloom.runs.events import Watch
+from fedloom.runs.progress import progress
+from fedloom.runs.python_objects import PythonObjects, TaskOf
+from fedloom.runs.settings import label, plain_text
+from fedloom.study.comparison import labelled, python_table
+from fedloom.study.comparison_result import ComparisonResult
+from fedloom.study.cores import runs_side_by_side
+from fedloom.study.jobs import Tasks, require_possible
+from fedloom.study.pools import make_pool
+from fedloom.study.suggest import TRIALS, search_optuna
+from fedloom.study.tune import (
     Search,
     Trial,
     best_of,
@@ -32,9 +35,6 @@ from fedloom.experiment.tune import (
     run_trials,
     write_trials,
 )
-from fedloom.method import Method
-from fedloom.report.cells import Cell, Column, Table, score_cell
-from fedloom.report.page import ReportOptions
 
 Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
 """Shows the progress of so many runs, and says whether they should stop."""

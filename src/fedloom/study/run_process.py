@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fedloom.engines.worker_life import exit_with_parent, importing
 
 if TYPE_CHECKING:
-    from fedloom.experiment.events import Event
-    from fedloom.experiment.jobs import RunJob
+    from fedloom.runs.events import Event
+    from fedloom.study.jobs import RunJob
 
 
 def serve(connection: Connection, stopping: Any, threads: int) -> None:
@@ -29,8 +29,8 @@ def serve(connection: Connection, stopping: Any, threads: int) -> None:
     with importing():
         import torch
 
-        from fedloom.experiment.jobs import Tasks, attempt
         from fedloom.rounds.termination import Terminated, sigterm_interrupts
+        from fedloom.study.jobs import Tasks, attempt
 
     torch.set_num_threads(threads)
     tasks = Tasks()
@@ -80,7 +80,7 @@ def make_in_ray(job: RunJob, fresh: bool, threads: int, board: Any) -> str | Non
     exit_with_parent()
     from fedloom.engines.ray.session import load_ray
     from fedloom.engines.work import using_threads
-    from fedloom.experiment.jobs import Tasks, attempt
+    from fedloom.study.jobs import Tasks, attempt
 
     def watch(event: Event) -> None:
         if load_ray().get(board.add.remote(event)):

@@ -23,7 +23,6 @@ from filelock import FileLock, Timeout
 from fedloom.engines.base import Choice
 from fedloom.engines.choose import DEFAULT
 from fedloom.errors import CheckpointError, FedloomError
-from fedloom.experiment.identity import environment, version_changes
 from fedloom.method import Method, needs_total_rounds
 from fedloom.objectives import Metric
 from fedloom.recording.run_recording import RESULT as RECORDED
@@ -31,6 +30,7 @@ from fedloom.report.clients import client_table
 from fedloom.report.summary import REAL_SITES, RunSummary, dotted, summarise
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Stop
+from fedloom.runs.identity import environment, version_changes
 from fedloom.state.digest import Checksum, digest, digest_of_json
 from fedloom.state.files import read_file, remove_unfinished, slug, write_text
 from fedloom.training import Training
