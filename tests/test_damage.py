@@ -16,7 +16,8 @@ from torch import Tensor
 from damage import damages
 from fedloom.data.dataset import DataSpec, Samples
 from fedloom.data.partition import Partition
-from fedloom.data.sets.origin import Split, cached_split
+from fedloom.data.sets.normalisation import Split
+from fedloom.data.sets.origin import cached_split
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DamagedCheckpoint, FedloomError
 from fedloom.models.build import build_model

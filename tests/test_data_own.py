@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from data_support import make, random_pixels
-from fedloom.data.sets.picture_set import channel_scale
+from fedloom.data.sets.normalisation import channel_scale
 from fedloom.errors import DataError, FedloomError, InvalidValue
 
 

@@ -112,7 +112,7 @@ def test_real_cifar10_from_parquet_is_decoded_once(
     def decode_again(*_: object, **__: object) -> None:
         raise AssertionError("decoded twice")
 
-    monkeypatch.setattr("fedloom.data.sets.picture_set.image_samples", decode_again)
+    monkeypatch.setattr("fedloom.data.sets.picture_sets.image_samples", decode_again)
     assert torch.equal(make("cifar10", folder=str(tmp_path)).train.inputs, data.train.inputs)
 
 

@@ -26,12 +26,15 @@ from fedloom.data.formats.arrow import read_parquet
 from fedloom.data.formats.pictures import read_files
 from fedloom.data.formats.words import encode, tokens, vocabulary
 from fedloom.data.sets.ag_news import read_csv
-from fedloom.data.sets.cifar import read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
-from fedloom.data.sets.mnist import read_idx
-from fedloom.data.sets.origin import Split, cached_split
-from fedloom.data.sets.own import read_image_folder
-from fedloom.data.sets.picture_set import image_samples
+from fedloom.data.sets.normalisation import Split
+from fedloom.data.sets.origin import cached_split
+from fedloom.data.sets.picture_files import (
+    image_samples,
+    read_idx,
+    read_image_folder,
+    read_python_batches,
+)
 from fedloom.errors import DataError
 
 

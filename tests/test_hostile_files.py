@@ -24,7 +24,7 @@ import fedloom as fl
 from fedloom.data.dataset import datasets
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import read_files
-from fedloom.data.sets.mnist import read_idx
+from fedloom.data.sets.picture_files import read_idx
 from fedloom.errors import DataError, FedloomError, InvalidValue
 from hostile_files import WRITERS, Sets, changed, grey, patients, saved
 

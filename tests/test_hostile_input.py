@@ -33,10 +33,8 @@ from fedloom.data.formats.pictures import read_files
 from fedloom.data.noise import label_noises
 from fedloom.data.partition import partitions
 from fedloom.data.sets.ag_news import read_csv
-from fedloom.data.sets.cifar import read_python_batches
 from fedloom.data.sets.femnist import read_leaf_images
-from fedloom.data.sets.mnist import read_idx
-from fedloom.data.sets.picture_set import image_samples
+from fedloom.data.sets.picture_files import image_samples, read_idx, read_python_batches
 from fedloom.data.shift import shifts
 from fedloom.engines.base import engines
 from fedloom.errors import (

@@ -26,7 +26,8 @@ from fedloom.data.preprocessing import (
     TextInputs,
     as_arrow,
 )
-from fedloom.data.sets.own import function_data, own_samples, read_image_folder, split_arrays
+from fedloom.data.sets.own import function_data, own_samples, split_arrays
+from fedloom.data.sets.picture_files import read_image_folder
 from fedloom.data.sets.table import table_dataset
 from fedloom.errors import DataError, InvalidValue, RefusedReply, one_line, quoted
 from fedloom.objectives import Objective

@@ -17,20 +17,17 @@ from fedloom.data.dataset import Dataset, Samples, datasets, hold_out
 from fedloom.data.formats.arrow import column, decode_column, hub_table
 from fedloom.data.formats.leaf import json_files, read_leaf
 from fedloom.data.formats.limits import reading
-from fedloom.data.preprocessing import Scale
-from fedloom.data.sets.origin import Split, cached_split, load
-from fedloom.data.sets.picture_set import Normalise, image_dataset
+from fedloom.data.sets.normalisation import Normalise, Split
+from fedloom.data.sets.origin import cached_split, load
+from fedloom.data.sets.picture_sets import PICTURE_SETS
 from fedloom.errors import DataError
 from fedloom.randomness import numpy_stream
 
 Writer = TypeVar("Writer", Samples, Tensor)
-_CLASSES = 62
+_PICTURES = PICTURE_SETS["femnist"]
+_CLASSES, _REPOSITORY = _PICTURES.classes, _PICTURES.repository
 _SIDE = 28
-_NAMES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
 _WRITERS_A_FILE = 100
-_REPOSITORY = "flwrlabs/femnist"
-# (0.5 - x) / 0.5 of FedMR's code: ink, which LEAF stores dark, becomes the high value.
-_SCALE: Scale = ((0.5,), (-0.5,))
 
 
 @datasets.register("femnist")
@@ -104,10 +101,8 @@ def femnist(
         return hold_out(samples, test_fraction, split_seed, within=samples.groups)
 
     key = f"{fraction} {least} {test_fraction} {sample_seed} {split_seed}"
-    files = "LEAF's all_data/*.json (or train/*.json and test/*.json)"
-    folders = ("femnist", "FEMNIST", "leaf/data/femnist")
-    samples = load("femnist", folders, files, read, fetch, folder, hub)
-    return image_dataset("femnist", samples, _CLASSES, normalise, _SCALE, _NAMES)
+    samples = load("femnist", _PICTURES.folders, _PICTURES.wanted, read, fetch, folder, hub)
+    return _PICTURES.dataset(samples, normalise)
 
 
 def take_writers(

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from fedloom.data.dataset import Samples
 from fedloom.data.formats.limits import reading
+from fedloom.data.sets.normalisation import Split
 from fedloom.errors import CheckpointError, DamagedCheckpoint, DataError, installing
 from fedloom.state.digest import digest_of_json
 from fedloom.state.files import remove_unfinished
 from fedloom.state.tensors import read_tensors, write_tensors
 
-Split = tuple[Samples, Samples]  # training and test samples
 T = TypeVar("T")
 _SUBFOLDERS = ("", "raw", "gzip", "data", "plain_text")
 _FORMAT = 3  # in every key of the cache: raise it when the content of the files changes
@@ -59,30 +59,28 @@ def cached_split(
     size or time.
     """
     stamps = [
-        (str(path.absolute()), status.st_size, status.st_mtime_ns)
-        for path in files
-        if (status := path.stat())
+        (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
     ]
     of = digest_of_json([_FORMAT, key, stamps])[:24]
     folder = Path(os.environ.get("FEDLOOM_CACHE") or Path.home() / ".cache" / "fedloom")
     path = folder / f"{name}-{of}.safetensors"
     with suppress(DamagedCheckpoint):
-        fields: dict[str, Any] = read_tensors(path, of=of)[0]
+        stored: dict[str, Any] = read_tensors(path, of=of)[0]
         train, test = (
-            Samples(**{name: fields.get(f"{split}.{name}") for name in _FIELDS})
+            Samples(**{field: stored.get(f"{split}.{field}") for field in _FIELDS})
             for split in _SPLITS
         )
         return train, test
     samples = make()
-    fields = {
-        f"{split}.{name}": getattr(samples[k], name)
-        for k, split in enumerate(_SPLITS)
-        for name in _FIELDS
+    tensors = {
+        f"{split}.{field}": tensor
+        for split, part in zip(_SPLITS, samples, strict=True)
+        for field in _FIELDS
+        if (tensor := getattr(part, field)) is not None
     }
     with suppress(OSError, CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
         write_tensors(path, tensors, {"of": of}, durable=False)
     return samples
 

@@ -16,8 +16,9 @@ from fedloom.data.dataset import Dataset, Samples, datasets, hold_out, same_name
 from fedloom.data.formats.limits import reading
 from fedloom.data.formats.numpy_files import read_arrays
 from fedloom.data.formats.pictures import class_folders, pictures, visible_files
-from fedloom.data.sets.origin import Split, cached_split
-from fedloom.data.sets.picture_set import Normalise, image_dataset, labelled_pictures
+from fedloom.data.sets.normalisation import Normalise, Split, image_dataset
+from fedloom.data.sets.origin import cached_split
+from fedloom.data.sets.picture_files import read_image_folder
 from fedloom.errors import DataError, InvalidValue, one_line, quoted, shortened, suggestion
 
 _KEYS = ("inputs", "labels", "groups", "test_inputs", "test_labels", "test_groups")
@@ -271,22 +272,3 @@ def _dataset(
         return dataset
     size = int(max(samples.inputs.max() for samples in (train, test) if len(samples))) + 1
     return replace(dataset, vocabulary=size)
-
-
-def read_image_folder(
-    root: Path, classes: Sequence[str], channels: int, size: tuple[int, int] | None = None
-) -> Samples:
-    """Read the samples `root/<class>/<picture>`, labelled by the position of the class in
-    `classes`.
-    """
-    numbers = {name: label for label, name in enumerate(classes)}
-    names = class_folders(root)
-    if strange := [name for name in names if name not in numbers]:
-        listed = shortened(", ".join(classes))
-        raise DataError(f"{root / strange[0]}: no such class among the training images ({listed})")
-    files = [(path, numbers[name]) for name in names for path in pictures(root / name)]
-    if not files:
-        raise DataError(
-            f"{root}: no pictures in its class folders (wanted {root}/<class>/<picture>)"
-        )
-    return labelled_pictures(files, channels, size)

@@ -27,7 +27,7 @@ from fedloom.data.formats.limits import reading
 from fedloom.data.formats.pictures import open_picture
 from fedloom.data.formats.words import tokens, vocabulary
 from fedloom.data.preprocessing import LabelType, Preprocessing, TextInputs, label_type
-from fedloom.data.sets.picture_set import image_dataset
+from fedloom.data.sets.normalisation import image_dataset
 from fedloom.errors import DataError, InvalidValue, quoted, shortened, suggestion
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
