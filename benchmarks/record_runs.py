@@ -23,7 +23,7 @@ from fedloom.papers.plan import PLACES
 from fedloom.papers.protocols import Exhibit, PaperCell
 from fedloom.papers.result_table import CellResult
 from fedloom.report.summary import RunSummary, dotted
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.state.files import slug, write_text
 
 RECORDS = Path(__file__).parent / "records" / "papers"

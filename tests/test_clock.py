@@ -22,8 +22,9 @@ from fedloom.report.summary import RunSummary, seconds_to, summarise
 from fedloom.round import Round
 from fedloom.rounds import clock
 from fedloom.rounds.clock import DAY, Clock, Device
-from fedloom.runs.configuration import configuration
-from fedloom.runs.run import Result, run
+from fedloom.runs.config_file import configuration
+from fedloom.runs.result import Result
+from fedloom.runs.run import run
 from fedloom.task import Task, make_task
 from fedloom.training import Training
 

@@ -17,7 +17,8 @@ import pytest
 from fedloom.cli import main
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.report import image_files as images
-from fedloom.runs.configuration import Configuration, configuration, put
+from fedloom.runs.config_file import configuration, put
+from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import fingerprint
 from fedloom.runs.events import Event
 from fedloom.runs.settings import Range, label

@@ -11,7 +11,8 @@ import pytest
 from fedloom.data.dataset import datasets
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import Configuration, Data, configuration, load
+from fedloom.runs.config_file import configuration, load
+from fedloom.runs.configuration import Configuration, Data
 from fedloom.runs.directory import folder_name
 from fedloom.training import Training
 

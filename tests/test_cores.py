@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fedloom.engines.work import SHARED_STEP, step_multiply_adds, step_threads, using_threads
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import RunName
-from fedloom.runs.run import run_configured
 from fedloom.study import cores
 from fedloom.study.comparison import Comparison
 from fedloom.study.cores import RUN_BYTES, runs_side_by_side, threads_each, usable_cores

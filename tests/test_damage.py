@@ -26,10 +26,10 @@ from fedloom.report.page import render
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.directory import RunDirectory, read_json, write_json
 from fedloom.runs.events import RunName
-from fedloom.runs.run import run_configured
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore

@@ -17,7 +17,7 @@ from fedloom.data.noise import LabelNoise, label_noises
 from fedloom.data.partition import Partition
 from fedloom.engines.client_work import slim
 from fedloom.errors import FedloomError
-from fedloom.runs.configuration import load
+from fedloom.runs.config_file import load
 from fedloom.runs.directory import RunDirectory
 from fedloom.state.tensors import read_tensors
 from fedloom.task import Task, withhold

@@ -31,10 +31,11 @@ from fedloom.objectives.custom import build_objective
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.events import Event, RunName
 from fedloom.runs.progress import Lines
-from fedloom.runs.run import run_configured, run_directory
 from fedloom.study.comparison import Comparison
 from fedloom.task import Task, make_task
 
@@ -291,7 +292,7 @@ def test_a_finished_run_is_read_without_its_engine(
     def started(*_: object, **__: object) -> LocalEngine:
         raise AssertionError("an engine is made for nothing")
 
-    monkeypatch.setattr("fedloom.runs.run.make_engine", started)
+    monkeypatch.setattr("fedloom.runs.run_plan.make_engine", started)
     repeated = fl.run("fedmr", small, rounds=2, participation=0.5, directory=tmp_path)
     assert repeated.history == result.history
     assert repeated.engine == result.engine

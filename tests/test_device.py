@@ -31,7 +31,7 @@ from fedloom.records import INTEGERS, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.run import run
 from fedloom.state.store import ClientStore, Memory
 from fedloom.task import Task, make_task

@@ -28,7 +28,7 @@ from fedloom.engines.choose import require_engine_on
 from fedloom.models import models
 from fedloom.parts.building import build
 from fedloom.parts.hooks import HOOKS, Part
-from fedloom.runs.configuration import _KEYS
+from fedloom.runs.config_file import KEYS
 from forking_scripts import Scripts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +119,7 @@ def test_every_test_that_the_page_about_secure_recombination_names_exists() -> N
 
 
 def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None:
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
 
     (table,) = blocks("index.md", "toml")
     path = tmp_path / "job.toml"
@@ -129,7 +129,7 @@ def test_the_tables_of_the_first_page_are_configurations(tmp_path: Path) -> None
 
 
 def test_the_file_for_those_who_come_from_elsewhere_is_a_configuration(tmp_path: Path) -> None:
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
 
     (table,) = blocks("coming-from.md", "toml")
     (tmp_path / "job.toml").write_text(table)
@@ -140,7 +140,7 @@ def test_every_key_of_a_configuration_is_explained() -> None:
     text = (DOCS / "configuration.md").read_text()
     missing = [
         key
-        for key in _KEYS
+        for key in KEYS
         if key not in ("data", "training", "clock", "stop")
         and f"`{key.rpartition('.')[2]}`" not in text
     ]

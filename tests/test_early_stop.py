@@ -14,9 +14,9 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import CheckpointError, InvalidValue
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
 from small_task import small_task
 
 OPTIONS: dict[str, Any] = {

@@ -12,9 +12,9 @@ from fedloom.engines.choose import make_engine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import FedloomError, UnknownName
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured, run_directory
 from test_stacked import world
 
 

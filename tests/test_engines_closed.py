@@ -11,9 +11,9 @@ import pytest
 import fedloom as fl
 from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
 
 SMALL = {"rounds": 1, "model": "logistic", "data": {"clients": 4}, "training": {"batch_size": 50}}
 

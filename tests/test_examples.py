@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.runs.configuration import load
+from fedloom.runs.config_file import load
 from fedloom.study.comparison import Comparison
 from forking_scripts import Scripts
 

@@ -23,11 +23,12 @@ from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.recording.recorder import build_recorders
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.runs.configuration import Configuration, configuration, load
+from fedloom.runs.config_file import configuration, load
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import Event, RunName
 from fedloom.runs.identity import version_changes
-from fedloom.runs.run import run_configured, run_directory
 from fedloom.serving.artifact import load_model, save_model
 from fedloom.state.files import write_text
 from fedloom.state.tensors import read_tensors

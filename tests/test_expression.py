@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedloom.config.expression import Call, parse, parse_value, show
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.building import build
-from fedloom.runs.configuration import put
+from fedloom.runs.config_file import put
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,6}", fullmatch=True).filter(
     lambda name: name.lower() not in ("true", "false", "none", "inf", "nan")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.sites.template import EXAMPLE, _literal, write_app
 from forking_cli import main
 from superlink_support import needs_flower

@@ -27,8 +27,8 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.errors import CheckpointError, DataError, InvalidValue
 from fedloom.parts.building import build
 from fedloom.rounds.federation import Federation
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import RunName
-from fedloom.runs.run import run_configured
 from fedloom.serving.artifact import load_model
 from fedloom.sites import server_app
 from fedloom.sites.agreement import deployment

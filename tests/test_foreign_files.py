@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedloom.errors import FedloomError
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.study.comparison import Comparison
 from fedloom.study.finished import read_runs, rewrite_reports
 from fedloom.study.watch.live import Watched

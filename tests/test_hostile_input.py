@@ -48,7 +48,7 @@ from fedloom.errors import (
 from fedloom.models import models
 from fedloom.recording.recorder import recorders
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.runs.configuration import LONGEST_FILE, configuration, put, read_table
+from fedloom.runs.config_file import LONGEST_FILE, configuration, put, read_table
 from fedloom.runs.directory import read_json
 from fedloom.runs.trackers.tracker import trackers
 from fedloom.serving.artifact import load_model

@@ -21,10 +21,11 @@ from fedloom.errors import CheckpointError
 from fedloom.method import Method, components, needs_total_rounds
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Part
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured, run_directory
 from fedloom.state.tensors import read_tensors
 from fedloom.study.comparison import Comparison
 from json_lines import json_lines

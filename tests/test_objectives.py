@@ -40,13 +40,14 @@ from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.rounds.scoring import Evaluator, Tally
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
 from fedloom.study.comparison import Comparison
 from fedloom.study.finished import read_runs
 from fedloom.study.pools import SerialPool
-from fedloom.study.tune import Search, best_of, run_trials
+from fedloom.study.search import Search, best_of
+from fedloom.study.trials import run_trials
 from objective_support import KINDS, absolute, draw, make
 
 # --- plain loops, sample by sample and number by number ---

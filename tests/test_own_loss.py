@@ -19,7 +19,7 @@ from fedloom.config.expression import parse_value, plain
 from fedloom.errors import CheckpointError, FedloomError, RefusedReply
 from fedloom.objectives.classification import Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.serving.exporting import export
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.events import Event
 from fedloom.study.comparison import Comparison
 from fedloom.study.jobs import RunJob

@@ -18,7 +18,7 @@ import torch
 import fedloom as fl
 from fedloom.errors import CheckpointError, InvalidValue, MissingExtra
 from fedloom.report.summary import mean_of_last
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import folder_name
 from fedloom.state.tensors import read_tensors
 from fedloom.study.comparison import Comparison

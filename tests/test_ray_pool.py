@@ -11,7 +11,8 @@ import pytest
 from fedloom.engines.ray.driver import RayEngine
 from fedloom.engines.ray.session import LOCAL, Session
 from fedloom.errors import InvalidValue
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
 from fedloom.runs.events import Event
 from fedloom.study import pools
 from fedloom.study.comparison import Comparison

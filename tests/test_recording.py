@@ -34,7 +34,7 @@ from fedloom.report.page import render
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import RunDirectory
 from fedloom.runs.events import RunName
 from fedloom.sites.flower_engine import FlowerEngine

@@ -22,7 +22,8 @@ from fedloom.report.clients import worst_first
 from fedloom.report.contents import image_figures
 from fedloom.report.page import ReportOptions, options_of
 from fedloom.report.summary import summarise
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import folder_name
 from fedloom.study.comparison import Comparison
 from fedloom.study.finished import StoredRun, read_runs, with_trajectories

@@ -22,7 +22,7 @@ from fedloom.papers.plan import ReproduceOptions, plan
 from fedloom.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 
 FEDMR, FEDUMF, FEDALA = paper("fedmr"), paper("fedumf"), paper("fedala")
 NUMBERS = Path(__file__).resolve().parents[2] / "shared" / "spec" / "paper_numbers.json"

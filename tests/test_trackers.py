@@ -24,11 +24,11 @@ from fedloom.algorithm import algorithms
 from fedloom.config.plugins import import_plugins
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.rounds.checkpoint import RoundLog
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
-from fedloom.runs.trackers.tracker import TrackedRun, build_tracker
-from fedloom.runs.trackers.tracking import Tracking
+from fedloom.runs.trackers.tracker import TrackedRun, Tracking, build_tracker
 from small_task import small_task
 
 JOB = {

@@ -15,7 +15,7 @@ import fedloom as fl
 from fedloom.cli import main
 from fedloom.data.partition import Partition
 from fedloom.report.contents import image_figures
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import read_json, write_json
 from fedloom.study.comparison import Comparison
 from fedloom.study.finished import read_runs, with_trajectories

@@ -22,12 +22,13 @@ from fedloom.cli import main
 from fedloom.data.dataset import Dataset, Samples, datasets
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.building import build
-from fedloom.runs.configuration import put
+from fedloom.runs.config_file import put
 from fedloom.runs.events import Event
 from fedloom.study.parameters import parameter_keys, with_parameters
 from fedloom.study.pools import SerialPool
+from fedloom.study.search import Search, Trial, best_of
 from fedloom.study.suggest import search_optuna
-from fedloom.study.tune import Search, Trial, best_of, final_trial, jobs_of, run_trials
+from fedloom.study.trials import final_trial, jobs_of, run_trials
 from fedloom.task import make_dataset, withhold
 
 

@@ -23,10 +23,10 @@ import pytest
 
 from fedloom.cli import main
 from fedloom.errors import InvalidValue
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configured import run_configured
 from fedloom.runs.directory import RunDirectory, read_json
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
 from fedloom.study.watch import live
 from fedloom.study.watch.live import Watched
 from fedloom.study.watch.serve import MOST_READERS, Server

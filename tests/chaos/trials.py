@@ -42,7 +42,7 @@ from fedloom.parts.building import build
 from fedloom.parts.course import pipelines
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import load
+from fedloom.runs.config_file import load
 from fedloom.runs.directory import folder_name
 from fedloom.secure import InMemoryTransport
 from fedloom.secure.faults import ProtocolViolation

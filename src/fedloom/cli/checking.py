@@ -21,7 +21,7 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
     """
     from fedloom.checker.check import examine
     from fedloom.report.units import byte_text
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
 
     if subject.endswith(".toml"):
         configuration = load(Path(subject), overrides or [])

@@ -35,9 +35,9 @@ def run(
     from fedloom.report.frames import result_lines
     from fedloom.report.page import render, write_page
     from fedloom.report.units import time_text
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
+    from fedloom.runs.configured import run_configured, run_directory
     from fedloom.runs.events import RunName
-    from fedloom.runs.run import run_configured, run_directory
 
     configuration = load(file, overrides or [])
     algorithm = configuration.only_method("run")
@@ -88,7 +88,7 @@ def compare(
     """
     from fedloom.cli.terminal import print_tables
     from fedloom.report.conclusions import conclusions
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
     from fedloom.study.comparison import Comparison
     from fedloom.study.cores import threads_each
 

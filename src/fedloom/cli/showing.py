@@ -129,7 +129,7 @@ def statistics(
     from rich.console import Console
 
     from fedloom.cli.terminal import statistics_tables
-    from fedloom.runs.configuration import load
+    from fedloom.runs.config_file import load
     from fedloom.survey import federated_statistics
     from fedloom.survey.column_statistics import read_bounds
 

@@ -45,10 +45,10 @@ def tune(
     from rich.console import Console
 
     from fedloom.cli.terminal import shown_table
-    from fedloom.runs.configuration import put, read_table
+    from fedloom.runs.config_file import put, read_table
     from fedloom.runs.settings import label
-    from fedloom.study.tune import searches
-    from fedloom.study.tune_result import carry_out
+    from fedloom.study.search import searches
+    from fedloom.study.tune import carry_out
 
     searched: dict[str, Any] = {}
     for text in search or []:

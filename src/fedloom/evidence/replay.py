@@ -24,7 +24,8 @@ from fedloom.evidence.trace import Trace
 from fedloom.report.units import time_text
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Schedule
-from fedloom.runs.configuration import Configuration, configuration
+from fedloom.runs.config_file import configuration
+from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import RunDirectory, read_json, readable
 from fedloom.runs.events import RunName
 from fedloom.runs.identity import environment, task_digests, version_changes

@@ -12,9 +12,10 @@ from fedloom.errors import InvalidValue, UnknownName, suggestion
 from fedloom.papers.paper_data import data_of, facts, families, family
 from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
-from fedloom.runs.configuration import Configuration, configuration, put
+from fedloom.runs.config_file import configuration, put
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_directory
 from fedloom.runs.events import RunName
-from fedloom.runs.run import run_directory
 from fedloom.state.digest import digest_of_json
 from fedloom.state.files import slug
 from fedloom.study.cores import runs_side_by_side

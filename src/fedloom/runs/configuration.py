@@ -1,55 +1,35 @@
-"""The configuration of runs: a TOML file, changed by `key=value` on the command line, checked
-before any work begins.
-"""
+"""The configuration of runs."""
 
 import copy
 import dataclasses
 import difflib
 import re
-import tomllib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fedloom.config.expression import DEEPEST, Call, parse, parse_value, show
 from fedloom.config.fields import (
     Count,
     NonNegativeInt,
     Positive,
     require_fields,
-    require_plain,
-    type_hints,
 )
-from fedloom.config.plugins import import_plugins
-from fedloom.data.dataset import Dataset, datasets
-from fedloom.data.noise import label_noises
-from fedloom.data.partition import partitions
-from fedloom.data.shift import shifts
-from fedloom.engines.choose import DEFAULT, require_engine_on, settled_by
+from fedloom.data.dataset import Dataset
+from fedloom.engines.choose import DEFAULT, settled_by
 from fedloom.engines.dispatch import MOST_WORKERS
-from fedloom.errors import LONGEST_QUOTED, FedloomError, InvalidValue, one_line, quoted, shortened
+from fedloom.errors import InvalidValue, quoted
 from fedloom.method import Method
-from fedloom.models import models
-from fedloom.objectives.custom import build_objective
 from fedloom.parts.building import build
 from fedloom.recording.recorder import Recorder, build_recorders, expression
-from fedloom.report.summary import TO_TARGET, Target, TargetValue
-from fedloom.rounds.clock import Clock
-from fedloom.rounds.schedule import NEUTRAL, Schedule, Stop
+from fedloom.report.summary import Target, TargetValue
+from fedloom.rounds.schedule import NEUTRAL, Schedule
 from fedloom.runs.python_objects import PythonObjects
-from fedloom.runs.settings import combinations, label, require_key, with_changes
-from fedloom.runs.trackers.tracker import build_tracker
 from fedloom.task import Task, make_dataset, make_task, withhold
 from fedloom.training import Training
-
-_Kind = TypeVar("_Kind", bound=Hashable)
-_Value = TypeVar("_Value")
-_Made = TypeVar("_Made")
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -254,204 +234,6 @@ class Configuration(Schedule):
             "device": self.device,
             **({"plugins": self.plugins} if self.plugins else {}),
         }
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration file with `key=value` overrides. Raise `InvalidValue` or
-    `UnknownName`.
-    """
-    return configuration(read_table(path, overrides))
-
-
-def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a file and `key=value` overrides as a table that is not checked yet. Raises as `load`."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LONGEST_FILE + 1)
-    except OSError as error:
-        raise InvalidValue(
-            f"cannot read {path}: {(error.strerror or str(error)).lower()}"
-        ) from None
-    if len(content) > LONGEST_FILE:
-        raise InvalidValue(f"{path} is longer than {LONGEST_FILE:,} bytes: no configuration is")
-    try:
-        table = tomllib.loads(content.decode())
-    except RecursionError:
-        raise InvalidValue(f"{path} nests more than {DEEPEST} levels deep") from None
-    except ValueError as error:
-        raise InvalidValue(
-            f"{path} is not a TOML file: {one_line(str(error), LONGEST_QUOTED)}"
-        ) from None
-    _require_plain_values(table)
-    table.setdefault("name", path.stem)
-    for override in overrides:
-        put(table, override)
-    return table
-
-
-def configuration(table: Mapping[str, Any]) -> Configuration:
-    """Return the checked configuration of a table of plain values. Raises as `load`."""
-    _require_plain_values(table)
-    values = {key: value for key, value in table.items() if key != "settings"}
-    for name, kind in _SECTIONS.items():
-        values[name] = _read(kind, values.get(name, {}), name)
-    base = _read(Configuration, values)
-    _check(base)
-    if "settings" not in table:
-        return base
-    variants = {}
-    for changes in combinations(table["settings"], VARYING):
-        try:
-            variant = configuration(with_changes({**table, "settings": {}}, changes))
-        except FedloomError as error:
-            raise InvalidValue(f"settings, {label(changes)}: {error}") from None
-        variants[label(changes)] = replace(variant, changes=changes)
-    return replace(base, variants=variants)
-
-
-def _require_plain_values(table: Mapping[str, Any]) -> None:
-    for key, value in table.items():
-        require_plain(value, key if key in _KEYS else quoted(key))
-
-
-_SECTIONS: dict[str, type] = {"data": Data, "training": Training, "clock": Clock, "stop": Stop}
-
-_IN_SECTIONS = [
-    f"{section}.{entry.name}" for section, kind in _SECTIONS.items() for entry in fields(kind)
-]
-
-_KEYS = [
-    *(
-        entry.name
-        for entry in fields(Configuration)
-        if entry.name not in ("variants", "changes", "objects")
-    ),
-    "settings",
-    *_IN_SECTIONS,
-]
-"""Every key that a file may hold, with its table."""
-
-VARYING = [
-    *(
-        entry.name
-        for entry in fields(Schedule)
-        if entry.name not in ("seed", "clock", "stop", *NEUTRAL)
-    ),
-    "model",
-    "engine",
-    *_IN_SECTIONS,
-]
-"""The keys that settings may vary: those that figures depend on, except the method and the seed."""
-
-
-def _read(kind: type[_Kind], table: object, section: str = "") -> _Kind:
-    """Return the dataclass of a table. TOML has no null: 'none' stands for it where it is allowed."""
-    prefix = section and f"{section}."
-    if not isinstance(table, Mapping):
-        names = ", ".join(key.removeprefix(prefix) for key in _KEYS if key.startswith(prefix))
-        raise InvalidValue(
-            f"{section} must be a table with the keys {names}, not {quoted(table, show)}"
-        )
-    for key in table:
-        require_key(prefix + key, _KEYS)
-    hints = type_hints(kind)
-    try:
-        return kind(
-            **{
-                k: None if v == "none" and type(None) in get_args(hints[k]) else v
-                for k, v in table.items()
-            }
-        )
-    except InvalidValue as error:
-        raise InvalidValue(f"{prefix}{error}") from None
-
-
-LONGEST_FILE = 4 << 20
-"""Bytes of a configuration file, at most."""
-
-
-def put(
-    table: dict[str, Any], text: str, example: str = "rounds=50 or training.learning_rate=0.1"
-) -> None:
-    """Put `key=value` into the table; tables on the way are made. Raises `InvalidValue`, with the
-    `example`, otherwise.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"\s*[\w-]+(\.[\w-]+)*\s*", key):
-        raise InvalidValue(f"{quoted(text)} is not key=value, such as {example}")
-    if key.count(".") >= DEEPEST:
-        raise InvalidValue(f"{quoted(key)} nests more than {DEEPEST} levels deep")
-    parsed = _value(value.strip())
-    require_plain(parsed, shortened(key.strip()))
-    table.update(with_changes(table, {key.strip(): parsed}))
-
-
-def _value(text: str) -> Any:
-    """Read a value as TOML writes it; anything else is text, inside lists and inline tables too."""
-    with suppress(ValueError, RecursionError):
-        table = tomllib.loads(f"value = {text}")
-        if len(table) == 1:
-            return table["value"]
-    with suppress(InvalidValue):
-        if text.startswith("[") and text.endswith("]"):
-            return _as_written(parse_value(text))
-        if text.startswith("{") and text.endswith("}"):
-            return {
-                name: _as_written(item)
-                for name, item in parse(f"table({text[1:-1]})").named.items()
-            }
-    return text
-
-
-def _as_written(value: Any) -> Any:
-    """Turn calls and none back into text, inside lists too: TOML has neither."""
-    if isinstance(value, list):
-        return [_as_written(item) for item in value]
-    return show(value) if value is None or isinstance(value, Call) else value
-
-
-def _check(checked: Configuration) -> None:
-    """Look up every engine, method, recorder, data set, partition and model before the first round
-    of any run.
-    """
-    import_plugins(checked.plugins)
-    require_engine_on(checked.engine, checked.device)
-    if checked.algorithm is not None:
-        _named("algorithm", checked.algorithm, checked.method)
-    described = [str(_named("algorithms", text, checked.method)) for text in checked.algorithms]
-    for position, method in enumerate(described):
-        if method in described[:position]:
-            raise InvalidValue(f"algorithms lists {quoted(method)} twice")
-    for recorder in _named("record", checked.record, lambda record: checked.recorders()):
-        reasons = [recorder.inapplicable(checked.method(text)) for text in checked.methods]
-        if reasons and all(reasons):
-            listed = ", ".join(checked.methods)
-            raise InvalidValue(
-                f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}"
-            )
-    for text in checked.trackers:
-        _named("trackers", text, build_tracker)
-    if checked.measure in TO_TARGET and not checked.targets:
-        raise InvalidValue(
-            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
-        )
-    _named("data.name", checked.data.name, datasets.read)
-    if ":" not in checked.data.partition.partition("(")[0]:
-        _named("data.partition", checked.data.partition, partitions.read)
-    _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
-    _named("data.shift", checked.data.shift, shifts.build_unless_none)
-    if checked.objective is not None:
-        _named("objective", checked.objective, build_objective)
-    if ":" not in checked.model:
-        _named("model", checked.model, models.read)
-
-
-def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
-    """Return `make(value)`; the text of its errors begins with the key and the value."""
-    try:
-        return make(value)
-    except FedloomError as error:
-        raise InvalidValue(f"{key} = {quoted(value)}: {error}") from None
 
 
 def _require_targets(targets: Sequence[TargetValue], task: Task) -> None:

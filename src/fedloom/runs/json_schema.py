@@ -14,7 +14,7 @@ from fedloom.data.shift import shifts
 from fedloom.method import algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
-from fedloom.runs.configuration import _KEYS as KEYS
+from fedloom.runs.config_file import KEYS
 from fedloom.runs.configuration import Configuration
 
 _NAMES: dict[str, dict[str, Registry[Any]]] = {

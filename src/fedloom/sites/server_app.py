@@ -28,9 +28,9 @@ from fedloom.report.export import escape_markdown, markdown_table
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import newcomers_last
+from fedloom.runs.configured import run_configured
 from fedloom.runs.directory import SITES, locked
 from fedloom.runs.events import Event, RunName
-from fedloom.runs.run import run_configured
 from fedloom.sites.agreement import Deployment, deployment, layout_digest
 from fedloom.sites.flower_engine import FlowerEngine
 from fedloom.sites.known_sites import KnownSites

@@ -21,7 +21,8 @@ from fedloom.errors import DataError, InvalidValue
 from fedloom.method import components
 from fedloom.parts.building import build
 from fedloom.parts.secure_recombination import Secure
-from fedloom.runs.configuration import Configuration, configuration, put, read_table
+from fedloom.runs.config_file import configuration, put, read_table
+from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_data import table_roles
 from fedloom.task import make_dataset
 

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import InvalidValue
 from fedloom.report import summary as figures
 from fedloom.report.cells import Table
-from fedloom.report.curves import learning_curves
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
-from fedloom.report.frames import data_frame, html_table, plain_records, text_table
+from fedloom.report.frames import data_frame
 from fedloom.report.page import ReportOptions
 from fedloom.report.sheet import Sheet, overall, reading
+from fedloom.report.summary import RunSummary
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import locked, setting_folder, write_json
 from fedloom.runs.events import RunName
+from fedloom.runs.run_figures import RunFigures, costs, scores
 from fedloom.state.files import remove_unfinished, write_text
 from fedloom.study.finished import (
     REPORT_LOCK,
@@ -35,11 +36,10 @@ from fedloom.study.trajectories import context_of, draw_joint_trajectories
 
 if TYPE_CHECKING:
     import pandas
-    import plotly.graph_objects as go
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
+@dataclass(frozen=True, repr=False)
+class ComparisonResult(RunFigures):
     """The runs of a comparison, as far as they came to their end.
 
     Attributes:
@@ -61,30 +61,12 @@ class ComparisonResult:
         """
         return compared(self.runs, self.options)
 
-    def table(self) -> pandas.DataFrame:
-        """Return the comparison as the terminal shows it: a row for each method, mean ± deviation
-        over seeds as text.
-
-        `frame` has numbers. With several settings, the columns are the settings.
-        """
-        table = self.shown
-        titles = [" ".join(column.title.splitlines()) for column in table.columns]
-        lines = [
-            dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines
-        ]
-        return data_frame(lines).set_index(titles[0])
-
     def frame(self) -> pandas.DataFrame:
         """Return a row for each run: its method, seed, setting and figures, accuracies as shares."""
         return data_frame({**_name(run), **self._figures(run)} for run in self.runs)
 
-    def curves(self) -> pandas.DataFrame:
-        """Return a row for each round of each run, with every figure that was recorded; NaN where
-        none was.
-        """
-        return data_frame(
-            {**_name(run), **record} for run in self.runs for record in plain_records(run.summary)
-        )
+    def _named_runs(self) -> list[tuple[dict[str, Any], RunSummary]]:
+        return [(_name(run), run.labelled) for run in self.runs]
 
     def differences(self) -> pandas.DataFrame:
         """Return the differences between methods in every measure, with the p of both tests and
@@ -93,12 +75,6 @@ class ComparisonResult:
         return data_frame(
             {**line.pop("setting"), **line} for line in to_data(self.sheets)["differences"]
         )
-
-    def plot(self, figure: str = "", x: str = "round") -> go.Figure:
-        """Draw a figure of the records, such as `loss`, by default the metric, over `round`,
-        `bytes` or `seconds`.
-        """
-        return learning_curves([run.labelled for run in self.runs], figure, x)
 
     def latex(self) -> str:
         """Return the tables for a paper; they need the packages booktabs and graphicx."""
@@ -148,12 +124,6 @@ class ComparisonResult:
                 draw_joint_trajectories(setting_folder(folder, setting), summaries, context)
             write_reports(folder, self.runs, self.options)
 
-    def __repr__(self) -> str:
-        return "\n".join([text_table(self.shown), *self.notes])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.shown, self.notes)
-
     @property
     def shown(self) -> Table:
         """The table as a terminal shows it."""
@@ -170,24 +140,20 @@ class ComparisonResult:
         return [*failures, *reading(self.sheets), f"runs: {self.folder}"]
 
     def _figures(self, run: StoredRun) -> dict[str, Any]:
-        summary, metric = run.summary, run.summary.metric.name
+        summary = run.summary
         keys = {target: figures.target_key(target) for target in self.options.targets}
+        to_targets = {
+            f"{cost}_to": {
+                key: figures.measured(summary, cost, target=target) for target, key in keys.items()
+            }
+            for cost in figures.TO_TARGET
+        }
         return {
-            "rounds": len(summary.records),
-            metric: figures.final(summary),
-            f"best_{metric}": figures.best(summary),
+            **scores(summary),
             "mean_of_last": figures.mean_of_last(summary, self.options.last),
-            f"personal_{metric}": figures.personal(summary),
-            **{
-                f"{cost}_to": {
-                    key: figures.measured(summary, cost, target=target)
-                    for target, key in keys.items()
-                }
-                for cost in figures.TO_TARGET
-            },
-            "bytes_down": figures.bytes_down(summary),
-            "bytes_up": figures.bytes_up(summary),
-            "seconds": figures.seconds(summary),
+            f"personal_{summary.metric.name}": figures.personal(summary),
+            **to_targets,
+            **costs(summary),
             "simulated_seconds": figures.simulated_seconds(summary),
         }
 

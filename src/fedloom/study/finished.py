@@ -14,7 +14,7 @@ from fedloom.recording.landscape import Landscape
 from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
 from fedloom.report.sheet import Sheet, sheet
 from fedloom.report.summary import RunSummary
-from fedloom.runs.configuration import configuration
+from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import (
     RunDirectory,
     locked,

@@ -16,9 +16,9 @@ from fedloom.recording.run_recording import Recording
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.federation import Federation
 from fedloom.runs.configuration import Configuration
+from fedloom.runs.configured import run_configured, run_directory
 from fedloom.runs.directory import RunDirectory, fingerprint
 from fedloom.runs.events import Event, RunName, Watch
-from fedloom.runs.run import run_configured, run_directory
 from fedloom.task import Task, make_dataset
 
 _CACHED = 4

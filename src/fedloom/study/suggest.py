@@ -6,7 +6,7 @@ from typing import Any
 
 from fedloom.errors import import_extra
 from fedloom.runs.settings import Axis, Range, values_of
-from fedloom.study.tune import Search, Trial
+from fedloom.study.search import Search, Trial
 
 TRIALS = 20
 """Default number of trials."""

@@ -1,311 +1,127 @@
-"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or
-Optuna's suggestions.
+"""Tune a method, for the command and for Python."""
 
-Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never
-repeated, so the same search goes on where it was interrupted. Trials are judged on the validation
-data that `withhold` takes from the clients' training data.
-"""
+from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
-import numpy as np
-import tomli_w
-
-from fedloom.errors import FedloomError, InvalidValue
+from fedloom.config.fields import require_at_least
+from fedloom.errors import InvalidValue, quoted
 from fedloom.method import Method
-from fedloom.objectives import ACCURACY, Metric
-from fedloom.randomness import numpy_stream
-from fedloom.report.export import csv_text
-from fedloom.report.sheet import measure_name
-from fedloom.report.summary import MEASURES, TO_TARGET, Spread, measured
-from fedloom.runs.configuration import VARYING, Configuration, configuration
-from fedloom.runs.directory import finished_runs, read_json, setting_folder, write_json
-from fedloom.runs.events import RunName, Watch
-from fedloom.runs.python_objects import PythonObjects
-from fedloom.runs.settings import (
-    Changes,
-    Range,
-    combinations,
-    label,
-    plain_text,
-    read_axes,
-    require_few,
-    values_of,
-    with_changes,
-)
-from fedloom.state.files import write_text
-from fedloom.study.finished import StoredRun
-from fedloom.study.jobs import RunJob, job_of, unfinished
-from fedloom.study.parameters import PREFIX, parameter_keys, with_parameters
-from fedloom.study.pools import RunPool
+from fedloom.report.page import ReportOptions
+from fedloom.runs.events import Watch
+from fedloom.runs.progress import progress
+from fedloom.runs.python_objects import PythonObjects, TaskOf
+from fedloom.study.compare import labelled, python_table
+from fedloom.study.cores import runs_side_by_side
+from fedloom.study.jobs import Tasks, require_possible
+from fedloom.study.pools import make_pool
+from fedloom.study.search import Search, best_of
+from fedloom.study.suggest import TRIALS, search_optuna
+from fedloom.study.trials import final_trial, jobs_of, run_trials, write_trials
+from fedloom.study.tune_result import TuneResult
 
-SHARE = 0.2
-"""Share of each client's training samples that is held out for validation unless `data.validation`
-says otherwise.
-"""
+Show = Callable[[int], AbstractContextManager[tuple[Watch, Callable[[], bool]]]]
+"""Shows the progress of so many runs, and says whether they should stop."""
 
 
-@dataclass(eq=False)
-class Trial:
-    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there
-    is none.
+def tune(
+    method: Method | str,
+    task: TaskOf,
+    search: Mapping[str, Any],
+    *,
+    seeds: Iterable[int] = (0,),
+    directory: str | Path | None = None,
+    trials: int | None = None,
+    optuna: bool = False,
+    test: bool = False,
+    quiet: bool = False,
+    **options: Any,
+) -> TuneResult:
+    """Search a method's parameters on validation data alone, as `fedloom tune` does: a few runs at
+    a time, and resumed.
+
+    Args:
+        method: The method: an object, or text such as `"ala(fedprox)"`.
+        task: The task, or a function from a seed to the task. A fifth of each client's training
+            samples is held out to judge by.
+        search: Values by key, as a list or a range: `{"mu": [0.01, 0.1], "training.learning_rate":
+            {"from": 0.01, "to": 1, "steps": 3, "scale": "log"}}`. A key is a parameter of the
+            method, a field of the `Schedule`, or `training.` and a field of the `Training`.
+        seeds: The seeds of each trial.
+        directory: Folder of the runs; the same call goes on where it was interrupted. By default a
+            folder that is removed with the result.
+        trials: The number of trials; of a grid, drawn at random.
+        optuna: Let Optuna suggest the trials, 20 by default; ranges then need no `steps`.
+        test: Train the best choice on all training data and score it on the test data, which can be
+            done once.
+        quiet: Show no progress.
+        **options: As for `fl.compare`.
+
+    Returns:
+        The trials as tables, frames and figures, and the best.
+
+    Raises:
+        InvalidValue: A key or a value is not allowed, or no trial came to its end.
     """
-
-    number: int
-    changes: Changes
-    configuration: Configuration = field(repr=False)
-    values: dict[int, float] = field(default_factory=dict)
-    reason: str = ""
-    metric: Metric = ACCURACY
-    runs: list[StoredRun] = field(default_factory=list, repr=False)
-
-    @property
-    def spread(self) -> Spread | None:
-        """Mean and deviation over the seeds; None until every seed has its figure."""
-        return (
-            Spread.of(list(self.values.values())) if len(self.values) == len(self.seeds) else None
+    if not isinstance(search, Mapping):
+        raise InvalidValue(
+            f"search must be a dictionary such as {{'mu': [0.01, 0.1]}}, not {quoted(search)}"
         )
+    objects = PythonObjects(labelled([method]), task)
+    table = python_table(objects, seeds, directory, options)
+    space = Search(table, search, steps_needed=not optuna, objects=objects)
 
-    @property
-    def score(self) -> float | None:
-        """The mean over the seeds, negative where less is better: the best trial has the highest
-        score.
-        """
-        return (
-            None
-            if self.spread is None
-            else self.spread.mean * (1 if self.metric.higher_is_better else -1)
-        )
+    @contextmanager
+    def show(runs: int) -> Iterator[tuple[Watch, Callable[[], bool]]]:
+        with progress(runs, space.configuration.rounds, quiet) as watch:
+            yield watch, lambda: False
 
-    @property
-    def measure(self) -> str:
-        """The measure in words, such as `accuracy after the last round`."""
-        return measure_name(self.configuration.measure, self.configuration.last, self.metric)
-
-    @property
-    def algorithm(self) -> str:
-        return self.configuration.only_method("tune")
-
-    @property
-    def seeds(self) -> list[int]:
-        return self.configuration.seeds or [self.configuration.seed]
-
-    def name(self, seed: int) -> RunName:
-        """Return the name of a run; parameters of the method are in the method's expression."""
-        changes = {key: value for key, value in self.changes.items() if not key.startswith(PREFIX)}
-        return RunName(self.algorithm, seed, label(changes))
+    result = carry_out(space, show, trials, optuna, test)
+    if directory is None:
+        weakref.finalize(result, rmtree, table["directory"], ignore_errors=True)
+    return result
 
 
-class Search:
-    """The space of a search: a configuration's table and the values of some keys, such as
-    `algorithm.mu`.
-
-    `objects` are the method and the task of a search in Python, whose own keys cannot be searched.
-    """
-
-    def __init__(
-        self,
-        table: Mapping[str, Any],
-        searched: Mapping[str, Any],
-        *,
-        steps_needed: bool = True,
-        objects: PythonObjects | None = None,
-    ) -> None:
-        self.table = {key: value for key, value in table.items() if key != "algorithms"}
-        self.objects = objects
-        self.configuration = base = replace(configuration(table), objects=objects)
-        self.method = base.method(base.only_method("tune"))
-        fixed = ("data.validation",) if objects is None else ("data.", "model")
-        keys = [
-            *parameter_keys(self.method),
-            *(key for key in VARYING if not key.startswith(fixed)),
-        ]
-        named = {
-            PREFIX + key if PREFIX + key in keys else key: values
-            for key, values in searched.items()
-        }
-        self.axes = read_axes(named, keys, steps_needed=steps_needed)
-        if not self.axes:
-            raise InvalidValue(
-                "nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]"
-            )
-        if base.measure in TO_TARGET:
-            allowed = ", ".join(MEASURES)
-            raise InvalidValue(
-                f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}"
-            )
-        if base.measure == "personal" and base.data.local_test is None and objects is None:
-            raise InvalidValue(
-                "measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25"
-            )
-        self.folder = base.folder / "tune"
-        # Every value of the lists and both ends of the ranges must be allowed.
-        ends = [
-            [axis.low, axis.high] if isinstance(axis, Range) else axis
-            for axis in self.axes.values()
-        ]
-        for k in range(max(map(len, ends))):
-            self.trial(
-                0,
-                {
-                    key: values[min(k, len(values) - 1)]
-                    for key, values in zip(self.axes, ends, strict=True)
-                },
-            )
-
-    def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
-        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for
-        a wrong value.
-        """
-        share = self.configuration.data.validation or SHARE
-        table = self.chosen(
-            {**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})}
-        )
-        checked = configuration({key: value for key, value in table.items() if key != "algorithm"})
-        objects = self.objects
-        if objects is not None:
-            method = self._method(changes)
-            training = {name: getattr(checked.training, name) for name in table.get("training", {})}
-            objects = replace(objects, methods={str(method): method}, training=training)
-        return Trial(
-            number, changes, replace(checked, algorithm=table["algorithm"], objects=objects)
-        )
-
-    def chosen(self, changes: Changes) -> dict[str, Any]:
-        """Return the table of the configuration with some keys set. Raises as `trial`."""
-        settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
-        return with_changes({**self.table, "algorithm": str(self._method(changes))}, settings)
-
-    def _method(self, changes: Changes) -> Method:
-        values = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
-        try:
-            return with_parameters(self.method, values)
-        except FedloomError as error:
-            raise InvalidValue(f"{label(values)}: {error}") from None
-
-    def grid(self, trials: int | None = None) -> list[Trial]:
-        """Return a trial for each combination of values, or `trials` of them drawn by the stream
-        (seed, "trials").
-        """
-        lists = [values_of(axis) for axis in self.axes.values()]
-        sizes = [len(values) for values in lists]
-        if trials is None or trials >= math.prod(sizes):
-            require_few(sizes)
-            every = [
-                dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)
-            ]
-        else:
-            generator = numpy_stream(self.configuration.seed, "trials")
-            drawn = sorted(generator.choice(math.prod(sizes), trials, replace=False))
-            every = [
-                {key: values[k] for key, values, k in zip(self.axes, lists, indices, strict=True)}
-                for indices in zip(*np.unravel_index(drawn, sizes), strict=True)
-            ]
-        return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
-
-
-def searches(
-    table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
-) -> list[tuple[Changes, Search]]:
-    """Return what each setting of a table changes, and a search in the setting's folder; one search
-    without settings.
-    """
-    base = {key: value for key, value in table.items() if key != "settings"}
-    if "settings" not in table:
-        return [({}, Search(base, searched, steps_needed=steps_needed))]
-    folder, pairs = configuration(base).folder, []
-    for changes in combinations(table["settings"], VARYING):
-        inside = with_changes(
-            base, {**changes, "directory": str(setting_folder(folder, label(changes)))}
-        )
-        pairs.append((changes, Search(inside, searched, steps_needed=steps_needed)))
-    return pairs
-
-
-def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:
-    """Return the runs of the trials, with all their seeds; trials that are alike share theirs."""
-    finished = finished_runs(trials[0].configuration.folder)
-    names = {trial.name(seed): trial.configuration for trial in trials for seed in trial.seeds}
-    return {name: job_of(configuration, name, finished) for name, configuration in names.items()}
-
-
-def run_trials(
-    trials: Sequence[Trial], pool: RunPool, watch: Watch, stopped: Callable[[], bool]
-) -> None:
-    """Make the runs that are not finished yet and note the measure of all."""
-    jobs = jobs_of(trials)
-    failed = pool.run(unfinished(jobs.values(), watch), watch, False, stopped)
-    for trial in trials:
-        for seed in trial.seeds:
-            name, value = trial.name(seed), None
-            if name not in failed:
-                summary = jobs[name].summary()
-                trial.metric = summary.metric
-                value = measured(summary, trial.configuration.measure, trial.configuration.last)
-                named = replace(summary, algorithm=label(trial.changes))
-                trial.runs.append(StoredRun("", jobs[name].path, named, trial.changes))
-            if value is None:
-                trial.reason = failed.get(name, "nothing was measured")
+def carry_out(
+    search: Search, show: Show, trials: int | None, optuna: bool, test: bool
+) -> TuneResult:
+    """Make the trials of a search, or go on with them, and write them. Raises as `fl.tune`."""
+    if trials is not None:
+        require_at_least("trials", trials, 1)
+    plan, tasks = search.configuration, Tasks()
+    completed = [] if optuna else search.grid(trials)
+    count = (trials or TRIALS) if optuna else len(completed)
+    runs = count * len(plan.seeds or [plan.seed])
+    # Optuna waits for the trials under way
+    workers = plan.runs_at_a_time if optuna else runs_side_by_side(plan, runs)
+    with closing(
+        make_pool(replace(plan, workers=workers), workers if optuna else runs, runs, tasks)
+    ) as pool:
+        with show(runs) as (watch, stopped):
+            if optuna:
+                completed = search_optuna(
+                    search, lambda batch: run_trials(batch, pool, watch, stopped), count, workers
+                )
             else:
-                trial.values[seed] = value
-
-
-def best_of(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the highest score, the first of equals. Raises `InvalidValue` when none
-    came to its end.
-    """
-    scored = [trial for trial in trials if trial.score is not None]
-    if not scored:
-        raise InvalidValue(
-            f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}"
-        )
-    return max(scored, key=lambda trial: 0.0 if trial.score is None else trial.score)
-
-
-def write_trials(search: Search, trials: Sequence[Trial]) -> None:
-    """Write every trial to `trials.csv`, and the configuration of the best to `best.toml` unless it
-    has Python objects.
-    """
-    lines = [
-        {
-            "trial": trial.number,
-            **{key: plain_text(trial.changes[key]) for key in search.axes},
-            "algorithm": trial.algorithm,
-            "validation": trial.spread and trial.spread.mean,
-            "validation_std": trial.spread and trial.spread.std,
-            "seeds": len(trial.values),
-            "reason": trial.reason,
-        }
-        for trial in trials
-    ]
-    write_text(search.folder / "trials.csv", csv_text(lines, ["trial"]))
-    if search.objects is None:
-        table = {
-            **search.chosen(best_of(trials).changes),
-            "name": f"{search.configuration.name}-best",
-        }
-        write_text(search.folder / "best.toml", tomli_w.dumps(table))
-
-
-def final_trial(search: Search, best: Trial) -> Trial:
-    """Return the trial that trains the best choice on all training data and judges it on the test
-    data, which happens once.
-    """
-    path = search.folder / "tested.json"
-    choice = {key: plain_text(value) for key, value in best.changes.items()}
-    if path.exists() and (tested := read_json(path, dict, f"remove {path}")) != choice:
-        raise InvalidValue(
-            f"the test data of this search were used once, for {label(tested)}: a second choice tested on them is no test "
-            f"any more (remove {path} to do it all the same)"
-        )
-    settings = {"data.validation": "none", "directory": str(search.folder / "test")}
-    if search.configuration.measure == "best":
-        # the best of all evaluations would be chosen on the test data
-        settings["measure"] = "final"
-    trial = search.trial(0, best.changes, settings)
-    write_json(path, choice)
-    return trial
+                require_possible(
+                    [job for job in jobs_of(completed).values() if not job.finished], tasks
+                )
+                run_trials(completed, pool, watch, stopped)
+        best, tested = best_of(completed), None
+        write_trials(search, completed)
+        if test:
+            with show(len(best.seeds)) as (watch, stopped):
+                tested = final_trial(search, best)
+                run_trials([tested], pool, watch, stopped)
+    # trials that are alike share runs
+    runs_by_path = {run.path: run for trial in completed for run in trial.runs}
+    options = ReportOptions(f"{plan.name}, tuned", (), "", plan.last, plan.against, plan.measure)
+    return TuneResult(
+        search.folder, [*runs_by_path.values()], options, trials=completed, tested=tested
+    )

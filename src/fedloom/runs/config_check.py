@@ -1,0 +1,66 @@
+"""Check the names in a configuration before any work begins."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fedloom.config.plugins import import_plugins
+from fedloom.data.dataset import datasets
+from fedloom.data.noise import label_noises
+from fedloom.data.partition import partitions
+from fedloom.data.shift import shifts
+from fedloom.engines.choose import require_engine_on
+from fedloom.errors import FedloomError, InvalidValue, quoted
+from fedloom.models import models
+from fedloom.objectives.custom import build_objective
+from fedloom.report.summary import TO_TARGET
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.trackers.tracker import build_tracker
+
+_Value = TypeVar("_Value")
+
+
+_Made = TypeVar("_Made")
+
+
+def require_known(checked: Configuration) -> None:
+    """Look up every engine, method, recorder, data set, partition and model before the first round
+    of any run.
+    """
+    import_plugins(checked.plugins)
+    require_engine_on(checked.engine, checked.device)
+    if checked.algorithm is not None:
+        _named("algorithm", checked.algorithm, checked.method)
+    described = [str(_named("algorithms", text, checked.method)) for text in checked.algorithms]
+    for position, method in enumerate(described):
+        if method in described[:position]:
+            raise InvalidValue(f"algorithms lists {quoted(method)} twice")
+    for recorder in _named("record", checked.record, lambda record: checked.recorders()):
+        reasons = [recorder.inapplicable(checked.method(text)) for text in checked.methods]
+        if reasons and all(reasons):
+            listed = ", ".join(checked.methods)
+            raise InvalidValue(
+                f"record: {recorder.name}: nothing to record for {listed}: {reasons[0]}"
+            )
+    for text in checked.trackers:
+        _named("trackers", text, build_tracker)
+    if checked.measure in TO_TARGET and not checked.targets:
+        raise InvalidValue(
+            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
+        )
+    _named("data.name", checked.data.name, datasets.read)
+    if ":" not in checked.data.partition.partition("(")[0]:
+        _named("data.partition", checked.data.partition, partitions.read)
+    _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
+    _named("data.shift", checked.data.shift, shifts.build_unless_none)
+    if checked.objective is not None:
+        _named("objective", checked.objective, build_objective)
+    if ":" not in checked.model:
+        _named("model", checked.model, models.read)
+
+
+def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:
+    """Return `make(value)`; the text of its errors begins with the key and the value."""
+    try:
+        return make(value)
+    except FedloomError as error:
+        raise InvalidValue(f"{key} = {quoted(value)}: {error}") from None

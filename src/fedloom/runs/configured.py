@@ -1,0 +1,85 @@
+"""Runs from a configuration, each in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from fedloom.config.plugins import import_plugins
+from fedloom.report import summary as figures
+from fedloom.report.summary import RunSummary
+from fedloom.rounds.engine import Engine
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import (
+    RunDirectory,
+    folder_name,
+    locked,
+    setting_folder,
+)
+from fedloom.runs.events import Event, RunName, Watch
+from fedloom.runs.run_plan import RunPlan
+from fedloom.state.files import remove_unfinished
+from fedloom.task import Task
+
+
+def run_directory(
+    configuration: Configuration, algorithm: str, seed: int, setting: str = ""
+) -> RunDirectory:
+    """Return the directory of a configured run: in the folder of its setting, where there are
+    several, in its method's.
+    """
+    folder = setting_folder(configuration.folder, setting)
+    name = algorithm if configuration.labelled(algorithm) else str(configuration.method(algorithm))
+    return RunDirectory(folder / folder_name(name) / f"seed-{seed}")
+
+
+def run_configured(
+    configuration: Configuration,
+    name: RunName,
+    watch: Watch,
+    *,
+    fresh: bool = False,
+    make_task: Callable[[int], Task] | None = None,
+    path: Path | None = None,
+    engine: Callable[[Task], Engine] | None = None,
+    alone: bool = True,
+) -> RunSummary:
+    """Make one run, or go on with it, or read it when it is finished; return its figures. Raises as
+    `run`.
+
+    Whatever `watch` raises stops the run after the round. `alone` is False when other runs share
+    the cores. Task, path and engine are those of the configuration unless they are given.
+    """
+    import_plugins(configuration.plugins)  # in worker processes too
+    directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
+    with locked(directory.lock):
+        remove_unfinished(directory.path)
+        plan = RunPlan(
+            configuration,
+            name,
+            watch,
+            directory,
+            fresh,
+            configuration.trackers,
+            make_task,
+            engine,
+            alone,
+        )
+        if not fresh:
+            if directory.finished:
+                directory.require(plan.resolved, plan.method)
+            if directory.ended(plan.resolved):
+                summary = directory.summary(name.algorithm)
+                watch(Event("skipped", name, configuration.rounds))
+                return summary
+        result = plan.execute()
+        provenance = directory.provenance(None if result.engine.named else result.engine)
+        versions = result.summary.environment | provenance
+        summary = dataclasses.replace(
+            result.summary, algorithm=name.algorithm, environment=versions
+        )
+    seconds = figures.seconds(summary) or 0.0
+    last = summary.records[-1]
+    watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))
+    return summary

@@ -1,0 +1,93 @@
+"""The figures of one or several runs in Python and in notebooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from fedloom.report import summary as figures
+from fedloom.report.cells import Table
+from fedloom.report.curves import learning_curves
+from fedloom.report.frames import data_frame, html_table, plain_records, text_table
+from fedloom.report.summary import RunSummary
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects as go
+
+
+class RunFigures(ABC):
+    """Base of the results of a run, a comparison and a search: their frames, figures and tables."""
+
+    @property
+    @abstractmethod
+    def shown(self) -> Table:
+        """The table as a terminal shows it."""
+
+    @property
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """Sentences below the table."""
+
+    @abstractmethod
+    def _named_runs(self) -> list[tuple[dict[str, Any], RunSummary]]:
+        """Return the columns that name each run in frames, and its figures."""
+
+    def table(self) -> pandas.DataFrame:
+        """Return the figures as the terminal shows them: a row for each method, mean ± deviation
+        over seeds as text.
+
+        `frame` has numbers. With several settings, the columns are the settings.
+        """
+        table = self.shown
+        titles = [" ".join(column.title.splitlines()) for column in table.columns]
+        lines = [
+            dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines
+        ]
+        return data_frame(lines).set_index(titles[0])
+
+    def curves(self) -> pandas.DataFrame:
+        """Return a row for each round of each run, with every figure that was recorded.
+
+        A figure that a round does not have is NaN. Needs pandas.
+        """
+        return data_frame(
+            {**name, **record} for name, run in self._named_runs() for record in plain_records(run)
+        )
+
+    def plot(self, figure: str = "", x: str = "round") -> go.Figure:
+        """Draw a figure of the records.
+
+        Args:
+            figure: Name of the figure, such as `loss`; by default the metric.
+            x: `round`, `bytes` or `seconds`.
+
+        Returns:
+            The drawing.
+        """
+        return learning_curves([run for _, run in self._named_runs()], figure, x)
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(self.shown), *self.notes])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.shown, self.notes)
+
+
+def scores(run: RunSummary) -> dict[str, Any]:
+    """Return the number of rounds, and the metric after the last round and at its best."""
+    metric = run.metric.name
+    return {
+        "rounds": len(run.records),
+        metric: figures.final(run),
+        f"best_{metric}": figures.best(run),
+    }
+
+
+def costs(run: RunSummary) -> dict[str, Any]:
+    """Return the bytes that were sent and the seconds of a run."""
+    return {
+        "bytes_down": figures.bytes_down(run),
+        "bytes_up": figures.bytes_up(run),
+        "seconds": figures.seconds(run),
+    }

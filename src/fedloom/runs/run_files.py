@@ -1,0 +1,76 @@
+"""The files of a run that only its beginning and its end write."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from torch import Tensor
+
+from fedloom.engines.base import Choice, LocalEngine
+from fedloom.engines.rows import RowsEngine
+from fedloom.report.card import model_card
+from fedloom.rounds.federation import Federation
+from fedloom.runs.directory import (
+    RunDirectory,
+    write_json,
+)
+from fedloom.runs.identity import task_digests
+from fedloom.runs.result import Result, described_data
+from fedloom.serving.artifact import save_model
+from fedloom.state.files import write_text
+from fedloom.state.store import BUDGET
+from fedloom.state.tensors import write_tensors
+from fedloom.task import Task
+
+
+def write_start(task: Task, path: Path, choice: Choice) -> None:
+    """Write the facts about the task, the split over clients, and the engine of a rule."""
+    if not choice.named:
+        write_json(path / "engine.json", dataclasses.asdict(choice))
+    if not task.elsewhere:
+        task.partition.save(path / "split.npz")
+        if task.local_test is not None:
+            task.local_test.save(path / "test-split.npz")
+    if task.true_labels is not None:
+        write_tensors(
+            path / "labels.safetensors", {"given": task.train.labels, "true": task.true_labels}, {}
+        )
+    write_json(path / "task.json", {**described_data(task), "digests": task_digests(task)})
+
+
+def write_end(result: Result, directory: RunDirectory, model: str) -> None:
+    """Write the recorders' results and the model, and last the figures, which mark the run as
+    finished.
+    """
+    task, summary = result.task, result.summary
+    if result.recording is not None:
+        result.recording.write(result.recorded)
+    about = {"algorithm": summary.algorithm, "seed": str(summary.seed), "data": task.dataset.name}
+    save_model(directory.path / "model.safetensors", result.model, model, task.dataset.spec, about)
+    if personal := _personal_models(result.federation):
+        write_tensors(directory.path / "personal.safetensors", personal, {})
+    preprocessing = task.dataset.preprocessing
+    write_text(directory.path / "preprocessing.json", preprocessing.to_json())
+    write_text(
+        directory.path / "model-card.md",
+        model_card(summary, preprocessing, model, described_data(task)),
+    )
+    directory.finish(result.final_metrics)
+
+
+def _personal_models(federation: Federation) -> dict[str, Tensor]:
+    """Return the model `[P]` that each evaluated client would use, by its number, of personalised
+    methods in a simulation.
+    """
+    task, engine, evaluation = federation.task, federation.engine, federation.evaluation
+    size = task.initial.nbytes * (len(evaluation.clients) + len(evaluation.newcomers))
+    measured = evaluation.personal_every and federation.pipeline.personal and size <= BUDGET
+    if not measured or not isinstance(engine, LocalEngine):
+        return {}
+    rows = RowsEngine(task)
+    rows.store = engine.store
+    return {
+        str(number): rows.personalised(federation.pipeline, upcoming, [job])[0][1].clone()
+        for number, upcoming, job in federation.personal_tasks()
+    }

@@ -1,0 +1,150 @@
+"""A run in progress: its task, its engine and its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.engines.base import Choice, LocalEngine
+from fedloom.engines.choose import make_engine, settled_by
+from fedloom.engines.rows import RowsEngine
+from fedloom.engines.work import step_threads, using_threads
+from fedloom.recording.run_recording import Recording
+from fedloom.rounds.engine import Engine
+from fedloom.rounds.federation import Federation
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import (
+    RunDirectory,
+    folder_name,
+    setting_folder,
+)
+from fedloom.runs.events import Event, RunName, Watch
+from fedloom.runs.identity import identity
+from fedloom.runs.result import Result
+from fedloom.runs.run_files import write_end, write_start
+from fedloom.runs.trackers.tracker import Tracker, Tracking
+from fedloom.task import Task
+
+
+@dataclass
+class RunPlan:
+    """A run that is about to begin. Task and engine are those of the configuration unless they are
+    given.
+    """
+
+    configuration: Configuration
+    name: RunName
+    watch: Watch
+    directory: RunDirectory | None
+    fresh: bool = False
+    trackers: Sequence[str | Tracker] = ()
+    make_task: Callable[[int], Task] | None = None
+    engine: Callable[[Task], Engine] | None = None
+    alone: bool = True  # no other runs share the cores
+
+    def __post_init__(self) -> None:
+        configuration, (algorithm, seed, _) = self.configuration, self.name
+        self.method, self.recorders = configuration.method(algorithm), configuration.recorders()
+        self.schedule = configuration.seeded(seed)
+        self.resolved = configuration.resolved(algorithm, seed)
+        if self.directory is not None and not self.fresh:
+            self.resolved = self.directory.with_engine(self.resolved)
+
+    def execute(self) -> Result:
+        """Run the remaining rounds and write the files of the run.
+
+        A finished run is only read.
+        """
+        configuration, directory = self.configuration, self.directory
+        task = (self.make_task or configuration.task)(self.name.seed)
+        threads = configuration.threads or step_threads(task)
+        notices = []
+        if directory is not None:
+            with using_threads(threads):  # the directory notes their number
+                notices = directory.begin(self.resolved, self.method, self.fresh)
+        over = directory is not None and directory.ended(self.resolved)
+        # Engines that start processes see the threads of the configuration.
+        with (
+            using_threads(configuration.threads),
+            closing(RowsEngine(task) if over else self._engine(task)) as engine,
+            using_threads(threads),
+        ):
+            result = self._begin(task, engine, over)
+            recorders = [] if result.recording is None else result.recording.notices
+            for notice in [*notices, *result.federation.notices, *recorders]:
+                self._notify(notice)
+            reason = "" if result.engine.named else str(result.engine)
+            finished = result.federation.finished
+            self.watch(Event("started", self.name, finished, text=reason))
+            path = None if directory is None else directory.path
+            with Tracking(() if over else self.trackers, path, self._notify) as tracking:
+                self._run_rounds(result, tracking)
+                if directory is not None and not over:
+                    model = "" if configuration.objects else configuration.model
+                    model = model or task.expression or type(task.model).__name__
+                    write_end(result, directory, model)
+                # This reads all figures: their directory may be gone later.
+                tracking.finish(result.final_metrics)
+        return result
+
+    def _begin(self, task: Task, engine: Engine, over: bool) -> Result:
+        """Set up the federation and write the first files of the run."""
+        directory, resolved = self.directory, self.resolved
+        path, digest = None, ""
+        if directory is not None:
+            path = directory.path
+            digest = identity(task, resolved, self.method, self.configuration.clock)
+        recording = Recording(self.recorders, path) if self.recorders else None
+        observers = [] if recording is None else [recording]
+        federation = Federation(self.method, task, engine, self.schedule, path, digest, observers)
+        choice = engine.chosen if isinstance(engine, LocalEngine) else None
+        if directory is not None and over:
+            choice = directory.engine
+        choice = choice or Choice(str(resolved["engine"]))
+        if directory is not None and not over:
+            directory.settle(resolved)
+            write_start(task, directory.path, choice)
+        return Result(federation, task, resolved, choice, recording)
+
+    def _engine(self, task: Task) -> Engine:
+        """Make the engine. A run that goes on keeps its engine."""
+        if self.engine is not None:
+            return self.engine(task)
+        named, resolved = self.configuration.engine, str(self.resolved["engine"])
+        hooked = any(r.hooks_training and not r.inapplicable(self.method) for r in self.recorders)
+        return make_engine(
+            named if settled_by(named) == resolved else resolved,
+            task,
+            self.schedule,
+            in_process=hooked or not self.alone,
+            algorithm=self.method,
+            begun=None if self.directory is None else self.directory.engine,
+        )
+
+    def _run_rounds(self, result: Result, tracking: Tracking) -> None:
+        federation = result.federation
+        notified = set(federation.notices)
+        metric = result.task.objective.metric
+
+        def report(record: dict[str, Any], timing: dict[str, Any]) -> None:
+            tracking.record(record, timing)
+            for notice in timing.get("notices", ()):
+                if notice not in notified:
+                    self._notify(notice)
+            number, seconds = record["round"], timing["seconds"]
+            self.watch(Event("round", self.name, number, record, seconds, "", timing, metric))
+
+        if self.trackers:
+            method = folder_name(str(self.resolved["algorithm"]))
+            folder = setting_folder(Path(), self.name.setting) / method
+            label = (folder / f"seed-{self.name.seed}").as_posix()
+            # The result reads them again only at the end.
+            records, timings = federation.history, federation.timings
+            tracking.begin(self.configuration.name, label, self.resolved, records, timings)
+        federation.run(report)
+
+    def _notify(self, notice: str) -> None:
+        self.watch(Event("notice", self.name, text=notice))

@@ -1,0 +1,233 @@
+"""A search for a method's best parameters, on validation data alone: a grid, a sample of it, or
+Optuna's suggestions.
+
+Each trial is a configuration; its runs, one a seed, lie in `tune/` like all runs and are never
+repeated, so the same search goes on where it was interrupted. Trials are judged on the validation
+data that `withhold` takes from the clients' training data.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fedloom.errors import FedloomError, InvalidValue
+from fedloom.method import Method
+from fedloom.objectives import ACCURACY, Metric
+from fedloom.randomness import numpy_stream
+from fedloom.report.sheet import measure_name
+from fedloom.report.summary import MEASURES, TO_TARGET, Spread
+from fedloom.runs.config_file import VARYING, configuration
+from fedloom.runs.configuration import Configuration
+from fedloom.runs.directory import setting_folder
+from fedloom.runs.events import RunName
+from fedloom.runs.python_objects import PythonObjects
+from fedloom.runs.settings import (
+    Changes,
+    Range,
+    combinations,
+    label,
+    read_axes,
+    require_few,
+    values_of,
+    with_changes,
+)
+from fedloom.study.finished import StoredRun
+from fedloom.study.parameters import PREFIX, parameter_keys, with_parameters
+
+SHARE = 0.2
+"""Share of each client's training samples that is held out for validation unless `data.validation`
+says otherwise.
+"""
+
+
+@dataclass(eq=False)
+class Trial:
+    """One choice of the searched keys, and the measure of its runs by seed, or the reason why there
+    is none.
+    """
+
+    number: int
+    changes: Changes
+    configuration: Configuration = field(repr=False)
+    values: dict[int, float] = field(default_factory=dict)
+    reason: str = ""
+    metric: Metric = ACCURACY
+    runs: list[StoredRun] = field(default_factory=list, repr=False)
+
+    @property
+    def spread(self) -> Spread | None:
+        """Mean and deviation over the seeds; None until every seed has its figure."""
+        return (
+            Spread.of(list(self.values.values())) if len(self.values) == len(self.seeds) else None
+        )
+
+    @property
+    def score(self) -> float | None:
+        """The mean over the seeds, negative where less is better: the best trial has the highest
+        score.
+        """
+        return (
+            None
+            if self.spread is None
+            else self.spread.mean * (1 if self.metric.higher_is_better else -1)
+        )
+
+    @property
+    def measure(self) -> str:
+        """The measure in words, such as `accuracy after the last round`."""
+        return measure_name(self.configuration.measure, self.configuration.last, self.metric)
+
+    @property
+    def algorithm(self) -> str:
+        return self.configuration.only_method("tune")
+
+    @property
+    def seeds(self) -> list[int]:
+        return self.configuration.seeds or [self.configuration.seed]
+
+    def name(self, seed: int) -> RunName:
+        """Return the name of a run; parameters of the method are in the method's expression."""
+        changes = {key: value for key, value in self.changes.items() if not key.startswith(PREFIX)}
+        return RunName(self.algorithm, seed, label(changes))
+
+
+class Search:
+    """The space of a search: a configuration's table and the values of some keys, such as
+    `algorithm.mu`.
+
+    `objects` are the method and the task of a search in Python, whose own keys cannot be searched.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        searched: Mapping[str, Any],
+        *,
+        steps_needed: bool = True,
+        objects: PythonObjects | None = None,
+    ) -> None:
+        self.table = {key: value for key, value in table.items() if key != "algorithms"}
+        self.objects = objects
+        self.configuration = base = replace(configuration(table), objects=objects)
+        self.method = base.method(base.only_method("tune"))
+        fixed = ("data.validation",) if objects is None else ("data.", "model")
+        keys = [
+            *parameter_keys(self.method),
+            *(key for key in VARYING if not key.startswith(fixed)),
+        ]
+        named = {
+            PREFIX + key if PREFIX + key in keys else key: values
+            for key, values in searched.items()
+        }
+        self.axes = read_axes(named, keys, steps_needed=steps_needed)
+        if not self.axes:
+            raise InvalidValue(
+                "nothing to search: give keys with values, such as training.learning_rate=[0.01,0.1]"
+            )
+        if base.measure in TO_TARGET:
+            allowed = ", ".join(MEASURES)
+            raise InvalidValue(
+                f"measure must be one of {allowed} for fedloom tune, not {base.measure!r}"
+            )
+        if base.measure == "personal" and base.data.local_test is None and objects is None:
+            raise InvalidValue(
+                "measure = 'personal' needs clients' own test data: give data.local_test, such as 0.25"
+            )
+        self.folder = base.folder / "tune"
+        # Every value of the lists and both ends of the ranges must be allowed.
+        ends = [
+            [axis.low, axis.high] if isinstance(axis, Range) else axis
+            for axis in self.axes.values()
+        ]
+        for k in range(max(map(len, ends))):
+            self.trial(
+                0,
+                {
+                    key: values[min(k, len(values) - 1)]
+                    for key, values in zip(self.axes, ends, strict=True)
+                },
+            )
+
+    def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
+        """Return the trial of some values, by default on validation data. Raises `InvalidValue` for
+        a wrong value.
+        """
+        share = self.configuration.data.validation or SHARE
+        table = self.chosen(
+            {**changes, "data.validation": share, "directory": str(self.folder), **(settings or {})}
+        )
+        checked = configuration({key: value for key, value in table.items() if key != "algorithm"})
+        objects = self.objects
+        if objects is not None:
+            method = self._method(changes)
+            training = {name: getattr(checked.training, name) for name in table.get("training", {})}
+            objects = replace(objects, methods={str(method): method}, training=training)
+        return Trial(
+            number, changes, replace(checked, algorithm=table["algorithm"], objects=objects)
+        )
+
+    def chosen(self, changes: Changes) -> dict[str, Any]:
+        """Return the table of the configuration with some keys set. Raises as `trial`."""
+        settings = {key: value for key, value in changes.items() if not key.startswith(PREFIX)}
+        return with_changes({**self.table, "algorithm": str(self._method(changes))}, settings)
+
+    def _method(self, changes: Changes) -> Method:
+        values = {key: value for key, value in changes.items() if key.startswith(PREFIX)}
+        try:
+            return with_parameters(self.method, values)
+        except FedloomError as error:
+            raise InvalidValue(f"{label(values)}: {error}") from None
+
+    def grid(self, trials: int | None = None) -> list[Trial]:
+        """Return a trial for each combination of values, or `trials` of them drawn by the stream
+        (seed, "trials").
+        """
+        lists = [values_of(axis) for axis in self.axes.values()]
+        sizes = [len(values) for values in lists]
+        if trials is None or trials >= math.prod(sizes):
+            require_few(sizes)
+            every = [
+                dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)
+            ]
+        else:
+            generator = numpy_stream(self.configuration.seed, "trials")
+            drawn = sorted(generator.choice(math.prod(sizes), trials, replace=False))
+            every = [
+                {key: values[k] for key, values, k in zip(self.axes, lists, indices, strict=True)}
+                for indices in zip(*np.unravel_index(drawn, sizes), strict=True)
+            ]
+        return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
+
+
+def searches(
+    table: Mapping[str, Any], searched: Mapping[str, Any], *, steps_needed: bool = True
+) -> list[tuple[Changes, Search]]:
+    """Return what each setting of a table changes, and a search in the setting's folder; one search
+    without settings.
+    """
+    base = {key: value for key, value in table.items() if key != "settings"}
+    if "settings" not in table:
+        return [({}, Search(base, searched, steps_needed=steps_needed))]
+    folder, pairs = configuration(base).folder, []
+    for changes in combinations(table["settings"], VARYING):
+        inside = with_changes(
+            base, {**changes, "directory": str(setting_folder(folder, label(changes)))}
+        )
+        pairs.append((changes, Search(inside, searched, steps_needed=steps_needed)))
+    return pairs
+
+
+def best_of(trials: Sequence[Trial]) -> Trial:
+    """Return the trial with the highest score, the first of equals. Raises `InvalidValue` when none
+    came to its end.
+    """
+    scored = [trial for trial in trials if trial.score is not None]
+    if not scored:
+        raise InvalidValue(
+            f"none of {len(trials)} trials came to its end, the first: {trials[0].reason}"
+        )
+    return max(scored, key=lambda trial: 0.0 if trial.score is None else trial.score)
