@@ -79,7 +79,7 @@ def test_a_typical_mistake_is_found_in_its_line(name: str) -> None:
 
 def test_a_loss_that_keeps_a_graph_is_found_with_the_line_that_keeps_it() -> None:
     graph, written = fl.check(wrong("KeepsTheGraph"))
-    assert "holds that batch's graph: keep value.detach()" in graph.problem
+    assert "with the graph of an earlier batch: store value.detach()" in graph.problem
     assert "the client half writes self.last" in written.problem
     line = inspect.getsourcelines(wrong_methods)[0][
         int(written.location.split(":")[1].split()[0]) - 1

@@ -398,10 +398,12 @@ def test_methods_and_recorders_that_need_classes_are_refused_before_the_run() ->
     task = make("squared")
     with pytest.raises(InvalidValue, match="fedgen needs class labels"):
         fl.run("fedgen", task, rounds=1)
-    with pytest.raises(InvalidValue, match="memorisation: the targets of 'squared' are no classes"):
+    with pytest.raises(
+        InvalidValue, match="memorisation: the targets of 'squared' are not classes"
+    ):
         fl.run("fedavg", task, rounds=1, record=["memorisation"])
     with pytest.raises(
-        InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are no classes"
+        InvalidValue, match=r"label_noise='symmetric.0.4.': the targets of squared are not classes"
     ):
         make("squared", label_noise="symmetric(0.4)")
 

@@ -220,7 +220,7 @@ def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ["rows", "stacked"])
 def test_a_graph_that_is_kept_over_batches_is_told_with_the_remedy(engine: str) -> None:
     with pytest.raises(
-        FedloomError, match=r"of an earlier batch holds that batch's graph: keep value.detach\(\)"
+        FedloomError, match=r"with the graph of an earlier batch: store value.detach\(\)"
     ) as caught:
         fl.run("fedavg", task(smoothed, training={"batch_size": 20}), engine=engine, **OPTIONS)
     assert "retain_graph" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""fedloom: federated learning on clients whose data differ.
+"""fedloom: federated learning on clients with different data.
 
     import fedloom as fl
 
@@ -6,8 +6,8 @@
     result = fl.run(fl.FedMR(), task, rounds=50, participation=0.5, seed=0)
     result.accuracy, result.model
 
-`__init__.pyi` lists the names. Each is imported when it is first asked for, so that `import
-fedloom` loads no PyTorch.
+`__init__.pyi` lists the names. Each is imported at its first use, so that `import fedloom` loads no
+PyTorch.
 """
 
 import lazy_loader

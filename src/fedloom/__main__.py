@@ -1,4 +1,4 @@
-"""`python -m fedloom` is the command `fedloom`."""
+"""Entry point of `python -m fedloom`, which is the command `fedloom`."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""The interface of an algorithm: a server half that owns its state, and a client half that never
-reads it.
-"""
+"""Algorithm interface: a server half with the state, and a client half without access to it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -33,11 +31,11 @@ from fedloom.round import Round as Round
 class Algorithm(Method):
     """A federated algorithm, such as FedAvg.
 
-    The server half runs in one place and keeps everything that it remembers in `self.state`. The
-    client half (`train`, `personalise`) runs where the data is, without `self.state`.
+    The server half runs in one place and stores its memory in `self.state`. The client half
+    (`train`, `personalise`) runs where the data is, without `self.state`.
 
     Attributes:
-        sends: Names in the state of what clients are sent, one row for all.
+        sends: Names of the tensors in the state that clients receive, one row for all.
     """
 
     sends: ClassVar[tuple[str, ...]] = ("model",)
@@ -46,7 +44,7 @@ class Algorithm(Method):
     # --- the server half ---
 
     def setup(self, plan: Plan) -> None:
-        """Check and store the plan, and make the initial state."""
+        """Check and store the plan, and initialise the state."""
         self._require_plan(plan)
         self.state = {"model": plan.initial.clone()}
 
@@ -57,27 +55,26 @@ class Algorithm(Method):
     def expects(self, round: Round) -> Mapping[str, tuple[int, ...] | TensorSpec]:
         """Return the shape of each tensor in a client's reply; other replies are refused.
 
-        A `TensorSpec` also gives the type, where it is not that of the model.
+        A `TensorSpec` also gives the type, if it differs from the model's.
         """
         return {"model": (self.plan.layout.size,)}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        """Return what `update` needs of some of the replies: by default means, weighted by samples.
+        """Return the summary of some replies that `update` needs.
 
-        It may read the state from before the round.
+        By default these are means, weighted by samples. It may read the state from before the
+        round.
         """
         return replies.aggregate()
 
     def update(self, round: Round, aggregate: Aggregate) -> None:
-        """Update the state from the aggregate of all replies; by default the new model is their
-        mean.
-        """
+        """Update the state from the aggregate of all replies; by default take the mean model."""
         self.state["model"] = aggregate.mean["model"]
 
     def receive(self, round: Round, replies: Replies) -> None:
         """Update the state from all replies: by default `fold` them block by block, then `update`.
 
-        An algorithm that needs all replies at the same time overrides this; then they are all
+        An algorithm that needs all replies at the same time overrides this; then all replies are
         stored.
         """
         blocks = replies.blocks(block_slots(self.plan.layout.row_bytes))
@@ -89,40 +86,48 @@ class Algorithm(Method):
         return self.state["model"]
 
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
-        """Return the message from which clients `personalise` before `round`: by default the global
-        model.
+        """Return the message from which clients `personalise` before `round`.
 
-        One row for all or one row each, as in `send`. Clients from number `plan.clients` on never
-        train.
+        By default this is the global model.
+
+        Args:
+            round: The next round.
+            clients: Clients that receive the message. Clients from number `plan.clients` on never
+                train.
+
+        Returns:
+            Tensors with one row for all clients or one row each, as in `send`.
         """
         return {"model": self.model().unsqueeze(0)}
 
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        """Train the k clients of a cohort on messages with one row each, `[k, ...]`; return their
-        replies.
+        """Train the k clients of a cohort and return their replies.
 
-        Training starts from `inbox["model"]`. What the server sent is `server_model(inbox)`.
+        Args:
+            cohort: The clients; training starts from `inbox["model"]`.
+            inbox: Messages, one row each, `[k, ...]`. `server_model(inbox)` is the model that the
+                server sent.
+
+        Returns:
+            The replies, one row each, `[k, ...]`.
         """
         return {"model": cohort.fit(inbox["model"]).model}
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Return the model `[k, P]` that each client would use: by default the one that it
-        received.
+        """Return the model `[k, P]` that each client would use; by default its received model.
 
         Neither memory nor random streams may change.
         """
         return inbox["model"]
 
     def shared(self, module: nn.Module, layout: Layout) -> Unit:
-        """Return the slices of a row that travel as "model": by default all of it."""
+        """Return the slices of a row that travel as "model"; by default the whole row."""
         return (slice(0, layout.size),)
 
     def complete(self, cohort: Cohort, model: Tensor) -> Tensor:
-        """Return whole models `[k, P]` from the slices that travel and from the memory of the
-        clients.
-        """
+        """Return whole models `[k, P]` from the slices that travel and from the clients' memory."""
         return model
 
     def units(self) -> list[Unit]:
@@ -131,12 +136,12 @@ class Algorithm(Method):
 
 
 def as_spec(value: tuple[int, ...] | TensorSpec, layout: Layout) -> TensorSpec:
-    """Return an entry of `Algorithm.expects` with its type, by default that of the model."""
+    """Return an entry of `Algorithm.expects` with its type, by default the model's type."""
     return value if isinstance(value, TensorSpec) else TensorSpec(tuple(value), layout.dtype)
 
 
 def overrides(kind: type[Method], base: type[Method], names: Iterable[str]) -> bool:
-    """Return True if a class of methods overrides one of these functions of `base`."""
+    """Return True if a class of methods overrides one of the named functions of `base`."""
     return any(getattr(kind, name) is not getattr(base, name) for name in names)
 
 
@@ -145,7 +150,7 @@ DEPLOYMENT = ("deploy", "personalise", "complete")
 
 
 def is_personal(algorithm: Algorithm) -> bool:
-    """Return True if clients may use another model than the global one."""
+    """Return True if clients may use a model that differs from the global one."""
     deploys = algorithm.facts.deploys
     if deploys is None:
         return overrides(type(algorithm), Algorithm, DEPLOYMENT)

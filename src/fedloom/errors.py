@@ -1,4 +1,4 @@
-"""Every error that fedloom raises on purpose."""
+"""Exceptions that fedloom raises deliberately, and functions that format their texts."""
 
 import difflib
 import importlib
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 GRAPH_IS_GONE = "backward through the graph a second time"
-"""PyTorch's words where an earlier batch's graph is differentiated again."""
+"""Part of PyTorch's error when the graph of an earlier batch is differentiated again."""
 
 LONGEST_QUOTED = 200
-"""Characters of a value, at most, that an error quotes."""
+"""Largest number of characters of a value that an error quotes."""
 
 
 class FedloomError(Exception):
-    """Base of all errors that a user can act on. Its text is one line."""
+    """Base class of all errors that a user can act on. Its text is one line."""
 
 
 class InvalidValue(FedloomError, ValueError):
-    """A value that is not allowed; the text names the value and what is allowed."""
+    """A value that is not allowed. The text names the value and the allowed values."""
 
 
 class UnknownName(FedloomError, KeyError):
-    """A name that is not registered; the text names the nearest one and all there are.
+    """A name that is not registered. The text lists the most similar name and all names.
 
     >>> print(UnknownName("algorithm", "fedmrr", ["fedavg", "fedmr"]))
     unknown algorithm 'fedmrr': did you mean 'fedmr'? (there are: fedavg, fedmr)
@@ -46,7 +46,7 @@ class UnknownName(FedloomError, KeyError):
 
 
 class DataError(FedloomError):
-    """A file of data that is missing, damaged or in another format."""
+    """A data file that is missing, damaged or in an unexpected format."""
 
 
 class CheckpointError(FedloomError):
@@ -54,17 +54,15 @@ class CheckpointError(FedloomError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a run that is missing, or not as it was written."""
+    """A file of a run that is missing or was changed after fedloom wrote it."""
 
 
 class DiskFull(CheckpointError):
-    """A file for which the disk has no room, or that is larger than the system allows; the text
-    says its bytes.
-    """
+    """A file that exceeds the disk or the system's limit. The text gives its size."""
 
 
 class MissingExtra(FedloomError, ImportError):
-    """An optional dependency that is not installed; the text says what to install."""
+    """An optional dependency that is not installed. The text gives the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package!r}: {installing(extra)}")
@@ -92,7 +90,19 @@ def installing(extra: str) -> str:
 
 
 def import_extra(package: str, extra: str, purpose: str) -> Any:
-    """Import a package that an extra installs. Raises `MissingExtra` where it is not installed."""
+    """Import a package that an extra installs.
+
+    Args:
+        package: Import name, such as `flwr.client`.
+        extra: Extra of fedloom that installs the package.
+        purpose: Feature that needs the package, for the error.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingExtra: The package is not installed.
+    """
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -100,14 +110,20 @@ def import_extra(package: str, extra: str, purpose: str) -> Any:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return `": did you mean 'x'?"` for the nearest of the names, or "" when none is near."""
+    """Return `": did you mean 'x'?"` for the most similar name, or "" if no name is similar."""
     near = nearest(name, list(names), 0.5)
     return f": did you mean {near!r}?" if near else ""
 
 
 def nearest(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
-    """Return the name that an abbreviation stands for, or else the most similar one; "" where none
-    is near.
+    """Return the most similar name, or "" if no name is similar.
+
+    A known abbreviation, such as `lr`, stands for its full name.
+
+    Args:
+        name: The name that was not found.
+        names: The names to choose from.
+        cutoff: Least similarity, in [0, 1], as in `difflib.get_close_matches`.
     """
     full = _ABBREVIATIONS.get(name, name)
     near = difflib.get_close_matches(
@@ -120,55 +136,59 @@ _ABBREVIATIONS = {
     "lr": "learning_rate", "eta": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "local_epochs": "epochs",
     "local_steps": "steps", "max_norm": "clip", "fraction_fit": "participation", "loss": "criterion",
 }  # fmt: skip
-"""Other words of the field for keys of a configuration."""
+"""Other common names for keys of a configuration."""
 
 
 def quoted(value: object, write: Callable[[Any], str] = repr) -> str:
-    r"""Return a value as errors quote it: on one line, and at most its first 200 characters.
+    r"""Return a value for an error text: on one line, at most its first 200 characters.
 
     >>> quoted("a\n" * 150)[-40:]
-    "a\\na\\na\\na\\na\\na\\na\\n'... (300 characters)"
+    "na\\na\\na\\na\\na\\na\\n'... (300 characters)"
     """
     if isinstance(value, str):
         start = repr(value[:LONGEST_QUOTED])
         return start if len(value) <= LONGEST_QUOTED else f"{start}... ({len(value):,} characters)"
     try:
         text = write(value)
-    # a number of thousands of digits, lists in thousands of lists
+    # numbers with thousands of digits, or lists nested thousands of levels deep
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__} that is too long to show"
     return shortened(text)
 
 
 def shortened(text: str) -> str:
-    """Return the first 200 characters of a text, without control characters, and its length where
-    there are more.
+    """Return the first 200 characters of a text without control characters.
+
+    If the text is longer, its length follows.
     """
     start = printable(text[:LONGEST_QUOTED])
     return start if len(text) <= LONGEST_QUOTED else f"{start}... ({len(text):,} characters)"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; its type where it has none."""
+    """Return the first line of an error's text, or the name of its type if the text is empty."""
     return shortened(
         next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
     )
 
 
 def error_text(error: BaseException) -> str:
-    """Return type and text of an error that fedloom did not raise, on one line; what is wrong where
-    its remedy is none.
+    """Return type and text of a foreign error on one line.
+
+    PyTorch's advice for a graph that was freed does not help here, so another text replaces it.
     """
     if GRAPH_IS_GONE in str(error):
-        return "what a loss or a client half keeps of an earlier batch holds that batch's graph: keep value.detach()"
+        return "a loss or a client half stores a tensor with the graph of an earlier batch: store value.detach()"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def error_location(error: BaseException) -> str:
-    """Return the line of the user's code in which an error or its cause arose, `my_methods.py:12 in
-    train`, or "".
+    """Return the line of the user's code that raised an error or its cause.
 
-    That is the innermost line outside of fedloom, Python and installed packages.
+    This is the innermost line outside of fedloom, Python and installed packages.
+
+    Returns:
+        Such as `my_methods.py:12 in train`, or "" if no line is the user's.
     """
     if marked := getattr(error, _LOCATION, ""):
         return str(marked)
@@ -184,9 +204,7 @@ def error_location(error: BaseException) -> str:
 
 
 def mark_location(error: BaseException) -> None:
-    """Store the location of an error in it before it goes to another process, without its
-    traceback.
-    """
+    """Store the location of an error in it: a traceback does not reach other processes."""
     if location := error_location(error):
         setattr(error, _LOCATION, location)
 
@@ -198,22 +216,24 @@ def located(error: BaseException, text: str) -> str:
 
 
 def in_brackets(location: str) -> str:
-    """Return a location as it follows a sentence; "" for ""."""
+    """Return a location in brackets to append to a sentence, or "" for ""."""
     return location and f" (at {location})"
 
 
 def is_user_code(file: str) -> bool:
-    """Return True if a file of code, or a cell of a notebook, is the user's: not fedloom's, not
-    Python's, and not installed.
+    """Return True if a file or notebook cell contains the user's code.
+
+    Code of fedloom, of Python and of installed packages is not the user's.
     """
-    # a cell of a notebook has its lines in the cache; compiled code has a loader alone, or none
+    # the cache contains the lines of a notebook cell, but at most a loader for compiled code
     is_cell = len(linecache.cache.get(file, ())) > 1
     return not file.startswith(_installed()) and (os.path.isfile(file) or is_cell)
 
 
 def shown_path(file: str) -> str:
-    """Return a path relative to the current folder, if it is inside; the code of a cell lies in no
-    file.
+    """Return a path relative to the current folder if it is inside.
+
+    The code of a notebook cell is in no file: the text is then "notebook cell".
     """
     path = Path(file)
     if not path.exists():
@@ -222,8 +242,9 @@ def shown_path(file: str) -> str:
 
 
 def code_location(definition: Any) -> str:
-    """Return the line of a class (in a notebook: of its first function) or function of the user's;
-    "" for fedloom's.
+    """Return the file and line of the user's class or function, or "" if it is not the user's.
+
+    A class in a notebook has no source file, so its first function gives the line.
     """
     if inspect.isclass(definition) and not hasattr(
         sys.modules.get(definition.__module__), "__file__"
@@ -237,7 +258,7 @@ def code_location(definition: Any) -> str:
 
 
 _LOCATION = "fedloom_location"
-"""The attribute of an error that stores its location."""
+"""Attribute of an error that stores its location."""
 
 
 @cache
@@ -250,16 +271,19 @@ def _installed() -> tuple[str, ...]:
 
 
 def one_line(text: str, longest: int = 500) -> str:
-    """Return foreign text for a log: on one line, without control characters, at most `longest`
-    characters.
+    """Return foreign text for a log: on one line, without control characters, shortened.
+
+    Args:
+        text: Any text, such as an error message of a site.
+        longest: Largest number of characters of the result.
     """
     return " ".join(printable(text[: 4 * longest]).split())[:longest]
 
 
 def printable(text: str) -> str:
-    """Return a text with a space for each character that steers a terminal or is none.
+    """Return a text with a space in place of each character that is not printable.
 
-    These are control characters, line ends, marks of the writing direction, and lone surrogates,
-    which no file can hold.
+    These are control characters, line ends and marks of the writing direction, which steer a
+    terminal, and lone surrogates, which no file can contain.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

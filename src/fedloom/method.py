@@ -1,4 +1,4 @@
-"""What an expression names: an algorithm, a part around a method, or stages of methods."""
+"""Base class of everything that an expression can name: algorithms, parts and stages."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -14,26 +14,26 @@ from fedloom.records import Plan
 
 @dataclass(frozen=True)
 class Facts:
-    """What an algorithm or a part needs of the others in a pipeline, and what they may rely on.
+    """Requirements and guarantees of an algorithm or part, checked when a pipeline is built.
 
     Attributes:
-        one_download: Clients are sent one model, so that a part can change where training starts.
-        one_model_each: Every selected client is sent a model of its own, by its slot.
+        one_download: All clients receive the same model, so a part can change where training
+            starts.
+        one_model_each: Every selected client receives its own model, by its slot.
         fixed_participants: Every round needs the same number of clients.
         averages: The server needs only the mean of the replies, or an estimate of it.
         anonymous: The server treats all replies alike: it needs neither the client nor the weight.
         stackable: The client half treats every row separately, so clients may train together.
         fits_once: Clients read their data only by one plain `Cohort.fit` in a round.
-        needs_total_rounds: Something depends on `round.rounds`, so a run cannot be lengthened
-            later.
-        deploys: What a client uses: the model that it receives (`received`), a model made from it
+        needs_total_rounds: A value depends on `round.rounds`, so a run cannot be lengthened later.
+        deploys: The model that a client uses: the received model (`received`), a model made from it
             (`start`), or a model from its memory only (`memory`). None: `start` for algorithms that
             override `deploy`, `personalise` or `complete`, else `received`.
-        initial: What a client takes from the model that the method starts from, when it first takes
-            part: nothing (`none`), the slices that do not travel (`private`) or all of it (`all`).
+        initial: The slices of the initial model that a client needs when it first takes part:
+            nothing (`none`), the slices that do not travel (`private`) or the whole model (`all`).
             Later stages send it.
-        independent: Of a sampler: each client's participation is as in a uniform draw.
-        foreseeable: Of a sampler: the next selection is known before this round's replies.
+        independent: Of a sampler: each client participates as in a uniform draw.
+        foreseeable: Of a sampler: the next selection does not depend on this round's replies.
         needs_every_reply: No reply may replace another one, as with over-selection.
     """
 
@@ -54,10 +54,10 @@ class Facts:
 
 @dataclass_transform(field_specifiers=(field,))
 class Method:
-    """Base of everything that an expression can name.
+    """Base class of everything that an expression can name.
 
-    Subclasses are dataclasses by themselves; their fields are the hyper-parameters, and the types
-    of the fields declare the allowed values: `mu: NonNegative = 0.01`.
+    Subclasses become dataclasses automatically. Their fields are the hyper-parameters, and the
+    types of the fields declare the allowed values: `mu: NonNegative = 0.01`.
 
     A checkpoint saves `state`, named tensors. They are replaced and never edited in place, so that
     a failed round can be undone at no cost.
@@ -67,7 +67,7 @@ class Method:
     plan: Plan
     facts: ClassVar[Any] = Facts()
     needs: ClassVar[tuple[Callable[[str, Plan], None], ...]] = ()
-    """Checks of the plan, given the name of the method, that raise `InvalidValue`."""
+    """Checks of the plan. They receive the name of the method and raise `InvalidValue`."""
     client_figures: ClassVar[tuple[str, ...]] = ()
     """Names that clients write to `cohort.metrics`."""
 
@@ -84,7 +84,7 @@ class Method:
         require_fields(self)
 
     def __str__(self) -> str:
-        """Return the expression that builds this method again."""
+        """Return an expression that builds an equal method."""
         texts = []
         for name, parameter in parameters(type(self)).items():
             value = getattr(self, name)
@@ -132,7 +132,7 @@ def state_of(method: Method) -> dict[str, Tensor]:
 
 
 def restore_state(method: Method, full: Mapping[str, Tensor]) -> None:
-    """Restore what `state_of` returned."""
+    """Restore the states that `state_of` returned."""
     method.state = {name: tensor for name, tensor in full.items() if "." not in name}
     for k, inner in method._leading():
         prefix = f"inner{k}."

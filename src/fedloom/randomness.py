@@ -1,9 +1,8 @@
-"""One stream of random numbers for each (seed, round, client, purpose); no global random state
-anywhere.
+"""One stream of random numbers for each (seed, round, client, purpose), without global state.
 
 Streams have names and are not passed around: the same name gives the same numbers, wherever and in
-whatever order it is drawn. So a resumed run, a run on several processes and a run over real sites
-draw alike.
+whatever order it is drawn. Therefore a resumed run, a run on several processes and a run over real
+sites draw the same numbers.
 """
 
 import hashlib
@@ -16,11 +15,13 @@ import torch
 
 _WORDS = 624
 """Words of 32 bits in the Mersenne twister, torch's generator on the CPU.
-`get_state` gives each in 64 bits, from byte 24 on."""
+
+`get_state` returns each word in 64 bits, from byte 24 on.
+"""
 
 
 _SEEDED = torch.Generator().manual_seed(0).get_state().numpy()
-"""State of a generator that has been seeded and has drawn nothing yet."""
+"""State of a generator that has been seeded and has not drawn a number yet."""
 
 
 def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
@@ -28,25 +29,33 @@ def _name(seed: int, purpose: str, round: int, client: int) -> bytes:
 
 
 def stream_seed(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> int:
-    """Return a 63-bit seed for the stream's name, for generators that use all of it: NumPy's and
-    CUDA's.
+    """Return a 63-bit seed for the named stream, for generators that use all of its bits.
+
+    NumPy's and CUDA's generators do. For torch's CPU generator see `stream`.
     """
     digest = hashlib.blake2b(_name(seed, purpose, round, client), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def stream_bytes(size: int, seed: int, purpose: str, *, round: int = 0, client: int = -1) -> bytes:
-    """Return `size` bytes of SHAKE-128 of the stream's name; shorter ones are beginnings of longer
-    ones.
+    """Return `size` bytes of SHAKE-128 of the stream's name.
+
+    A shorter result is the beginning of a longer one.
     """
     return hashlib.shake_128(_name(seed, purpose, round, client)).digest(size)
 
 
 def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torch.Generator:
-    """Return a torch generator (on the CPU) for the named stream, at its beginning.
+    """Return a torch generator (on the CPU) at the beginning of the named stream.
 
-    All of its state is drawn from the name: `manual_seed` uses 32 bits, so that among 10^6 streams
-    a hundred pairs would agree.
+    The name determines the whole state. `manual_seed` uses only 32 bits, so among 10^6 streams
+    about a hundred pairs would be equal.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of the draw, such as "select".
+        round: Number of the round; 0 outside of rounds.
+        client: Number of the client; -1 for draws of the server.
     """
     words = np.frombuffer(
         stream_bytes(4 * _WORDS, seed, purpose, round=round, client=client), np.uint32
@@ -59,14 +68,14 @@ def stream(seed: int, purpose: str, *, round: int = 0, client: int = -1) -> torc
 
 
 _GLOBAL = threading.RLock()
-"""Held by the thread that uses torch's global generators, which all threads share."""
+"""Lock of torch's global generators, which all threads share."""
 
 
 @contextmanager
 def preserved_generator(device: torch.device | None = None) -> Iterator[None]:
-    """Restore torch's global generators, of the CPU and of a GPU `device`, at the end of the block.
+    """Restore torch's global generators, of the CPU and of a GPU `device`, after the block.
 
-    Other threads wait at the beginnings of such blocks.
+    Only one thread at a time can be in such a block.
     """
     devices = [device.index or 0] if device is not None and device.type == "cuda" else []
     with _GLOBAL, torch.random.fork_rng(devices=devices):
@@ -77,14 +86,20 @@ def preserved_generator(device: torch.device | None = None) -> Iterator[None]:
 def global_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Put torch's global generators, of the CPU and of a GPU `device`, at the beginning of the
-    stream inside the block.
+    """Set torch's global generators to the beginning of the named stream inside the block.
 
-    For what can draw from nothing else: layers, and functions that initialise them.
+    For code that can only draw from them: layers, and functions that initialise layers.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of the draw.
+        round: Number of the round; 0 outside of rounds.
+        client: Number of the client; -1 for draws of the server.
+        device: A GPU; its generator is set too.
     """
     with preserved_generator(device):
-        # torch.manual_seed would also take down a stack trace for devices not in use: a third of a
-        # small client's time.
+        # torch.manual_seed would also record a stack trace for devices not in use, which takes
+        # a third of a small client's time.
         torch.default_generator.set_state(
             stream(seed, purpose, round=round, client=client).get_state()
         )
@@ -98,7 +113,7 @@ def global_stream(
 def numpy_stream(
     seed: int, purpose: str, *, round: int = 0, client: int = -1
 ) -> np.random.Generator:
-    """Return a NumPy generator for the named stream, at its beginning."""
+    """Return a NumPy generator at the beginning of the named stream."""
     return np.random.Generator(
         np.random.PCG64(stream_seed(seed, purpose, round=round, client=client))
     )

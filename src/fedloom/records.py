@@ -1,4 +1,4 @@
-"""The record of a round: who was selected, what was sent, and what the clients replied."""
+"""Records of a round: the selected clients, the messages to them and their replies."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ Message = dict[str, Tensor]
 """Named tensors with one row for all receivers, `[1, ...]`, or one row each, `[k, ...]`."""
 
 SERVER_MODEL = "@server_model"
-"""Name in an inbox of the model that the server sent, where a part has changed `inbox["model"]`.
+"""Name in an inbox of the server's model, if a part has changed `inbox["model"]`.
 
 Names that begin with @ are reserved for fedloom.
 """
@@ -28,15 +28,14 @@ INTEGERS = "@integers"
 """Name under which a model's integer buffers travel."""
 
 BLOCK_BYTES, LEAST_SLOTS, MOST_SLOTS = 16 << 20, 16, 128
-"""Size of a block of slots: about this many bytes of models, between the least and the most slots.
-"""
+"""Size of a block of slots: about this many bytes of models, within the least and most slots."""
 
 
 def server_model(inbox: Message) -> Tensor:
     """Return the model that the server sent, `[k, ...]`.
 
     It is the center of a proximal term and the origin of an update. Local training starts from
-    `inbox["model"]`, which differs where a part has changed the start (`ala`, `umf`).
+    `inbox["model"]`, which differs if a part has changed the start (`ala`, `umf`).
     """
     return inbox.get(SERVER_MODEL, inbox["model"])
 
@@ -62,17 +61,17 @@ class TensorSpec(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensor."""
+        """Return the size of the tensor in bytes; 0 if the type is None."""
         return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
 
 
 Specs = Mapping[str, TensorSpec]
-"""What a client's reply must contain, by name."""
+"""Required tensors of a client's reply, by name."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as a method knows it before its first round.
+    """Description of a run for a method, before the first round.
 
     Attributes:
         layout: Maps the model to a row `[P]`.
@@ -81,16 +80,16 @@ class Plan:
         participants: Number of clients that are selected in a round.
         rounds: Number of rounds of the run.
         seed: Seed of all random streams.
-        classes: Number of classes; 0 where targets are no classes.
+        classes: Number of classes; 0 if targets are not classes.
         sizes: Returns the numbers of training samples of clients (`[k]` numbers to `[k]`).
-        module: The architecture; its own weights have no meaning.
-        remote: True where clients are sites. They exchange layers themselves, and noise that
-            protects them must not be reproducible.
-        poisson: True where each client takes part independently (see `Round`).
+        module: The architecture; its weights have no meaning.
+        remote: True if clients are sites. They exchange layers themselves, and noise that protects
+            them must not be reproducible.
+        poisson: True if each client takes part independently (see `Round`).
         pools: Allocates matrices of models.
         training: Settings of local training.
         awaited: Number of replies that end a round; fewer than `participants` with over-selection.
-        first_round: First round of the method: that of its stage, within `stages`.
+        first_round: First round of the method; within `stages`, the first round of its stage.
     """
 
     layout: Layout
@@ -110,18 +109,16 @@ class Plan:
     first_round: int = 1
 
     def empty_rows(self, count: int) -> Tensor:
-        """Return uninitialized models `[count, P]`, in a file if they exceed the run's
-        `pool_budget`.
-        """
+        """Return uninitialized models `[count, P]`, in a file if they exceed `pool_budget`."""
         shape = (count, *self.initial.shape)
         return self.pools.empty(shape, self.initial.dtype, self.initial.device)
 
     def passed(self, number: int) -> int:
-        """Return how many rounds of the method there are before round `number` of the run."""
+        """Return the number of rounds of the method before round `number` of the run."""
         return number - self.first_round
 
     def opening(self) -> Round:
-        """Return round 1 with clients 0 to K - 1 selected, to ask a method what it would send."""
+        """Return round 1 with clients 0 to K - 1 selected, to predict the messages of a method."""
         return Round(
             number=1,
             rounds=self.rounds,
@@ -161,7 +158,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the server knows of a round once the messages are made.
+    """The server's record of a round after the messages are made.
 
     Each message has one row for all receivers, `[1, ...]`, or one row for each slot; with idle
     clients, one more row for them.
@@ -190,7 +187,7 @@ class Exchange:
 
     @property
     def shared(self) -> bool:
-        """Return True if all clients were sent the same."""
+        """Return True if all clients received the same message."""
         messages = (self.sent, self.moved, self.wire)
         return all(len(rows) == 1 for message in messages for rows in message.values())
 
@@ -209,8 +206,8 @@ class Replies:
         offset: First slot of the matrices.
         metrics: Figures of the clients by name, `[r]` (NaN: none).
         finish: Simulated times of arrival, `[r]`.
-        integers: The models' integer buffers by slot, `[S, Z]`, as they were sent where there is no
-            reply; None where the model has none or they do not travel.
+        integers: The models' integer buffers by slot, `[S, Z]`. Slots without a reply have the
+            buffers that the server sent. None if the model has no buffers or they do not travel.
     """
 
     matrices: dict[str, Tensor]
@@ -246,22 +243,24 @@ class Replies:
         return {name: self[name] for name in self.matrices}
 
     def sent(self, name: str) -> Tensor:
-        """Return what the algorithm sent to the clients that replied: `[1, ...]` for all or `[r,
-        ...]`.
+        """Return the algorithm's message to the clients that replied.
+
+        Returns:
+            `[1, ...]` if all clients received the same row, else `[r, ...]`.
         """
         rows = self._exchange.sent[name]
         return rows if len(rows) == 1 else rows[self.slots.to(rows.device)]
 
     def sent_by_slot(self, name: str) -> Tensor:
-        """Return what the algorithm sent to these slots: `[1, ...]` for all or `[S, ...]`."""
+        """Return the algorithm's message to these slots: `[1, ...]` for all or `[S, ...]`."""
         return self._of_slots(self._exchange.sent, name)
 
     def received_by_slot(self, name: str) -> Tensor:
-        """Return what the clients of these slots trained from: `[1, ...]` for all or `[S, ...]`."""
+        """Return the rows from which these slots trained: `[1, ...]` for all or `[S, ...]`."""
         return self._of_slots(self._exchange.moved, name)
 
     def by_slot(self, name: str) -> Tensor:
-        """Return the matrix `[S, ...]` in which clients without a reply have what they were sent."""
+        """Return the matrix `[S, ...]`; clients without a reply get the row that they received."""
         matrix = self.matrices[name]
         if len(self) < len(matrix):
             sent = self.sent_by_slot(name)
@@ -270,7 +269,7 @@ class Replies:
         return matrix
 
     def weights_by_slot(self, weights: Tensor | None = None) -> Tensor:
-        """Return the weights (or those given, `[r]`) by slot, `[S]`: 0 for clients without a reply."""
+        """Return the weights (or the given ones, `[r]`) by slot, `[S]`; 0 where no reply came."""
         size = max((len(matrix) for matrix in self.matrices.values()), default=0)
         weights = self.weights if weights is None else weights
         return weights.new_zeros(size).index_copy_(0, self.index, weights)
@@ -306,7 +305,7 @@ class Replies:
         )
 
     def blocks(self, slots: int) -> "Iterator[Replies]":
-        """Yield the replies of each block of this many slots, without their figures; views."""
+        """Yield the replies of each block of `slots` slots, as views and without their figures."""
         start = 0
         numbers, counts = torch.unique_consecutive(self.slots // slots, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -374,7 +373,7 @@ class Aggregate:
         )
 
     def sent(self, name: str) -> Tensor:
-        """Return what the algorithm sent to the clients of the round, `[1, ...]` or `[K, ...]`."""
+        """Return the algorithm's message to the clients of the round, `[1, ...]` or `[K, ...]`."""
         assert self.exchange is not None, "this aggregate belongs to no exchange"
         return self.exchange.sent[name]
 
@@ -384,9 +383,9 @@ NOTHING = Aggregate({}, {}, 0.0, 0)
 
 
 def block_slots(row_bytes: int) -> int:
-    """Return how many replies are aggregated at a time, given the bytes of a model.
+    """Return the number of replies that are aggregated at a time, given the bytes of a model.
 
-    Nothing else may decide it, since the last digits of means depend on it.
+    It may depend on no other value, since the last digits of means depend on it.
     """
     return min(MOST_SLOTS, max(LEAST_SLOTS, BLOCK_BYTES // row_bytes))
 
@@ -394,7 +393,8 @@ def block_slots(row_bytes: int) -> int:
 def merged_integers(rows: Tensor, current: Tensor) -> Tensor:
     """Return the server's integer buffers, such as batch norm's counters, after a round.
 
-    The largest of the clients' values, but growth is limited to 4 times the lower median growth.
+    The result is the largest of the clients' values, but growth is limited to 4 times the lower
+    median growth.
 
     Args:
         rows: Buffers of the clients that replied, `[r, Z]`.

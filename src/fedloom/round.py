@@ -1,4 +1,4 @@
-"""One round as both halves of a method see it."""
+"""Description of one round, shared by both halves of a method."""
 
 import math
 from collections.abc import Sequence
@@ -9,18 +9,26 @@ import torch
 from fedloom.randomness import stream
 
 SIMULATED = ("closes",)
-"""Fields of a round that mean nothing at real sites, which are not told them."""
+"""Fields of a round that have a meaning only in a simulation and are not sent to real sites."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Round `number` (from 1) of `rounds`, with `participants` of `clients` taking part.
+    """A round of a run, with its selected clients and learning rate.
 
-    `learning_rate` is this round's, `rate_change` that divided by the one of the round before;
-    `initial_learning_rate` is that of round 1. `selected` lists the clients that train and upload,
-    in the order of their slots; it is empty until the selection has been made. In a `poisson` round
-    each client takes part by itself, and `participants` are those expected. Replies that the
-    simulated clock has later than second `closes` are not waited for.
+    Attributes:
+        number: Number of the round, from 1.
+        rounds: Number of rounds of the run.
+        seed: Seed of all random streams.
+        clients: Number of clients.
+        participants: Number of clients that take part; the expected number in a `poisson` round.
+        learning_rate: Learning rate of this round.
+        initial_learning_rate: Learning rate of round 1.
+        rate_change: Learning rate of this round divided by the previous round's.
+        selected: Clients that train and upload, in the order of their slots; empty before the
+            selection.
+        poisson: True if each client takes part independently of the others.
+        closes: Simulated time in seconds; the server does not wait for later replies.
     """
 
     number: int
@@ -36,23 +44,32 @@ class Round:
     closes: float = math.inf
 
     def stream(self, purpose: str, client: int = -1) -> torch.Generator:
-        """A new generator of the random stream that belongs to (seed, this round, client, purpose)."""
+        """Return a new generator of the stream of (seed, this round, client, purpose)."""
         return stream(self.seed, purpose, round=self.number, client=client)
 
     def at(self, number: int) -> "Round":
-        """Another round of the same run, before its selection, for drawing ahead what it will draw.
-        Its learning rate stays.
+        """Return another round of the same run, before its selection, to draw its numbers ahead.
+
+        Its learning rate is not changed.
         """
         return replace(self, number=number, selected=())
 
     def on_time(
         self, finish: Sequence[float], clients: Sequence[int], awaited: int, began: float
     ) -> tuple[list[int], float]:
-        """Return the indices of the first `awaited` replies that arrive until `closes`, and when
-        the server goes on.
+        """Select the first `awaited` replies that arrive until `closes`.
 
-        `finish` says when the reply of each of `clients` arrives, and `began` when the server began
-        to wait. Of simultaneous replies those of lower-numbered clients come first.
+        Replies that arrive at the same time are ordered by client number.
+
+        Args:
+            finish: Times at which replies arrive, in seconds.
+            clients: The client of each reply.
+            awaited: Largest number of replies.
+            began: Time at which the server started to wait, in seconds.
+
+        Returns:
+            The indices of the selected replies, ascending, and the time at which the server
+                continues.
         """
         order = sorted(range(len(finish)), key=lambda index: (finish[index], clients[index]))
         taken = sorted(index for index in order[:awaited] if finish[index] <= self.closes)

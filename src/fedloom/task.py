@@ -1,5 +1,6 @@
-"""A task: the data, how clients share it, the model they train and how they train it. Methods are
-compared on one task.
+"""A task: the data, their partition over clients, the model and its local training.
+
+Methods are compared on the same task.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from fedloom.training import Training
 
 @dataclass(frozen=True)
 class Task:
-    """The data, how clients share them, the model and its local training, whatever the method.
+    """The data, their partition over clients, the model and its local training, for any method.
 
     Attributes:
         dataset: The data set with its objective and metrics.
@@ -49,8 +50,8 @@ class Task:
         training: The settings of local training.
         local_test: The indices in `train` of each client's test samples, distributed as its
             training samples are.
-        true_labels: With label noise, the true labels; those of `train` are partly wrong.
-        expression: The expression that built the model; empty for a module of the user's.
+        true_labels: With label noise, the true labels; the labels of `train` are partly wrong.
+        expression: The expression that built the model; empty for the user's module.
     """
 
     dataset: Dataset
@@ -72,14 +73,12 @@ class Task:
 
     @property
     def objective(self) -> Objective:
-        """The loss, and the figures by which models are judged."""
+        """The loss, and the figures that evaluate models."""
         return self.dataset.objective
 
     @property
     def notices(self) -> list[str]:
-        """The notices of the data set, and a line for whole numbers of a table that are taken as
-        classes without being asked for.
-        """
+        """The notices of the data set, and one if integers of a table became classes by default."""
         dataset, names = self.dataset, self.dataset.class_names or ()
         table = dataset.objective is CLASSIFICATION and isinstance(dataset.encoding, TableInputs)
         text = f"the {dataset.classes} whole numbers of the column {dataset.target!r} are taken as classes: "
@@ -132,9 +131,7 @@ class Task:
 
     @cached_property
     def _indices(self) -> Tensor:
-        """All clients' indices on the device of the data, so that reading one client's samples
-        copies nothing to it.
-        """
+        """All clients' indices on the data's device, so that selecting samples copies no index."""
         return torch.from_numpy(self.partition.indices).to(self.train.labels.device)
 
     def module(self, row: Tensor) -> nn.Module:
@@ -144,13 +141,13 @@ class Task:
         return module
 
     def to(self, device: torch.device | str) -> "Task":
-        """Return the task with data and model, and so the clients' memory, on a device.
+        """Return the task with data, model and the clients' memory on a device.
 
         Args:
-            device: Such as `"cuda"`, or `"auto"`: a GPU where there is one.
+            device: Such as `"cuda"`, or `"auto"` for a GPU if the machine has one.
 
         Raises:
-            InvalidValue: There is no such device.
+            InvalidValue: The device does not exist.
         """
         target = find_device(device) if isinstance(device, str) else device
         return replace(
@@ -189,43 +186,42 @@ def make_task(
 
     Args:
         data: The name of a data set, a `Dataset`, `Samples`, a torch data set with a length, a
-            table of pandas, Polars or Arrow, or a Hugging Face `Dataset` or `DatasetDict`; a pair
-            of them trains and tests.
-        target: The column of a table to learn (see `table` for a file, and for more to choose).
-        group: The column of a table that says whose a row is, for `partition="natural"`.
+            table of pandas, Polars or Arrow, or a Hugging Face `Dataset` or `DatasetDict`; or a
+            pair of them, for training and test.
+        target: The column of a table to learn (`table` reads files and has more options).
+        group: The column of a table that names the owner of each row, for `partition="natural"`.
         model: The expression of a model, such as `mlp(hidden=[64])`; a module, which is copied; or
-            a function or class that makes one, of nothing or of the data's `spec`, whose weights
-            `seed` draws.
+            a function or class that makes a module, without arguments or from the data's `spec`.
+            `seed` draws its weights.
         training: The settings of local training, as a `Training` or a dictionary of its fields.
         objective: The loss and the figures, such as `regression(kind='huber')`, `module:function`
-            or a function (outputs, targets) -> the loss of each sample; by default as the data set
-            says.
+            or a function (outputs, targets) -> the loss of each sample; by default the data set's
+            objective.
         metrics: Figures that are recorded beside the objective's: names of torchmetrics with
             options, such as `f1(average='macro')`, `module:function` or functions (outputs,
             targets) -> a number.
-        seed: Draws the partition, the label noise, the shift and the initial weights, and nothing
-            else.
-        device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto`, a GPU where there
-            is one.
-        clients: Their number.
-        partition: How they share the data: an expression, `module:function`, a function (labels,
+        seed: Draws only the partition, the label noise, the shift and the initial weights.
+        device: The device of data and models: `cpu`, `cuda`, `cuda:1`, or `auto` for a GPU if the
+            machine has one.
+        clients: Number of clients.
+        partition: How clients share the data: an expression, `module:function`, a function (labels,
             clients, seed, groups) -> the sample indices of each client, these indices as a list of
             arrays, or a `Partition`.
-        local_test: The share of each client's samples that it keeps for testing, in (0, 1) (FedALA:
-            0.25).
+        local_test: The share of each client's samples that it holds out for testing, in (0, 1)
+            (FedALA: 0.25).
         merge: Join the training and test part of the data first, as FedALA does; the global test
-            set is then the union of the clients' own.
+            set is then the union of the clients' test sets.
         label_noise: Such as `symmetric(0.4)` or `paired([0.0, 0.6])`: makes some of the clients'
-            training labels wrong, and leaves all test data as they are.
-        shift: Such as `rotation(45)` or `colour(0.3)`: changes each client's inputs in a way of its
-            own, those it tests on too.
+            training labels wrong and changes no test data.
+        shift: Such as `rotation(45)` or `colour(0.3)`: changes the inputs differently for each
+            client, including its test inputs.
 
     Returns:
         The task.
 
     Raises:
         InvalidValue: An argument is out of range, or does not fit the data.
-        UnknownName: Nothing has that name; the text names the nearest.
+        UnknownName: The name is not registered; the text names the most similar one.
     """
     _require_whole("clients", clients)
     _require_whole("seed", seed)
@@ -246,7 +242,7 @@ def make_task(
     shifted: InputShift | None = shifts.build_unless_none(shift)
     if noise is not None and not dataset.objective.classes:
         raise InvalidValue(
-            f"label_noise={label_noise!r}: the targets of {dataset.name} are no classes"
+            f"label_noise={label_noise!r}: the targets of {dataset.name} are not classes"
         )
     if isinstance(dataset.train.inputs, LazyInputs) and (merge or shifted is not None):
         option = "merge=true" if merge else f"shift={shift!r}"
@@ -256,7 +252,7 @@ def make_task(
     if merge and local_test is None:
         raise InvalidValue("merge=true leaves no test data: give local_test, such as 0.25")
     pool = dataset.train.concatenate(dataset.test) if merge else dataset.train
-    # By the labels or the objective's substitute; without either `dirichlet` makes sizes differ.
+    # strata are labels or the objective's substitute; without them `dirichlet` varies the sizes
     strata = dataset.objective.strata(pool.labels)
     labels = torch.zeros(len(pool), dtype=torch.int64) if strata is None else strata.cpu()
     groups = None if pool.groups is None else pool.groups.cpu().numpy()
@@ -333,9 +329,7 @@ def _training(options: Mapping[str, Any]) -> Training:
 def _fitted(
     dataset: Dataset, pool: Samples, test: Samples, rows: Tensor
 ) -> tuple[Dataset, Samples, Samples]:
-    """Fit the data set's preprocessing to the `rows` of `pool` that clients train on, and apply it
-    to all samples.
-    """
+    """Fit the preprocessing to the `rows` of `pool` that clients train on; apply it everywhere."""
     encoding, objective = dataset.encoding, dataset.objective
     if isinstance(encoding, TableInputs):
         if not encoding.is_fitted and len(rows):
@@ -357,8 +351,10 @@ def _fitted(
 
 
 def in_type_of(model: nn.Module, samples: Samples) -> Samples:
-    """Return the samples with float64 inputs in a type that the model has. Raise `InvalidValue` for
-    NaN and infinity.
+    """Return the samples with float64 inputs converted to a type of the model's parameters.
+
+    Raises:
+        InvalidValue: An input is NaN or infinite.
     """
     if isinstance(samples.inputs, LazyInputs) or not samples.inputs.is_floating_point():
         return samples
@@ -370,9 +366,7 @@ def in_type_of(model: nn.Module, samples: Samples) -> Samples:
 
 
 def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
-    """Return the task with label noise in the clients' training samples; all test data keep their
-    labels.
-    """
+    """Return the task with label noise in the training samples; test labels stay true."""
     labels = task.train.labels
     noisy = noise.apply(labels.cpu().numpy(), task.partition, task.dataset.classes, seed)
     train = replace(task.train, labels=torch.from_numpy(noisy).to(labels.device))
@@ -380,12 +374,18 @@ def mislabelled(task: Task, noise: LabelNoise, seed: int) -> Task:
 
 
 def withhold(task: Task, share: float, seed: int) -> Task:
-    """Return the task with `share` of each client's training samples held out, in place of all its
-    test data.
+    """Return the task with `share` of each client's training samples as its only test data.
 
-    Each client keeps at least one sample to train on, and tests on its own held-out ones where it
-    had test samples. These have their true labels. Raises `InvalidValue` unless 0 < share < 1, and
-    where every client has a single sample.
+    Each client has at least one sample left to train on. It tests on its own held-out samples if it
+    had test samples before. Held-out samples have their true labels.
+
+    Args:
+        task: The task to split.
+        share: Share of the samples to hold out, in (0, 1).
+        seed: Draws the held-out samples.
+
+    Raises:
+        InvalidValue: `share` is out of range, or every client has a single sample.
     """
     training, validation = split_train_test(
         task.partition, stream_seed(seed, "validation split"), share

@@ -28,9 +28,7 @@ from fedloom.round import Round
 Optimizer = Literal[
     "sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd"
 ]  # fmt: skip
-"""Optimizers that treat every number alike, so that one flat tensor gives what separate tensors
-would.
-"""
+"""Optimizers that treat every element alike, so one flat tensor gives the same result."""
 
 _BY_NAME = {name.lower(): getattr(torch.optim, name) for name in torch.optim.__all__}
 _TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -40,13 +38,11 @@ _TORCH_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _NOT_OPTIONS = (
     "params", "lr", "momentum", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable",
 )  # fmt: skip
-"""Arguments of torch's optimizers that are settings of their own here, or say how to compute and
-not what.
-"""
+"""Arguments of torch's optimizers that are separate settings here, or only choose a code path."""
 
 
 class PassOptions(TypedDict, total=False):
-    """Length of a local training as a method may set it. None stands for the setting of the task."""
+    """Length of a local training that a method may set. None takes the task's setting."""
 
     epochs: int | None
     steps: int | None
@@ -56,10 +52,9 @@ class PassOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Passes:
-    """The length of a local training: `steps` steps, or else `epochs` passes over the client's
-    samples, in batches.
+    """The length of a local training: `steps` steps, or else `epochs` passes over the samples.
 
-    A client with fewer samples than one batch keeps its only batch even with `drop_last`, so that
+    A client with fewer samples than one batch trains on this batch even with `drop_last`, so that
     it trains at all. Batches smaller than `smallest` are skipped, since batch norm cannot normalise
     a single sample.
     """
@@ -79,8 +74,10 @@ class Passes:
                 )
 
     def count(self, samples: Tensor) -> Tensor:
-        """Return the steps `[k]` of clients with so many `samples [k]`. Of a mean, which may be a
-        fraction, the last batch counts if it has any part of a sample.
+        """Return the steps `[k]` of clients with `samples [k]` samples.
+
+        A mean number of samples may be a fraction: the last batch then counts if it has any part of
+        a sample.
         """
         size = samples if self.batch_size is None else samples.clamp(max=self.batch_size)
         full = (samples / size.clamp_min(1)).floor()
@@ -95,8 +92,14 @@ class Passes:
     def orders(
         self, samples: int, generator: torch.Generator | None
     ) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield for each epoch the order of the samples, shuffled anew by `generator` (None: as
-        they lie), and the sizes of its batches.
+        """Yield the order of the samples and the sizes of the batches of each epoch.
+
+        Args:
+            samples: Number of samples.
+            generator: Shuffles each epoch anew; None leaves the samples in order.
+
+        Yields:
+            Indices of samples, and the sizes of the batches into which they are cut.
         """
         size = samples if self.batch_size is None else min(self.batch_size, samples)
         if samples < max(self.smallest, 1):
@@ -125,8 +128,8 @@ class Training:
     Per step: g = gradient (with a method's correction), clipped to norm `clip`, plus `weight_decay
     * w`; v = momentum * v + g; w = w - rate * v. Clipping comes before weight decay, as in PyTorch
     and the reference codes. The rate of a step is `learning_rate * decay**(round - 1)` times the
-    factors of `schedule` and `local_schedule`. The optimizer starts fresh in each round, so no
-    momentum survives one.
+    factors of `schedule` and `local_schedule`. The optimizer starts fresh in each round, so
+    momentum is not carried over to the next round.
 
     Args:
         learning_rate: Above 0.
@@ -145,7 +148,7 @@ class Training:
         optimizer_options: Further arguments of the optimizer.
         augmentation: `flip_crop` for a flip and a random crop with padding 4, with probability 0.5
             each.
-        autocast: Type that the forward pass and the loss compute in; weights keep theirs.
+        autocast: Type of the forward pass and the loss; weights keep their type.
 
     Raises:
         InvalidValue: A value is out of range, or the optimizer does not take these settings.
@@ -178,9 +181,7 @@ class Training:
             self._require_optimizer()
 
     def _require_optimizer(self) -> None:
-        """Raise `InvalidValue` unless the optimizer takes these settings, and each of them has an
-        effect.
-        """
+        """Raise `InvalidValue` unless the optimizer takes these settings and all have an effect."""
         parameters = self._parameters()
         for name in ("momentum", "weight_decay"):
             if getattr(self, name) and name not in parameters:
@@ -212,8 +213,9 @@ class Training:
             ) from None
 
     def torch_optimizer(self, parameters: Sequence[Tensor], rate: float) -> torch.optim.Optimizer:
-        """Return an optimizer of these settings. A class of the user's keeps its defaults of
-        momentum and weight decay if these are 0 here.
+        """Return an optimizer with these settings.
+
+        A user's class uses its default momentum and weight decay if these are 0 here.
         """
         settings = {
             name: getattr(self, name)
@@ -226,7 +228,7 @@ class Training:
 
     @property
     def own_optimizer(self) -> bool:
-        """True for a class of the user's, which may look at the shapes of tensors."""
+        """True for a user's class, which may depend on the shapes of tensors."""
         return ":" in self.optimizer
 
     def _optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
@@ -244,11 +246,12 @@ class Training:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The type of the forward pass and the loss, if it is not that of the weights."""
+        """The type of the forward pass and the loss, if it differs from the weights' type."""
         return None if self.autocast == "none" else torch.bfloat16
 
     def passes(self, *, smallest: int = 1, **options: Unpack[PassOptions]) -> Passes:
-        """Return the length of a local training, with a method's values in place of the settings;
+        """Return the length of a local training with a method's values in place of the settings.
+
         `epochs` replaces `steps`.
         """
         length = Passes(self.epochs, self.steps, self.batch_size, self.drop_last, smallest)
@@ -260,25 +263,25 @@ class Training:
         return replace(length, **chosen) if chosen else length
 
     def local_steps(self, samples: Tensor, smallest: int = 1) -> Tensor:
-        """Return the steps `[k]` in a round of clients with so many `samples [k]`."""
+        """Return the steps `[k]` in a round of clients with `samples [k]` samples."""
         return self.passes(smallest=smallest).count(samples)
 
     def samples_seen(self, samples: float) -> float:
-        """Return how many samples a client with so many passes through its model in a round."""
+        """Return the number of samples that pass through a client's model in a round."""
         size = samples if self.batch_size is None else min(samples, self.batch_size)
         return self.epochs * samples if self.steps is None else self.steps * size
 
     def rate(self, number: int, rounds: int) -> float:
-        """Return the learning rate of round `number` (from 1). Raises `InvalidValue` if the
-        schedule gives none.
+        """Return the learning rate of round `number` (from 1).
+
+        Raises:
+            InvalidValue: The schedule does not return a valid factor.
         """
         factor = rate_factor(self.schedule, min(number, rounds) - 1, rounds)
         return self.learning_rate * self.decay ** (number - 1) * factor
 
     def same_rates(self, rounds: int, total: int) -> bool:
-        """Return True if runs of `rounds` and of `total` rounds have the same learning rates as far
-        as both go.
-        """
+        """Return True if runs of `rounds` and `total` rounds have equal rates in common rounds."""
         numbers = range(1, min(rounds, total) + 1)
         return self.schedule == CONSTANT or all(
             self.rate(k, rounds) == self.rate(k, total) for k in numbers
@@ -290,6 +293,7 @@ class Training:
             self.rate(number, round.rounds),
             self.rate(max(1, number - 1), round.rounds),
         )
-        # a rate that has decayed to 0 does not change any more
+        # a rate that has decayed to 0 stays 0
+
         change = rate / previous if previous else 1.0
         return replace(round.at(number), learning_rate=rate, rate_change=change)

@@ -160,7 +160,7 @@ class Memorisation(Recorder):
 
     def require(self, context: RunContext) -> None:
         if not context.task.objective.classes:
-            raise InvalidValue(f"the targets of {context.task.dataset.name!r} are no classes")
+            raise InvalidValue(f"the targets of {context.task.dataset.name!r} are not classes")
 
     def measure(
         self, number: int, exchanges: Sequence[ClientExchange], context: RunContext
