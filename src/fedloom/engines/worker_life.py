@@ -1,9 +1,8 @@
-"""The life of a process that works for another: its start, its watch over whoever started it, its
-end.
+"""The life of worker processes of engines, of pools of runs and of sites: their start, their watch
+over the parent, their end.
 
-For every kind of worker: of the engines, of pools of runs, of sites. Only the standard library is
-imported here, since a worker begins to watch before it imports PyTorch, which takes seconds in
-which its parent may die.
+This module imports only the standard library. A worker watches its parent before it imports
+PyTorch, which takes seconds.
 """
 
 import gc
@@ -15,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 WATCH_SECONDS = 0.25
 """Time between two checks of whether a worker is still needed."""
@@ -35,23 +36,55 @@ def start_python(
     )
 
 
+def start_worker(
+    program: str,
+    threads: int,
+    environment: Mapping[str, str] | None = None,
+    descriptors: Sequence[int] = (),
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a worker process, which calls `join_parent` first.
+
+    Args:
+        program: Python code to execute.
+        threads: Threads of the worker.
+        environment: Variables in addition to those of this process.
+        descriptors: Files that the worker inherits.
+
+    Returns:
+        The process, and this end of the pipe to it.
+    """
+    connection, remote = Pipe()
+    numbers = os.getpid(), threads, remote.fileno(), *descriptors
+    process = start_python(["-c", program, *map(str, numbers)], environment or {}, numbers[2:])
+    remote.close()
+    return process, connection
+
+
+def join_parent() -> list[int]:
+    """Ignore Ctrl-C and watch the parent, in a process of `start_worker`.
+
+    Returns:
+        The threads, and the file descriptors of the pipe and of the other files.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent saves and then ends its workers
+    parent, *numbers = map(int, sys.argv[1:])
+    exit_with_parent(parent)
+    return numbers
+
+
 def import_path() -> str:
     """Return this process's import path as a value of `PYTHONPATH`."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def exit_with_parent(parent: int | None = None) -> None:
-    """Exit, whatever this process is doing, when the process `parent` (by default the present one)
-    is no longer its parent.
-    """
+    """Exit at once when the process `parent` (by default the present one) is no longer the parent."""
     pid = os.getppid() if parent is None else parent
     exit_unless(lambda: os.getppid() == pid)
 
 
 def exit_unless(needed: Callable[[], bool]) -> None:
-    """Exit, whatever this process is doing, as soon as `needed()` is False. A thread of its own
-    asks.
-    """
+    """Poll in a daemon thread; exit at once when `needed()` returns False."""
 
     def watch() -> None:
         while needed():

@@ -1,13 +1,10 @@
 """Pools of runs: in this process, or in worker processes or Ray tasks, several runs at a time."""
 
-import multiprocessing
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from types import ModuleType
+from subprocess import Popen, TimeoutExpired
 from typing import Any, cast
 
 import cloudpickle
@@ -15,11 +12,14 @@ import cloudpickle
 from fedloom.engines.ray.driver import ending
 from fedloom.engines.ray.session import DIED, LOCAL, has_room, join, leave, load_ray
 from fedloom.engines.work import using_threads
+from fedloom.engines.worker_life import start_worker
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.events import Event, RunName, Watch
 from fedloom.study.cores import threads_each
 from fedloom.study.jobs import RunJob, Tasks, attempt
-from fedloom.study.run_process import EventBoard, make_in_ray, serve
+from fedloom.study.run_process import EventBoard, make_in_ray
+
+_PROGRAM = "from fedloom.study.run_process import main; main()"
 
 POLL_SECONDS = 0.2
 """Time between two checks whether the runs should stop."""
@@ -65,10 +65,8 @@ class ProcessPool:
     """
 
     def __init__(self, size: int, threads: int) -> None:
-        self.size, self.threads = size, threads
-        self.context = multiprocessing.get_context("spawn")
-        self.stopping = self.context.RawValue("b", False)
-        self.processes: dict[Connection, SpawnProcess] = {}
+        self.size, self.threads, self.stopping = size, threads, False
+        self.processes: dict[Connection, Popen[bytes]] = {}
         self.busy: dict[Any, RunName] = {}
 
     def run(
@@ -85,10 +83,11 @@ class ProcessPool:
                 elif (name := self.busy.pop(worker)) and message is not None:
                     reasons[name] = message
                     watch(Event("failed", name, text=message))
-            if stopped():
-                self.stopping.value = True
+            if stopped() and not self.stopping:
+                self.stopping = True
                 waiting.clear()
-        if self.stopping.value:
+                self._stop()
+        if self.stopping:
             raise KeyboardInterrupt
         return {job.name: reasons[job.name] for job in jobs if job.name in reasons}
 
@@ -96,49 +95,45 @@ class ProcessPool:
         # all at once, since each takes seconds to import PyTorch
         while len(self.processes) < self.size:
             self.start()
-        connection = next(
-            connection for connection in self.processes if connection not in self.busy
-        )
+        connection = next(line for line in self.processes if line not in self.busy)
         self.busy[connection] = job.name
-        with suppress(OSError):  # of a dead process, which `_messages` notices
-            connection.send_bytes(cloudpickle.dumps((job, fresh)))  # with classes of a notebook
+        # cloudpickle also takes classes of a notebook
+        self._send(connection, cloudpickle.dumps((job, fresh)))
 
     def start(self) -> None:
         """Start a worker process."""
-        connection, remote = self.context.Pipe()
-        process = self.context.Process(
-            target=serve, args=(remote, self.stopping, self.threads), daemon=True
-        )
-        main = sys.modules["__main__"]
-        # a script would run again: its classes come with the jobs
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            process.start()
-        finally:
-            sys.modules["__main__"] = main
-        remote.close()
+        process, connection = start_worker(_PROGRAM, self.threads)
         self.processes[connection] = process
 
+    def _stop(self) -> None:
+        """End the runs in progress after their rounds."""
+        for connection in self.busy:
+            self._send(connection, b"")
+
+    def _send(self, connection: Connection, message: bytes) -> None:
+        with suppress(OSError):  # of a dead process, which `_messages` notices
+            connection.send_bytes(message)
+
     def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
-        """Wait a little; yield events, and of each run that has ended its key in `busy` and why it
+        """Wait a little; yield events, and for each run that has ended its key in `busy` and why it
         failed, or None.
         """
         for connection in cast(list[Connection], wait(list(self.busy), POLL_SECONDS)):
             try:
                 yield connection, connection.recv()
             except (EOFError, OSError):
-                process = self.processes.pop(connection)
-                process.join()
-                yield connection, f"its worker process died (exit code {process.exitcode})"
+                code = self.processes.pop(connection).wait()
+                yield connection, f"its worker process died (exit code {code})"
 
     def close(self) -> None:
         """End all workers; those that are busy save their runs."""
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
-            process.join(SAVING_SECONDS)
+            with suppress(TimeoutExpired):
+                process.wait(SAVING_SECONDS)
             process.kill()
-            process.join()
+            process.wait()
 
 
 class RayPool(ProcessPool):
@@ -153,31 +148,28 @@ class RayPool(ProcessPool):
         self.make = self.ray.remote(num_cpus=threads, max_retries=0, max_calls=1)(make_in_ray)
 
     def _begin(self, job: RunJob, fresh: bool) -> None:
-        # a task has a working folder of its own
+        # a task has its own working folder
         directory = str(job.configuration.folder.resolve())
-        job = replace(
-            job,
-            configuration=replace(job.configuration, directory=directory),
-            path=job.path.resolve(),
-        )
+        configuration = replace(job.configuration, directory=directory)
+        job = replace(job, configuration=configuration, path=job.path.resolve())
         self.busy[self.make.remote(job, fresh, self.threads, self.board)] = job.name
+
+    def _stop(self) -> None: ...  # the board stops them
 
     def _messages(self) -> Iterator[tuple[Any, Event | str | None]]:
         ended, others = self.ray.wait(list(self.busy), timeout=POLL_SECONDS)
-        room = (died := self.session.died) or has_room(self.ray, self.threads, 0)
-        lost = (
-            DIED
-            if died
-            else ""
-            if room
-            else f"no node of the Ray cluster has {self.threads} CPU for it"
-        )
-        # then the runs on the board's node are lost too, and say so
-        with suppress(self.ray.exceptions.RayError):
-            yield from (
-                () if lost else self.ray.get(self.board.get.remote(bool(self.stopping.value)))
-            )
-        for call in [*ended, *(others if lost else [])]:
+        lost = ""
+        if self.session.died:
+            lost = DIED
+        elif not has_room(self.ray, self.threads, 0):
+            lost = f"no node of the Ray cluster has {self.threads} CPU for it"
+        if lost:
+            ended += others
+        else:
+            # then the runs on the board's node are lost too, with an error
+            with suppress(self.ray.exceptions.RayError):
+                yield from self.ray.get(self.board.get.remote(self.stopping))
+        for call in ended:
             try:
                 yield call, lost or self.ray.get(call)
             except self.ray.exceptions.RayError as error:

@@ -4,28 +4,21 @@ for each run.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import pickle
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from fedloom.engines.worker_life import exit_with_parent, importing
+from fedloom.engines.worker_life import exit_with_parent, importing, join_parent
 
 if TYPE_CHECKING:
     from fedloom.runs.events import Event
     from fedloom.study.jobs import RunJob
 
 
-def serve(connection: Connection, stopping: Any, threads: int) -> None:
-    """Make the runs that the parent sends; `stopping.value` ends the one in progress after its
-    round.
-
-    The parent is watched before PyTorch is imported, which takes seconds.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    exit_with_parent(parent.pid if parent else None)
+def main() -> None:
+    """Make the runs that the parent sends. An empty message ends a run after its round."""
+    threads, pipe = join_parent()
     with importing():
         import torch
 
@@ -33,16 +26,16 @@ def serve(connection: Connection, stopping: Any, threads: int) -> None:
         from fedloom.study.jobs import Tasks, attempt
 
     torch.set_num_threads(threads)
-    tasks = Tasks()
+    tasks, connection = Tasks(), Connection(pipe)
 
     def watch(event: Event) -> None:
         connection.send(event)
-        if stopping.value:
+        if connection.poll():
             raise KeyboardInterrupt
 
     with suppress(EOFError, Terminated), sigterm_interrupts():
-        while True:
-            job, fresh = connection.recv()
+        while message := connection.recv_bytes():
+            job, fresh = pickle.loads(message)
             try:
                 connection.send(attempt(job, watch, fresh, tasks))
             except Terminated:

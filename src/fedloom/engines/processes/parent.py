@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
@@ -31,7 +30,7 @@ from fedloom.engines.processes.channel import Channel, Parcel, SharedMemory, ano
 from fedloom.engines.processes.worker import VARIABLE
 from fedloom.engines.proof import Proof
 from fedloom.engines.stacked import unstackable_method
-from fedloom.engines.worker_life import exit_text, start_python
+from fedloom.engines.worker_life import exit_text, start_worker
 from fedloom.errors import FedloomError, InvalidValue
 from fedloom.parts.pipeline import Pipeline
 from fedloom.rounds.engine import Job
@@ -160,15 +159,10 @@ class WorkerProcess(WorkerHandle):
 
     def __init__(self, threads: int, memory: SharedMemory) -> None:
         super().__init__()
-        connection, remote = Pipe()
-        descriptors = remote.fileno(), memory.descriptor, anonymous_file()
-        self.process = start_python(
-            ["-c", _PROGRAM, *map(str, (os.getpid(), threads, *descriptors))],
-            {VARIABLE: "1", "OMP_NUM_THREADS": str(threads)},
-            descriptors,
-        )
-        remote.close()
-        self.channel = Channel(connection, memory, descriptors[2])
+        files = memory.descriptor, anonymous_file()
+        environment = {VARIABLE: "1", "OMP_NUM_THREADS": str(threads)}
+        self.process, connection = start_worker(_PROGRAM, threads, environment, files)
+        self.channel = Channel(connection, memory, files[1])
         # their tensors must not be freed before the answer has arrived
         self._sent: tuple[Parcel | None, ...] = ()
 

@@ -1,25 +1,17 @@
 """The program of a worker process. It inherits one end of a pipe and ends with its parent."""
 
 import signal
-import sys
 
-from fedloom.engines.worker_life import exit_with_parent, importing
+from fedloom.engines.worker_life import importing, join_parent
 
 VARIABLE = "FEDLOOM_WORKER"
 """Set in the environment of worker processes."""
 
 
 def main() -> None:
-    """Answer the parent's messages until the pipe is closed.
-
-    The arguments are the parent's process id, the threads, and the file descriptors of the pipe,
-    the parent's memory and its own.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # they are for the parent, which saves and then ends its workers
-        signal.signal(number, signal.SIG_IGN)
-    parent, threads, pipe, other, own = map(int, sys.argv[1:])
-    exit_with_parent(parent)
+    """Answer the parent's messages until the pipe is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent saves and then ends its workers
+    threads, pipe, other, own = join_parent()
     with importing():
         from multiprocessing.connection import Connection
 
