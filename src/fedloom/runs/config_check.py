@@ -45,17 +45,24 @@ def require_known(checked: Configuration) -> None:
         _named("trackers", text, build_tracker)
     if checked.measure in TO_TARGET and not checked.targets:
         raise InvalidValue(
-            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: give targets = [0.9]"
+            f"measure = {checked.measure!r} is what it takes to reach the first of the targets: "
+            "give targets = [0.9]"
         )
-    _named("data.name", checked.data.name, datasets.read)
-    if ":" not in checked.data.partition.partition("(")[0]:
-        _named("data.partition", checked.data.partition, partitions.read)
-    _named("data.label_noise", checked.data.label_noise, label_noises.build_unless_none)
-    _named("data.shift", checked.data.shift, shifts.build_unless_none)
+    data = checked.data
+    _named("data.name", data.name, datasets.read)
+    if not _is_own(data.partition):
+        _named("data.partition", data.partition, partitions.read)
+    _named("data.label_noise", data.label_noise, label_noises.build_unless_none)
+    _named("data.shift", data.shift, shifts.build_unless_none)
     if checked.objective is not None:
         _named("objective", checked.objective, build_objective)
-    if ":" not in checked.model:
+    if not _is_own(checked.model):
         _named("model", checked.model, models.read)
+
+
+def _is_own(expression: str) -> bool:
+    """Return True for a `module:name`, which is imported only when it is used."""
+    return ":" in expression.partition("(")[0]
 
 
 def _named(key: str, value: _Value, make: Callable[[_Value], _Made]) -> _Made:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,16 +54,9 @@ def run_configured(
     directory = run_directory(configuration, *name) if path is None else RunDirectory(path)
     with locked(directory.lock):
         remove_unfinished(directory.path)
+        trackers = configuration.trackers
         plan = RunPlan(
-            configuration,
-            name,
-            watch,
-            directory,
-            fresh,
-            configuration.trackers,
-            make_task,
-            engine,
-            alone,
+            configuration, name, watch, directory, fresh, trackers, make_task, engine, alone
         )
         if not fresh:
             if directory.finished:
@@ -73,12 +65,8 @@ def run_configured(
                 summary = directory.summary(name.algorithm)
                 watch(Event("skipped", name, configuration.rounds))
                 return summary
-        result = plan.execute()
-        provenance = directory.provenance(None if result.engine.named else result.engine)
-        versions = result.summary.environment | provenance
-        summary = dataclasses.replace(
-            result.summary, algorithm=name.algorithm, environment=versions
-        )
+        plan.execute()
+        summary = directory.summary(name.algorithm)
     seconds = figures.seconds(summary) or 0.0
     last = summary.records[-1]
     watch(Event("ended", name, last["round"], last, seconds, metric=summary.metric))

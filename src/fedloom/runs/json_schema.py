@@ -32,17 +32,13 @@ _NAMES: dict[str, dict[str, Registry[Any]]] = {
 def json_schema() -> dict[str, Any]:
     """Return the schema: every key with its type, range, choices and default."""
     hints = type_hints(Configuration)
-    keys: dict[str, Any] = {
-        entry.name: (
-            hints[entry.name],
-            Field(**{name: getattr(entry, name) for name in _defaults(entry)}),
-        )
+    keys = {
+        entry.name: (hints[entry.name], _default(entry))
         for entry in fields(Configuration)
         if entry.name in KEYS
     }
-    schema: dict[str, Any] = _without_null(
-        create_model("Configuration", **keys).model_json_schema()
-    )
+    model: Any = create_model("Configuration", **keys)  # type: ignore[call-overload]
+    schema = _without_null(model.model_json_schema())
     tables = {"Configuration": schema, **schema["$defs"]}
     for table, registries in _NAMES.items():
         for key, registry in registries.items():
@@ -54,8 +50,10 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _defaults(entry: Any) -> list[str]:
-    return [name for name in ("default", "default_factory") if getattr(entry, name) is not MISSING]
+def _default(entry: Any) -> Any:
+    if entry.default is MISSING:
+        return Field(default_factory=entry.default_factory)
+    return entry.default
 
 
 def _without_null(value: Any) -> Any:

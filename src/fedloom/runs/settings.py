@@ -60,17 +60,11 @@ class Range:
         0.30000000000000004.
         """
         assert self.steps is not None
-        shares = [k / (self.steps - 1) for k in range(self.steps)]
-        if self.logarithmic:
-            values = [self.low * (self.high / self.low) ** share for share in shares]
-        else:
-            values = [self.low + (self.high - self.low) * share for share in shares]
-        values = [float(f"{value:.12g}") for value in values]
-        return (
-            [int(value) for value in values]
-            if self.integral and all(map(float.is_integer, values))
-            else values
-        )
+        spread = np.geomspace if self.logarithmic else np.linspace
+        values = [float(f"{value:.12g}") for value in spread(self.low, self.high, self.steps)]
+        if self.integral and all(map(float.is_integer, values)):
+            return list(map(int, values))
+        return values
 
 
 Axis = list[Any] | Range
@@ -97,25 +91,21 @@ def combinations(table: object, keys: Sequence[str]) -> list[Changes]:
     """Return every setting that a `[settings]` table asks for, in the order of its lists, the last
     key changing fastest.
     """
-    lists = {key: values_of(axis) for key, axis in read_axes(table, keys, "settings.").items()}
-    require_few([len(values) for values in lists.values()])
-    return (
-        [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-        if lists
-        else []
-    )
+    axes = read_axes(table, keys, "settings.")
+    return products({key: values_of(axis) for key, axis in axes.items()}) if axes else []
 
 
-def require_few(sizes: Sequence[int]) -> None:
-    """Raise `InvalidValue` where so many values of the keys have more than `MOST_COMBINATIONS`
-    combinations.
+def products(lists: Mapping[str, Sequence[Any]]) -> list[Changes]:
+    """Return every combination of the values of keys. Raise `InvalidValue` for more than
+    `MOST_COMBINATIONS`.
     """
-    count = math.prod(sizes)
+    count = math.prod(map(len, lists.values()))
     if count > MOST_COMBINATIONS:
-        product = " x ".join(map(str, sizes))
+        sizes = " x ".join(str(len(values)) for values in lists.values())
         raise InvalidValue(
-            f"{product} values have {count:,} combinations: at most {MOST_COMBINATIONS:,} are allowed"
+            f"{sizes} values have {count:,} combinations: at most {MOST_COMBINATIONS:,} are allowed"
         )
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 
 
 def values_of(axis: Axis) -> list[Any]:

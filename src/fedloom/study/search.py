@@ -6,7 +6,6 @@ repeated, so the same search goes on where it was interrupted. Trials are judged
 data that `withhold` takes from the clients' training data.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,8 @@ from fedloom.runs.settings import (
     Range,
     combinations,
     label,
+    products,
     read_axes,
-    require_few,
     values_of,
     with_changes,
 )
@@ -61,20 +60,17 @@ class Trial:
     @property
     def spread(self) -> Spread | None:
         """Mean and deviation over the seeds; None until every seed has its figure."""
-        return (
-            Spread.of(list(self.values.values())) if len(self.values) == len(self.seeds) else None
-        )
+        complete = len(self.values) == len(self.seeds)
+        return Spread.of(list(self.values.values())) if complete else None
 
     @property
     def score(self) -> float | None:
         """The mean over the seeds, negative where less is better: the best trial has the highest
         score.
         """
-        return (
-            None
-            if self.spread is None
-            else self.spread.mean * (1 if self.metric.higher_is_better else -1)
-        )
+        if self.spread is None:
+            return None
+        return self.spread.mean if self.metric.higher_is_better else -self.spread.mean
 
     @property
     def measure(self) -> str:
@@ -139,18 +135,12 @@ class Search:
             )
         self.folder = base.folder / "tune"
         # Every value of the lists and both ends of the ranges must be allowed.
-        ends = [
-            [axis.low, axis.high] if isinstance(axis, Range) else axis
-            for axis in self.axes.values()
-        ]
-        for k in range(max(map(len, ends))):
-            self.trial(
-                0,
-                {
-                    key: values[min(k, len(values) - 1)]
-                    for key, values in zip(self.axes, ends, strict=True)
-                },
-            )
+        ends = {
+            key: [axis.low, axis.high] if isinstance(axis, Range) else axis
+            for key, axis in self.axes.items()
+        }
+        for k in range(max(map(len, ends.values()))):
+            self.trial(0, {key: values[min(k, len(values) - 1)] for key, values in ends.items()})
 
     def trial(self, number: int, changes: Changes, settings: Changes | None = None) -> Trial:
         """Return the trial of some values, by default on validation data. Raises `InvalidValue` for
@@ -186,21 +176,18 @@ class Search:
         """Return a trial for each combination of values, or `trials` of them drawn by the stream
         (seed, "trials").
         """
-        lists = [values_of(axis) for axis in self.axes.values()]
-        sizes = [len(values) for values in lists]
+        lists = {key: values_of(axis) for key, axis in self.axes.items()}
+        sizes = [len(values) for values in lists.values()]
         if trials is None or trials >= math.prod(sizes):
-            require_few(sizes)
-            every = [
-                dict(zip(self.axes, values, strict=True)) for values in itertools.product(*lists)
-            ]
+            chosen = products(lists)
         else:
             generator = numpy_stream(self.configuration.seed, "trials")
             drawn = sorted(generator.choice(math.prod(sizes), trials, replace=False))
-            every = [
-                {key: values[k] for key, values, k in zip(self.axes, lists, indices, strict=True)}
+            chosen = [
+                {key: values[k] for (key, values), k in zip(lists.items(), indices, strict=True)}
                 for indices in zip(*np.unravel_index(drawn, sizes), strict=True)
             ]
-        return [self.trial(number, changes) for number, changes in enumerate(every, start=1)]
+        return [self.trial(number, changes) for number, changes in enumerate(chosen, start=1)]
 
 
 def searches(

@@ -118,12 +118,10 @@ def statistics(task: Task, *, seed: int | None = 0, **settings: Any) -> Statisti
     Raises:
         InvalidValue: A setting is out of range.
     """
-    survey, clients = (
-        Survey(**settings),
-        [client_columns(task, client) for client in range(task.clients)],
-    )
+    clients = [client_columns(task, client) for client in range(task.clients)]
     return collect(
-        lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)}, survey
+        lambda request: {n: answer(c, request, 1, seed, n) for n, c in enumerate(clients)},
+        Survey(**settings),
     )
 
 
@@ -142,26 +140,21 @@ def columns_of(dataset: Dataset, samples: Samples) -> dict[str, Values]:
     """Return samples as columns: a table's in their units, features, pixels by channel or numbers
     of tokens; then the target.
     """
-    inputs, labels, encoding = (
-        in_memory(samples.inputs).cpu(),
-        samples.labels.cpu(),
-        dataset.encoding,
-    )
+    inputs, labels = in_memory(samples.inputs).cpu(), samples.labels.cpu()
     columns: dict[str, Tensor | Values] = {}
-    if isinstance(encoding, TableInputs):
-        blocks = inputs.split([column.features for column in encoding.columns], 1)
-        for column, block in zip(encoding.columns, blocks, strict=True):
-            # the category "" stands for empty cells
-            texts = np.array([*(name or None for name in column.categories or ()), None], object)
-            index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
-            columns[column.name] = (
-                block.squeeze(1) if column.categories is None else texts[index.numpy()]
-            )
+    if isinstance(dataset.encoding, TableInputs):
+        encoded = dataset.encoding.columns
+        blocks = inputs.split([column.features for column in encoded], 1)
+        for column, block in zip(encoded, blocks, strict=True):
+            columns[column.name] = block.squeeze(1)
+            if column.categories is not None:
+                # the category "" stands for empty cells
+                texts = np.array([*(name or None for name in column.categories), None], object)
+                index = torch.where(block.any(1), block.argmax(1), len(texts) - 1)
+                columns[column.name] = texts[index.numpy()]
     elif inputs.dtype == torch.uint8:
-        columns = {
-            f"channel {k}": channel.flatten(1) / 255
-            for k, channel in enumerate(inputs.double().unbind(1))
-        }
+        channels = inputs.double().unbind(1)
+        columns = {f"channel {k}": values.flatten(1) / 255 for k, values in enumerate(channels)}
     elif not inputs.is_floating_point():
         columns = {"tokens": (inputs != 0).sum(1)}
     elif inputs.dim() == 2:
@@ -215,7 +208,10 @@ def answer(
         return noise * normal(torch.empty(count), generator).numpy() if noise else np.zeros(count)
 
     least = 0 if noise else max(smallest, asked["smallest"])
-    hiding = max(least, smallest, _hiding(columns, noise))
+    hiding = float(max(least, smallest))
+    if noise:  # the client computes itself what hides a single row
+        texts = sum(_kind(values) == "categories" for values in columns.values())
+        hiding = max(hiding, _hiding_rows(noise, MOST_DELTA, texts))
     answers: dict[str, Listed] = {}
     for name, about in asked.get("columns", {}).items():
         values = _complete(columns[name], about)
@@ -227,11 +223,9 @@ def answer(
             shown = max(hiding, about.get("least", 0.0))  # a server may only raise it
             answers[name] = _sums(values, about, empty, shown, partial(random, name), noise > 0)
         elif step == "squares":
-            most = max((bound - about["mean"]) ** 2 for bound in about.get("bounds", (0.0,)))
-            answers[name] = (
-                [float(((values - about["mean"]) ** 2).sum() + most * random(name)[0])],
-                {},
-            )
+            mean = about["mean"]
+            most = max((bound - mean) ** 2 for bound in about.get("bounds", (0.0,)))
+            answers[name] = [float(((values - mean) ** 2).sum() + most * random(name)[0])], {}
         else:
             low, high, count = about["bins"]
             rows = np.histogram(np.clip(values, low, high), count, (low, high))[0].astype(float)
@@ -285,15 +279,12 @@ def _told(cells: Values, values: Values, about: _About) -> int:
     return int(((low <= cells) & (cells <= high)).sum())
 
 
-def _hiding(columns: Mapping[str, Values], noise: float) -> float:
-    """Return the fewest rows, noise included, of a category that may be told beside noise.
+def _hiding_rows(noise: float, delta: float, texts: int) -> float:
+    """Return the fewest noisy rows of a category that may be told, of `texts` columns of text.
 
-    The client computes this threshold, which hides a single row, itself.
+    A category of a single row is told with probability delta / 2, over all columns.
     """
-    if not noise:
-        return 0.0
-    texts = sum(_kind(values) == "categories" for values in columns.values())
-    return 1 + noise * float(norm.isf(MOST_DELTA / 2 / max(1, texts)))
+    return 1 + noise * float(norm.isf(delta / 2 / max(1, texts)))
 
 
 def _sums(
@@ -353,81 +344,113 @@ def _complete(values: Values, about: _About) -> Values:
 
 
 def collect(ask: Callable[[Words], Mapping[int, Words]], survey: Survey) -> Statistics:
-    """Return the statistics of all clients; `ask` brings a request to each and returns their
-    answers by number.
+    """Return the statistics of all clients.
 
-    Raises `InvalidValue` for clients whose columns differ, and bounds that are missing or of no
-    column; `RefusedReply` for an answer that is not of the numbers that were asked for.
+    Args:
+        ask: Sends a request to every client and returns their answers by the client's number.
+        survey: Settings.
+
+    Returns:
+        The statistics.
+
+    Raises:
+        InvalidValue: Columns differ between clients, or bounds are missing or of no column.
+        RefusedReply: An answer does not hold the numbers that were asked for.
     """
-    request: Words = {"step": "kinds", "smallest": survey.smallest, "noise": 0.0}
+    replies = ask({"step": "kinds", "smallest": survey.smallest, "noise": 0.0})
     tables = {
         client: _sound(dict[_Name, Kind], words.get("kinds"), client)
-        for client, words in ask(request).items()
+        for client, words in replies.items()
     }
-    kinds = _agreed(tables)
-    numbers = [name for name, kind in kinds.items() if kind == "numbers"]
-    for name in survey.bounds:
-        if name not in numbers:
-            raise InvalidValue(
-                f"bounds: {quoted(name)} is no column of numbers{suggestion(name, numbers)}"
-            )
-    if survey.epsilon is not None and (
-        unbounded := [name for name in numbers if name not in survey.bounds]
-    ):
-        raise InvalidValue(
-            f"epsilon needs bounds for column {quoted(unbounded[0])}: the lowest and highest value it can have"
-        )
-    about: dict[str, Words] = {
-        name: {"bounds": survey.bounds[name]} if name in survey.bounds else {} for name in kinds
-    }
-    releases = 0 if survey.epsilon is None else 4 * len(numbers) + len(kinds) - len(numbers)
-    if survey.epsilon is not None:
-        request |= {
-            "noise": noise_for(survey.epsilon, 1.0, releases, survey.delta / 2),
-            "releases": releases,
-        }
-        # A category of a single row is told with probability delta / 2, over all columns.
-        least = 1 + request["noise"] * float(
-            norm.isf(survey.delta / 2 / max(1, len(kinds) - len(numbers)))
-        )
-        about |= {name: {"least": least} for name, kind in kinds.items() if kind == "categories"}
+    collection = _Collection(ask, survey, _agreed(tables))
+    collection.add_sums()
+    collection.add_squares()
+    collection.add_bins()
+    return Statistics(
+        collection.columns, len(tables), survey, collection.noise, collection.releases
+    )
 
-    def summed(step: str) -> dict[str, Listed]:
-        answers = ask({**request, "step": step, "columns": about}) if about else {}
-        sums: dict[str, Listed] = {}
+
+class _Collection:
+    """The statistics as they grow from step to step."""
+
+    def __init__(
+        self, ask: Callable[[Words], Mapping[int, Words]], survey: Survey, kinds: Mapping[str, Kind]
+    ) -> None:
+        self.ask, self.survey = ask, survey
+        self.columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
+        self.numbers = [name for name, kind in kinds.items() if kind == "numbers"]
+        bounds, numbers = survey.bounds, self.numbers
+        for name in bounds:
+            if name not in numbers:
+                near = suggestion(name, numbers)
+                raise InvalidValue(f"bounds: {quoted(name)} is no column of numbers{near}")
+        self.noise, self.releases = 0.0, 0
+        self.about: dict[str, Words] = {
+            name: {"bounds": bounds[name]} if name in bounds else {} for name in kinds
+        }
+        if survey.epsilon is not None:
+            for name in numbers:
+                if name not in bounds:
+                    raise InvalidValue(
+                        f"epsilon needs bounds for column {quoted(name)}: the lowest and highest "
+                        "value it can have"
+                    )
+            texts = len(kinds) - len(numbers)
+            self.releases = 4 * len(numbers) + texts
+            self.noise = noise_for(survey.epsilon, 1.0, self.releases, survey.delta / 2)
+            least = _hiding_rows(self.noise, survey.delta, texts)
+            self.about |= {name: {"least": least} for name in kinds if name not in numbers}
+
+    def add_sums(self) -> None:
+        """Add the rows, the empty cells, the means and the categories of all columns."""
+        for name, ((count, empty, *total), rows) in self._summed("sums", 2).items():
+            categories = dict(sorted(rows.items()))
+            self._set(name, count=count, empty=empty, categories=categories)
+            if total and count > 0:
+                low, high = self.survey.bounds.get(name, (-math.inf, math.inf))
+                self.about[name]["mean"] = min(max(total[0] / count, low), high)
+        self.about = {name: words for name, words in self.about.items() if "mean" in words}
+
+    def add_squares(self) -> None:
+        """Add the deviations, and the edges of the bins."""
+        for name, ((squares,), _) in self._summed("squares", 1).items():
+            mean = self.about[name]["mean"]
+            deviation = math.sqrt(max(0.0, squares) / self.columns[name].count)
+            reach = REACH * deviation or max(1.0, abs(mean)) / 2
+            edges = self.survey.bounds.get(name, (mean - reach, mean + reach))
+            self._set(name, mean=mean, deviation=deviation, edges=edges)
+            self.about[name]["bins"] = (*edges, self.survey.bins)
+
+    def add_bins(self) -> None:
+        """Add the rows of each bin."""
+        for name, (bins, _) in self._summed("bins", self.survey.bins).items():
+            self._set(name, bins=tuple(bins))
+
+    def _set(self, name: str, **figures: Any) -> None:
+        self.columns[name] = replace(self.columns[name], **figures)
+
+    def _summed(self, step: str, length: int) -> dict[str, Listed]:
+        """Return the sums over the clients of `length` numbers of each column (one more for sums of
+        numbers), and the rows of each category.
+        """
+        request = {"step": step, "smallest": self.survey.smallest, "noise": self.noise}
+        if self.noise:
+            request["releases"] = self.releases
+        answers = self.ask({**request, "columns": self.about}) if self.about else {}
+        sums: dict[str, list[float]] = {}
         told: dict[str, dict[int, dict[str, float]]] = {}
         for client, words in sorted(answers.items()):
-            for name, (listed, rows) in _sound(
-                dict[_Name, Listed], words.get("columns"), client
-            ).items():
-                length = {"sums": 2 + (name in numbers), "squares": 1, "bins": survey.bins}[step]
-                if name not in about or len(listed) != length:
+            columns = _sound(dict[_Name, Listed], words.get("columns"), client)
+            for name, (listed, rows) in columns.items():
+                wanted = length + (step == "sums" and name in self.numbers)
+                if name not in self.about or len(listed) != wanted:
                     raise _refusal(client)
-                if not request["noise"] and min(*listed[:2], *rows.values(), 0.0) < 0:
+                if not self.noise and min(*listed[:2], *rows.values(), 0.0) < 0:
                     raise _refusal(client)
-                total, _ = sums.setdefault(name, ([0.0] * length, {}))
-                total[:] = map(add, total, listed)
+                sums[name] = list(map(add, sums.get(name, [0.0] * wanted), listed))
                 told.setdefault(name, {})[client] = rows
-        return {name: (total, _categories(told[name], name)) for name, (total, _) in sums.items()}
-
-    columns = {name: ColumnStatistics(kind) for name, kind in kinds.items()}
-    for name, ((count, empty, *total), rows) in summed("sums").items():
-        columns[name] = replace(
-            columns[name], count=count, empty=empty, categories=dict(sorted(rows.items()))
-        )
-        if total and count > 0:
-            low, high = survey.bounds.get(name, (-math.inf, math.inf))
-            about[name]["mean"] = min(max(total[0] / count, low), high)
-    about = {name: words for name, words in about.items() if "mean" in words}
-    for name, ((squares,), _) in summed("squares").items():
-        mean, deviation = about[name]["mean"], math.sqrt(max(0.0, squares) / columns[name].count)
-        reach = REACH * deviation or max(1.0, abs(mean)) / 2
-        edges = survey.bounds.get(name, (mean - reach, mean + reach))
-        columns[name] = replace(columns[name], mean=mean, deviation=deviation, edges=edges)
-        about[name]["bins"] = (*edges, survey.bins)
-    for name, (bins, _) in summed("bins").items():
-        columns[name] = replace(columns[name], bins=tuple(bins))
-    return Statistics(columns, len(tables), survey, request["noise"], releases)
+        return {name: (total, _categories(told[name], name)) for name, total in sums.items()}
 
 
 def _categories(told: Mapping[int, Mapping[str, float]], name: str) -> dict[str, float]:
