@@ -131,10 +131,10 @@ def dataset(labels: Any = NAMES, inputs: Any = FEATURES, **options: Any) -> fl.D
             lambda: fl.Samples(FEATURES, NAMES, [[0]] * 12),
             "groups are one client for each sample, [n], not of shape",
         ),
-        (lambda: dataset(np.ones(12)), "give whole numbers or text, or objective='regression'"),
+        (lambda: dataset(np.ones(12)), "give integers or text, or set objective='regression'"),
         (
             lambda: dataset(np.ones((12, 3), int)),
-            "give labels.argmax(1), or objective='multilabel'",
+            "give labels.argmax(1), or set objective='multilabel'",
         ),
         (
             lambda: dataset(np.arange(12), classes=10),

@@ -177,7 +177,9 @@ def test_a_classifier_that_is_no_linear_layer_onto_the_classes_is_refused() -> N
             bias=False,
         )
     narrow = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(InvalidValue, match="onto 4 classes, but 0 has 2"):
+    with pytest.raises(
+        InvalidValue, match="a classifier with 4 outputs, one for each class, but 0 has 2"
+    ):
         LinearHead.of(
             SimpleNamespace(module=narrow, layout=Layout(narrow), classes=4), "fedgen", bias=False
         )

@@ -118,17 +118,17 @@ def test_adapters_cost_a_small_part_of_the_whole_model(
     [
         (
             "causal_lm(folder='nowhere')",
-            "causal_lm: folder 'nowhere' holds no model: it has no config.json",
+            "causal_lm: folder 'nowhere' has no config.json",
         ),
         (
             "causal_lm(folder='{folder}', lora=0, dtype=bfloat16)",
-            "dtype=bfloat16 is for a frozen model under adapters",
+            "dtype=bfloat16 needs a frozen model with adapters",
         ),
         ("causal_lm(folder='{folder}', modules=['c_atn'])", "lora: Target modules"),
         ("causal_lm", "causal_lm needs folder"),
         (
             "transformer(width=10, heads=4)",
-            "width must be a multiple of heads, and 10 is none of 4",
+            "width must be a multiple of heads (4), got 10",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_models_that_do_not_fit_are_refused_in_one_line(
 
 @installed
 def test_a_vocabulary_that_the_model_does_not_know_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidValue, match="knows 12 tokens, the data have 13"):
+    with pytest.raises(InvalidValue, match="has 12 tokens, but the data have 13"):
         build_model(f"causal_lm(folder='{folder}')", DataSpec((6,), 13, 13), 0)
 
 

@@ -124,7 +124,7 @@ def test_a_model_is_built_from_an_import_path() -> None:
         ("my_nets:text", {}, "must return a torch.nn.Module, not str"),
         ("my_nets:refuses", {}, "RuntimeError: too narrow"),
         ("my_nets:Net", {"wide": 3}, "unexpected keyword argument 'wide'"),
-        ("my_nets:Net", {"spec": 3}, "'spec' describes the data and is no option"),
+        ("my_nets:Net", {"spec": 3}, "fedloom sets 'spec'. Remove it"),
         ("my_nets:plain", {}, "missing 1 required keyword-only argument: 'features'"),
     ],
 )
@@ -175,8 +175,8 @@ def test_tied_parameters_are_in_one_block() -> None:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ((("0",),), "leave out the parameter '1.weight'"),
-        ((("0",), ("2",)), "name '2', which is no submodule"),
+        ((("0",),), "do not contain the parameter '1.weight'"),
+        ((("0",), ("2",)), "name '2', but it has no such submodule"),
     ],
 )
 def test_wrong_blocks_are_named(declared: tuple[tuple[str, ...], ...], message: str) -> None:
@@ -213,6 +213,6 @@ def test_a_model_names_its_classifier() -> None:
     module.head = "fist.0"
     with pytest.raises(
         InvalidValue,
-        match=r"^the head of Named is 'fist.0', which is no submodule of it: did you mean 'first.0'\?$",
+        match=r"^the head of Named is 'fist.0', but it has no such submodule: did you mean 'first.0'\?$",
     ):
         head_name(module)

@@ -266,6 +266,6 @@ def test_leafs_model_has_the_size_of_its_layers() -> None:
 def test_a_model_of_next_tokens_refuses_classes() -> None:
     spec = fl.DataSpec((5,), 4, 10)
     with pytest.raises(
-        InvalidValue, match="recurrent predicts one of 10 tokens, but the data have 4 outputs: set"
+        InvalidValue, match="recurrent predicts one of 10 tokens, but the data need 4 outputs: set"
     ):
         build_model("recurrent", spec, 0)

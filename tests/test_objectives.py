@@ -357,7 +357,7 @@ def test_a_function_is_named_by_its_import_path() -> None:
         ),
         (lambda: build_objective("regression(kind=cubed)"), "kind must be"),
         (lambda: build_objective("no_such_module:loss"), "objective 'no_such_module:loss'"),
-        (lambda: Classification(class_weights=(0.0, 0.0)), "class_weights must not all be 0"),
+        (lambda: Classification(class_weights=(0.0, 0.0)), "class_weights are all 0"),
         (
             lambda: Dataset("d", *_parts(torch.zeros(4)), 2),
             "needs labels [n] of int64, not [3] of float32",
@@ -376,7 +376,7 @@ def test_a_function_is_named_by_its_import_path() -> None:
         ),
         (
             lambda: prediction({"scores": torch.zeros(1)}),
-            "the model returns a dictionary of scores",
+            "the model returned a dictionary of scores",
         ),
     ],
 )
@@ -612,9 +612,9 @@ def test_a_metric_may_be_a_users_function() -> None:
             "f1 has no option 'averag': did you mean 'average'?",
         ),
         ("classification", "f1(average='macr')", "metrics: \"f1(average='macr')\": "),
-        ("classification", "confusion_matrix", "confusion_matrix gives [3, 3], not one number"),
+        ("classification", "confusion_matrix", "confusion_matrix returned [3, 3], not one number"),
         ("squared", "mean_squared_eror", "did you mean 'mean_squared_error'?"),
-        ("sequence", "f1", "metrics by name are for classification, multilabel and regression"),
+        ("sequence", "f1", "only classification, multilabel and regression have metrics by name"),
     ],
 )
 def test_metrics_that_do_not_fit_are_refused_in_one_line(

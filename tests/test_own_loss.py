@@ -253,7 +253,7 @@ def average(outputs: Tensor, targets: Tensor) -> Tensor:
         ),
         (
             lambda: Classification(0.1, criterion=focal),
-            "with criterion there is no cross entropy: leave out label_smoothing",
+            "criterion replaces the cross entropy, so label_smoothing and class_weights have no effect",
         ),
         (lambda: Classification(criterion=3), "criterion must be .*, not 3"),  # type: ignore[arg-type]
         (
@@ -271,7 +271,7 @@ def average(outputs: Tensor, targets: Tensor) -> Tensor:
         ),
         (
             classes_without_accuracy,
-            r"Target \d is out of bounds.*; a loss of classes goes with metrics=\['accuracy'\]",
+            r"Target \d is out of bounds.*; for a loss over classes set metrics=\['accuracy'\]",
         ),
         (lambda: task(nn.CrossEntropyLoss), "not the class CrossEntropyLoss"),
     ],

@@ -809,7 +809,7 @@ def test_a_head_without_a_bias_is_refused(expression: str) -> None:
     world = World()
     world.module.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
     with pytest.raises(
-        InvalidValue, match=rf"^{expression} needs a classifier with a bias, and head has none$"
+        InvalidValue, match=rf"^{expression} needs a classifier with a bias, but head has none$"
     ):
         world.run(build(expression))
 
@@ -819,7 +819,7 @@ def test_a_model_that_is_all_classifier_is_refused(expression: str) -> None:
     world = World()
     world.module = nn.Sequential(nn.Linear(5, 3, dtype=torch.float64))
     with pytest.raises(
-        InvalidValue, match=r"needs a base under the classifier, and Sequential is a single layer$"
+        InvalidValue, match=r"needs layers under the classifier, but Sequential is a single layer$"
     ):
         world.run(build(expression))
 

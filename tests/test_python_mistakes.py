@@ -89,7 +89,7 @@ def test_partitions_of_ones_own_by_function_path_and_list(monkeypatch: pytest.Mo
         ({"model": lambda wide: wide}, "model <lambda>: .*missing .*'wide'"),
         (
             {"model": None},
-            "model must be a name, a torch.nn.Module or a function that makes one, not None",
+            "model must be a name, a torch.nn.Module or a function that returns one, not None",
         ),
         (
             {"objective": nn.CrossEntropyLoss},

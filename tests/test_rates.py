@@ -250,7 +250,7 @@ def test_methods_that_read_gradients_off_the_steps_say_so_at_set_up(method: str)
 
 
 def test_pfedme_refuses_a_rate_at_which_it_diverges_at_set_up() -> None:
-    with pytest.raises(FedloomError, match="from 2 on the local model diverges"):
+    with pytest.raises(FedloomError, match="at 2 or more the local model diverges"):
         begun("pfedme(regularisation=30)")
 
 

@@ -369,7 +369,7 @@ def test_partners_in_order_keep_the_mean_of_the_pool() -> None:
 
 def test_fedcross_needs_two_models() -> None:
     with pytest.raises(
-        InvalidValue, match=r"^fedcross: 1 participants are too few: a model needs 1 others$"
+        InvalidValue, match=r"^fedcross needs at least 2 participants, got 1: raise participation$"
     ):
         World(participation=1 / 7).run(build("fedcross"))
 

@@ -1,1 +1,1 @@
-"""The methods: one short file each; a file registers what it holds."""
+"""The federated algorithms, one file each. Each file registers its algorithms."""

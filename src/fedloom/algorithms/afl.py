@@ -16,13 +16,13 @@ class AFL(ReportsLoss):
     Proj is the projection on the simplex, F_i the loss of w_t on all of client i's samples (0
     without a reply); lambda starts at 1/N. The global model is the mean of the iterates. With
     `training.steps = 1` w_t - w_i is a gradient step, as in the paper. Needs all clients in every
-    round. Traffic: one number more up.
+    round. Traffic: one additional number up.
     Source: Mohri et al. 2019, algorithm 1; local training of several steps as in easyFL.
-    Use it with few clients, each of which must be served well.
+    Use it with few clients, if the model must serve each of them well.
 
     Args:
         rate: Learning rate of lambda (easyFL: 0.01); 0 is FedAvg with equal weights.
-        mean_of_iterates: Score the mean of all rounds' models; `false` scores the last one.
+        mean_of_iterates: Score the mean of the models of all rounds; `false` scores the last model.
     """
 
     rate: NonNegative = 0.01
@@ -57,8 +57,8 @@ class AFL(ReportsLoss):
 
 
 def on_simplex(values: Tensor) -> Tensor:
-    """Return the point of the simplex that is nearest to `values [n]`: max(values - theta, 0), of
-    sum 1.
+    """Return the nearest point of the simplex to `values [n]`: max(values - theta, 0), with theta
+    such that the sum is 1.
     """
     ordered = values.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(

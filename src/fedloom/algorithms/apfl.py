@@ -11,21 +11,20 @@ from fedloom.records import Message
 
 @algorithms.register("apfl")
 class APFL(PartlyShared):
-    """Adaptive personalised federated learning: a client deploys alpha v + (1 - alpha) w, with a
-    local v beside the global w.
+    """Adaptive personalised federated learning: a client deploys alpha v + (1 - alpha) w, a mixture
+    of a local model v and the global model w.
 
     Per batch w <- w - eta grad l(w), then v <- v - eta alpha grad l(m) at the mixture m of v and
     the new w. If `adaptive`, the first batch of a round also moves alpha <- clip(alpha - eta <v -
-    w, grad l(m)>, 0, 1). w travels; v, which starts as the initial model, and alpha stay.
-    Steps are plain: momentum, weight decay and clipping of local training do not apply. A client
-    that has not trained yet deploys the download. alpha = 0 is FedAvg, alpha = 1 local training of
-    v.
+    w, grad l(m)>, 0, 1). w travels; v, which starts as the initial model, and alpha stay with the
+    client. Steps are plain: momentum, weight decay and clipping of local training do not apply. A
+    client that has not trained yet deploys the download. alpha = 0 is FedAvg, alpha = 1 local
+    training of v.
     Source: Deng et al. 2020, algorithm 1, which mixes weights; the authors' code mixes outputs.
-    Use it when some clients gain from the others and some do not; it costs a second gradient a
-    batch.
+    Use it when only some clients gain from the others; it costs a second gradient per batch.
 
     Args:
-        alpha: Share of v, at the start if it adapts (authors: 0.5).
+        alpha: Share of v; its initial value if `adaptive` (authors: 0.5).
         adaptive: Learn alpha (authors: off).
     """
 

@@ -19,23 +19,23 @@ class Apple(EveryModel):
     """APPLE: adaptive personalised cross-silo learning. Client i's model theta_i = sum_j q_ij c_j
     mixes all N core models c_j.
 
-    Per batch, with G = grad l(theta_i; b), a client trains its own core, c_i <- c_i - eta q_ii G,
-    and its relations, q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), and mixes
-    again; it uploads c_i. q0_j = n_j / sum n; l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T,
-    then 0, with t the earlier rounds and L = `decline`. Steps are plain: momentum, weight decay and
+    Per batch, with G = grad l(theta_i; b), a client trains its core, c_i <- c_i - eta q_ii G, and
+    its relations, q_ij <- q_ij - relation_rate (<G, c_j> + l(t) mu (q_ij - q0_j)), and mixes again;
+    it uploads c_i. q0_j = n_j / sum n; l(t) = (cos(pi t / (L T)) + 1) / 2 while t < L T, then 0,
+    with t the earlier rounds and L = `decline`. Steps are plain: momentum, weight decay and
     clipping of local training do not apply. Needs all clients in every round. theta_i is scored;
     the global model is the mean of the cores by samples. Traffic: 1 + N models.
     Source: Luo and Wu 2022, algorithm 1; FedALA, appendix G.
-    Use it with few clients that are always there and fall into groups; every client downloads all
-    core models.
+    Use it with few, always available clients that form groups; every client downloads all core
+    models.
 
     Args:
         relation_rate: Learning rate of the relations q.
         mu: Weight of the pull of q towards the shares of data q0.
-        decline: Share of the rounds over which that pull falls to 0.
-        initial: Start of q_i: q0 (`shares`, the authors) or 1 / N (`uniform`, PFLlib).
+        decline: Share of the rounds over which this pull falls to 0.
+        initial: Initial value of q_i: q0 (`shares`, the authors) or 1 / N (`uniform`, PFLlib).
         variant: `pfllib` multiplies eta by N, replaces <G, c_j> by the mean over tensors of mean(G
-            * c_j), uploads theta_i.
+            * c_j), and uploads theta_i.
     """
 
     relation_rate: NonNegative = 0.01
@@ -64,7 +64,7 @@ class Apple(EveryModel):
     # --- the client half ---
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
-        # every client is sent the same cores [N, m]
+        # All clients receive the same cores [N, m].
         cores, shares = inbox["cores"][0], inbox["shares"]
         count, owner = cohort.layout.trainable, torch.tensor(cohort.clients, device=cores.device)
         trainable = cores[:, :count]
@@ -118,8 +118,8 @@ class Apple(EveryModel):
 
 
 def mean_by_tensor(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return `gradient [k, T]`, each tensor divided by its size and by their number: PFLlib's
-    product with a core.
+    """Return `gradient [k, T]` with each tensor divided by its size and by the number of tensors:
+    PFLlib's product with a core.
     """
     tensors = [tensor for tensor in layout.slices if tensor.stop <= layout.trainable]
     return torch.cat(

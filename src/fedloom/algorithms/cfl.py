@@ -14,17 +14,17 @@ class CFL(Algorithm):
 
     After `first_round` a cluster of more than two clients with ||mean D|| < mean_norm and max
     ||D_i|| > client_norm splits in two by complete linkage on -cos(D_i, D_j), over the trainable
-    parameters; both parts move by their own mean. A client deploys its cluster's model; the global
-    model is the mean over clients. Needs all clients in every round; one without a reply stays
-    where it is.
+    parameters; each half moves by its own mean. A client deploys its cluster's model; the global
+    model is the mean over clients. Needs all clients in every round; a client without a reply stays
+    in its cluster.
     Source: Sattler et al. 2020, algorithm 2; thresholds of the authors' code.
     Use it when clients' data contradict each other and the number of groups is unknown.
 
     Args:
-        mean_norm: epsilon_1: below it a cluster stands still; 0 never splits and is FedAvg with
-            equal weights.
-        client_norm: epsilon_2: above it its clients still move.
-        first_round: Rounds before the first split.
+        mean_norm: epsilon_1: a cluster with a smaller mean update is stationary; 0 never splits and
+            is FedAvg with equal weights.
+        client_norm: epsilon_2: a client with a larger update still moves.
+        first_round: Number of rounds before the first split.
     """
 
     mean_norm: NonNegative = 0.4
@@ -56,7 +56,7 @@ class CFL(Algorithm):
         moved = updates[:, : self.plan.layout.trainable].double()
         models, cluster = list(self.state["models"]), self.state["cluster"].clone()
         for number in range(len(models)):
-            # so that clusters are numbered by their clients, not by the slots
+            # Order by client, so that the numbers of clusters do not depend on the slots.
             order = replies.clients.argsort()
             members = order[cluster[replies.clients][order] == number]
             if not len(members):
@@ -88,10 +88,10 @@ class CFL(Algorithm):
 
 
 def bipartition(updates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two parts of `updates [k, T]` by complete linkage on -cos, as indices; the first
-    holds row 0.
+    """Return the two halves of `updates [k, T]` by complete linkage on -cos, as indices of rows.
+    The first half contains row 0.
     """
-    # takes a fifth of what PyTorch takes to import
+    # Imported here, since it adds a fifth to the time to import PyTorch.
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
 

@@ -15,12 +15,12 @@ class Ditto(PartlyShared):
     w_t||^2.
 
     In each round v trains first, with w_t the start of local training; then the client trains w_t
-    as in FedAvg and uploads that. Personal models start equal, have batch-norm statistics of their
-    own and are scored (for a client that has not trained yet, the download is). lambda = 0 is local
-    training.
+    as in FedAvg and uploads the result. Personal models start equal, have their own batch-norm
+    statistics and are scored; a client that has not trained yet scores the download. lambda = 0 is
+    local training.
     Source: Li et al. 2021, algorithm 1; FedALA, appendix G.
-    Use it when clients differ much and you want a global model and personal ones at once; it costs
-    a second training.
+    Use it when clients differ much and you need a global model and personal models; it costs a
+    second training.
 
     Args:
         regularisation: lambda (FedALA: 0.1, searched between 1e-4 and 10).

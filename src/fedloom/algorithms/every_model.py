@@ -8,8 +8,8 @@ from fedloom.records import Plan, Replies
 
 
 class EveryModel(PartlyShared):
-    """Base of methods whose server keeps the last model of each client, `models [N, m]`; all take
-    part in every round.
+    """Base of methods with a server that stores the last model of each client, `models [N, m]`. All
+    clients take part in every round.
     """
 
     needs: ClassVar[Any] = (require_everybody,)
@@ -18,7 +18,7 @@ class EveryModel(PartlyShared):
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
         initial = take(plan.initial.unsqueeze(0), self._unit)
-        # A view that takes no memory until the first models arrive.
+        # A view, which needs no memory until the first models arrive.
         self.state = {"initial": plan.initial.clone(), "models": initial.expand(plan.clients, -1)}
 
     def receive(self, round: Round, replies: Replies) -> None:

@@ -14,14 +14,14 @@ from fedloom.records import Message, Plan, Replies, server_model, start_is_chang
 
 @algorithms.register("fedamp")
 class FedAMP(EveryModel):
-    """FedAMP: clients with similar models attract each other through a personalised mean u_i that
-    the server makes for each.
+    """FedAMP: clients with similar models attract each other. The server computes a personalised
+    mean u_i for each client.
 
     u_i = sum_j xi_ij w_j, xi_ij = (alpha / sigma) exp(-||w_i - w_j||^2 / sigma) for j != i and
-    xi_ii = 1 - sum_{j != i} xi_ij; where that sum exceeds 1, its xi_ij are scaled down to it
-    (`diagnose` reports for how many clients). A client trains its own w_i, not u_i, on L_i(w) +
-    (lambda / (2 alpha)) ||w - u_i||^2, uploads it and is scored with it. The global model is the
-    mean of the clients' models. Needs all clients in every round.
+    xi_ii = 1 - sum_{j != i} xi_ij. Where the sum exceeds 1, its xi_ij are divided by it (`diagnose`
+    reports the share of such clients). A client trains its own w_i, not u_i, on L_i(w) + (lambda /
+    (2 alpha)) ||w - u_i||^2, uploads it and is scored with it. The global model is the mean of the
+    clients' models. Needs all clients in every round.
     Source: Huang et al. 2021, algorithm 1; FedALA, appendix G.
     Use it in cross-silo federations with all clients in every round that form unknown groups.
 
@@ -29,7 +29,8 @@ class FedAMP(EveryModel):
         alpha: Strength of the attraction (FedALA: 1000).
         regularisation: lambda (FedALA: 1).
         sigma: Scale of squared distances between models (FedALA: 0.1).
-        norm: `plain` takes the norm in a client's loss unsquared, as PFLlib does.
+        norm: `squared`, or `plain` for the norm without the square in a client's loss, as in
+            PFLlib.
     """
 
     alpha: Positive = 1000.0
@@ -68,7 +69,7 @@ class FedAMP(EveryModel):
         ).fill_diagonal_(0)
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        # A start that a part has made counts; otherwise a client continues from its own model.
+        # If a part changed the start, train from it; otherwise continue from the client's model.
         model = start if start_is_changed(inbox) else cohort.memory.get(self.own_model, start)
         context = {
             "server_model": self.complete(cohort, server_model(inbox))[:, : cohort.layout.trainable]
@@ -81,8 +82,9 @@ class FedAMP(EveryModel):
 
 
 def _plain_proximal(strength: float) -> Correction:
-    """Return a correction by the gradient of strength ||w - u||, u the `server_model`; 0 where only
-    rounding differs.
+    """Return a correction by the gradient of strength ||w - u||, with u the `server_model`.
+
+    It is 0 where w and u differ only by rounding.
     """
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:

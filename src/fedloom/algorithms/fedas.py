@@ -14,21 +14,21 @@ from fedloom.records import Aggregate, Message, Replies
 
 @algorithms.register("fedas")
 class FedAS(KeepsHead):
-    """FedAS: private heads over an averaged base, which each client first aligns with its own last
-    model.
+    """FedAS: private heads over an averaged base. Each client first aligns the base with its own
+    last model.
 
     With p_c the class means of features under the client's last model, the downloaded base trains
     for one epoch on the sum over the classes of a batch of mean (z - p_c)^2, at `align_rate`; then
     base and own head train as usual. Bases are averaged with weights F_i, the mean over the
     client's samples of |grad l|^2 after training, in evaluation mode. A client that has not trained
-    yet aligns nothing; the others deploy their last model as it was before the download.
-    Source: Yang et al. 2024 (FedAS); steps of the authors' code, but for its F, which depends on
+    yet aligns nothing; the other clients deploy their last model as it was before the download.
+    Source: Yang et al. 2024 (FedAS); steps of the authors' code, except F, which there depends on
     the batches.
     Use it when clients take part rarely, so that their heads no longer fit the base that they
     receive.
 
     Args:
-        align_rate: Learning rate of the alignment in every round; 0 leaves it out.
+        align_rate: Learning rate of the alignment in every round; 0 skips it.
     """
 
     align_rate: NonNegative = 0.01
@@ -41,7 +41,7 @@ class FedAS(KeepsHead):
         return {**super().expects(round), "fisher": ()}
 
     def fold(self, round: Round, replies: Replies) -> Aggregate:
-        # Where nobody has anything to learn, all count alike.
+        # If all gradients are 0, all clients have the same weight.
         return replace(
             replies, weights=replies["fisher"].cpu().double().clamp_min(1e-30)
         ).aggregate()
@@ -70,14 +70,14 @@ class FedAS(KeepsHead):
 
 def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
     """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2,
-    p `means [Y, d]`.
+    with p_c from `means [Y, d]` of the context.
     """
     distance = (net.both(batch.inputs)[0] - context["means"][batch.labels]).square().mean(1)
     return (distance / (batch.labels.unsqueeze(1) == batch.labels).sum(1)).sum()
 
 
 def fisher_traces(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return for each model of `rows [k, P]` the mean over its client's samples of |grad l|^2, in
+    """Return the mean over each client's samples of |grad l|^2 for its model in `rows [k, P]`, in
     evaluation mode, `[k]`.
     """
     module, traces = cohort.flat_module, rows.new_zeros(len(rows))

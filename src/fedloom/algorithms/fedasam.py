@@ -16,20 +16,20 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("fedsam")
 class FedSAM(Algorithm):
-    """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, g the
-    batch's gradient at w.
+    """FedAvg with sharpness-aware local steps: the gradient is taken at w + rho g / ||g||, with g
+    the batch's gradient at w.
 
-    That is the worst point near w, to first order, on the same batch. Each step costs two passes.
-    Models are averaged by samples.
+    To first order, this is the point of largest loss near w, on the same batch. Each step costs two
+    passes. Models are averaged by samples.
     Source: Caldarola et al. 2022; Foret et al. 2021.
-    Use it when models overfit their clients and the average stays behind; it doubles the price of a
-    step.
+    Use it when models overfit their clients and the average is much worse than they are; it doubles
+    the cost of a step.
 
     Args:
         rho: Size of the perturbation (FedMR: 0.1; Caldarola et al.: 0.1 for SAM, 0.7 for ASAM).
-        swa: Evaluate the mean of the server's models of the last rounds (before these, the server's
-            model).
-        swa_start: Share of the rounds after which that mean begins.
+        swa: Evaluate the mean of the server's models of the last rounds; before these, the server's
+            model.
+        swa_start: Share of the rounds before this mean starts.
     """
 
     rho: NonNegative = 0.1
@@ -75,7 +75,7 @@ class FedSAM(Algorithm):
         return {"model": cohort.fit(inbox["model"], gradient_fn=gradient_fn, pad=True).model}
 
     def scale(self, layout: Layout, weights: Tensor) -> Tensor:
-        """Return T(w) `[k, T]`, with which the perturbation is rho T^2 g / ||T g||."""
+        """Return T(w), `[k, T]`. The perturbation is rho T^2 g / ||T g||."""
         return torch.ones_like(weights)
 
 
@@ -84,11 +84,11 @@ class FedASAM(FedSAM):
     """FedAvg with adaptive sharpness-aware local steps: the gradient is taken at w + rho T^2 g /
     ||T g||.
 
-    T(w) = |w| + `eta` for tensors with "weight" in their name (those of batch norm too), 1 for the
+    T(w) = |w| + `eta` for tensors with "weight" in their name (including batch norm), 1 for all
     others. Each step costs two passes. FedMR compares with rho 0.1, eta 0 and no averaging.
     Source: Caldarola et al. 2022.
-    Use it as FedSAM where layers have weights of very different size; `swa` steadies the curve late
-    in a run.
+    Use it as FedSAM where layers have weights of very different size; `swa` makes the curve
+    smoother late in a run.
 
     Args:
         eta: Offset of T (Caldarola et al.: 0.2); at 0 a weight of 0 is not perturbed.

@@ -6,12 +6,12 @@ from fedloom.records import Aggregate, Replies
 class FedAvg(Algorithm):
     """Federated averaging: w <- sum_i p_i w_i over the clients of the round.
 
-    p_i = n_i / sum_j n_j with n_i the client's training samples.
+    p_i = n_i / sum_j n_j, with n_i the number of client i's training samples.
     Source: McMahan et al. 2017, algorithm 1.
-    Use it first: it is the yardstick of every comparison, and hard to beat when clients are alike.
+    Use it first: it is the baseline of every comparison, and hard to beat when clients are alike.
 
     Args:
-        weighted: Weigh clients by their samples; `false` takes p_i = 1/K.
+        weighted: Weight clients by their samples; `false` takes p_i = 1/K.
     """
 
     weighted: bool = True

@@ -10,18 +10,19 @@ from fedloom.records import Message
 
 @algorithms.register("fedbabu")
 class FedBABU(KeepsHead):
-    """FedBABU: FedAvg of the base under one random head, the task's initial one, which never moves
-    and never travels.
+    """FedBABU: FedAvg of the base under one random head. The head is the initial one; it never
+    trains and never travels.
 
-    Before a client uses the received model it tunes it on its own samples; what is tuned is
-    forgotten again. The global model is the base under the initial head. `finetune_epochs = 0`
-    scores that.
+    Before a client uses the received model, it tunes the model on its own samples; the tuned model
+    is not stored. The global model is the base under the initial head. `finetune_epochs = 0` scores
+    the global model.
     Source: Oh et al. 2022 (FedBABU), algorithm 1.
-    Use it when each client needs a model of its own and training should cost no more than FedAvg.
+    Use it when each client needs a personal model and training should cost no more than FedAvg.
 
     Args:
         finetune_epochs: Epochs of tuning (authors: 5; PFLlib: 10).
-        finetune_scope: The `head`, the `body` under it or the `full` model is tuned (PFLlib: full).
+        finetune_scope: Tuned layers: the `head`, the `body` under it or the `full` model (PFLlib:
+            full).
     """
 
     finetune_epochs: NonNegativeInt = 5

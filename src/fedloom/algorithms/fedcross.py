@@ -18,25 +18,26 @@ from fedloom.records import Plan, Replies
 class FedCross(Indep):
     """Cross-aggregation: new pool[k] = alpha v_k + (1 - alpha) v_co(k) for the uploads v `[K, P]`.
 
-    co(k) is the upload of smallest (`lowest`) or largest (`highest`) cosine with v_k, over the
-    trainable parameters, among the others, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t
-    (`in_order`, which keeps the pool's mean). All models start equal; the global model is the
+    co(k) is another upload: the one with the smallest (`lowest`) or largest (`highest`) cosine with
+    v_k over the trainable parameters, or (k + ((t - 1) mod (K - 1)) + 1) mod K in round t
+    (`in_order`, which preserves the pool's mean). All models start equal; the global model is the
     unweighted mean of the pool. alpha = 1 is `indep`. Statistics mix like parameters.
     Source: Hu et al., ICDE 2024 (arXiv 2210.08285), algorithm 1; `propellers` and a growing alpha
     as its abstract describes them, in no public code.
     Use it as `fedmr`, where models should stay close to each other in every layer.
 
     Args:
-        alpha: Share of a model's own upload (authors: 0.99); pairs of a round and its share are
-            joined linearly.
+        alpha: Share of a model's own upload (authors: 0.99), or pairs of a round and its share with
+            linear steps between them.
         partner: How co(k) is chosen.
-        similarity: The cosine of the `whole` models, or the sum of those of `pairs` of tensors, the
-            first and the second, the third and the fourth, ..., statistics and counters included,
-            the last pair twice where their number is even (authors' code).
-        averaging_rounds: Rounds at the start after which every slot is the mean.
-        propellers: Partners of a model in the first `propeller_rounds` rounds: the mean of so many
-            uploads in order.
-        propeller_rounds: Number of these rounds.
+        similarity: The cosine of the `whole` models, or the sum of the cosines of `pairs` of
+            tensors as in the authors' code: the first and the second, the third and the fourth,
+            ..., including statistics and counters. With an even number of tensors the last pair
+            counts twice.
+        averaging_rounds: Rounds at the start in which every slot becomes the mean.
+        propellers: Number of partners of a model in the first `propeller_rounds` rounds. The
+            partner is then the mean of this number of uploads, chosen in order.
+        propeller_rounds: Number of rounds with propellers.
     """
 
     alpha: Schedule = 0.99
@@ -59,7 +60,8 @@ class FedCross(Indep):
         needed = self.propellers if self.propeller_rounds else 1
         if plan.participants <= needed:
             raise InvalidValue(
-                f"fedcross: {plan.participants} participants are too few: a model needs {needed} others"
+                f"fedcross needs at least {needed + 1} participants, got {plan.participants}: "
+                "raise participation"
             )
 
     def receive(self, round: Round, replies: Replies) -> None:
@@ -71,7 +73,7 @@ class FedCross(Indep):
             self.state["pool"] = pool.lerp(partners, share) if share else pool
 
     def _partners(self, pool: Tensor, integers: Tensor | None, number: int) -> Tensor:
-        """Return what each model of the pool is pulled towards, `[K, P]`."""
+        """Return the model towards which each model of the pool moves, `[K, P]`."""
         if self.plan.passed(number) < self.propeller_rounds:
             return torch.stack(
                 [pool[in_order(len(pool), number + k)] for k in range(self.propellers)]
@@ -84,8 +86,11 @@ class FedCross(Indep):
         return pool[by_cosine(rows, self.blocks(rows.shape[1]), self.partner == "highest")]
 
     def blocks(self, length: int) -> list[Unit]:
-        """Return the slices whose cosines are added, of a row of this length; a longer one than a
-        model has the integer buffers behind it.
+        """Return the slices of a row for the sum of cosines.
+
+        Args:
+            length: Length of the row. If it exceeds a model's, the integer buffers follow the
+                model.
         """
         layout = self.plan.layout
         if self.similarity == "whole":
@@ -100,15 +105,22 @@ class FedCross(Indep):
 
 
 def in_order(count: int, number: int) -> Tensor:
-    """Return the partner of each of `count` models in round `number`, `[count]`: the one so many
-    places further.
+    """Return the partner of each of `count` models in round `number`, `[count]`: a shift that
+    changes with the round.
     """
     return (torch.arange(count) + (number - 1) % (count - 1) + 1) % count
 
 
 def by_cosine(rows: Tensor, blocks: Sequence[Unit], largest: bool) -> Tensor:
-    """Return the index of the other row of largest or smallest cosine, summed over `blocks`, for
-    each of `rows [K, P]`; the first of equal ones.
+    """Return the partner of each row by cosine.
+
+    Args:
+        rows: Models, `[K, P]`.
+        blocks: Slices of a row. Their cosines are added.
+        largest: Choose the row of largest cosine instead of smallest.
+
+    Returns:
+        Index of another row for each row, `[K]`; the first of equal ones.
     """
     directions = [torch.nn.functional.normalize(take(rows, block), dim=1) for block in blocks]
     cosine = torch.stack([unit @ unit.T for unit in directions]).sum(0)

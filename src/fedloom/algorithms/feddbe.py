@@ -14,16 +14,15 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("feddbe")
 class FedDBE(PartlyShared):
-    """Domain bias elimination: FedAvg of models under whose head each client has a trained shift m
-    of the features z.
+    """Domain bias elimination: FedAvg of models, with a trained shift m of the features z under the
+    head of each client.
 
     Clients minimise CE(head(z + m), y) + (kappa / 2) mean over dimensions of (mu - consensus)^2,
-    with the running mean of features mu <- (1 - beta) mu + beta mean_batch z, 0 at the start of a
-    round and a constant but for the batch's part. m moves by plain SGD at the round's rate, starts
-    at 0 and never travels. In the first round that anybody answers clients train without both, and
-    their models are discarded: the consensus is the mean of their mu, by samples. A client deploys
-    head(z + m). Traffic: as many numbers more as there are features, down in each round and up
-    once.
+    with the running mean of features mu <- (1 - beta) mu + beta mean_batch z. mu is 0 at the start
+    of a round, and only the batch's part of it has a gradient. m moves by plain SGD at the round's
+    rate, starts at 0 and never travels. In the first round with a reply clients train without both,
+    and their models are discarded: the consensus is the mean of their mu, by samples. A client
+    deploys head(z + m). Traffic: one additional number per feature, down in each round and up once.
     Source: Zhang et al. 2023 (DBE), algorithm 1.
     Use it when clients' inputs are shifted against each other; kappa depends on the scale of the
     features.
@@ -80,7 +79,7 @@ class FedDBE(PartlyShared):
             )
 
         def gradient_fn(weights: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-            """Take the gradient at the folded row, and from it those of the head and of the shift."""
+            """Take the gradient at the folded row; derive the gradients of head and shift."""
             rows = head.put(weights, shifted(head.get(weights), context["shift"]))
             loss, gradient = cohort.gradient(rows, batch, loss_fn, context)
             weights[:, count:] = rows[:, count:]

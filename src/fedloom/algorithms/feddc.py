@@ -19,9 +19,9 @@ class FedDC(Drifting):
     a_i = n_i / mean_j n_j, alpha_i = alpha / a_i. After tau steps from w_t to w_i, with d_i = w_i -
     w_t: h_i <- h_i + d_i; u_i = g_i - g/a_i - d_i / (tau eta); upload w_i and a_i (u_i - g_i); g_i
     <- u_i. Server: g <- g + (1/N) sum_i a_i (u_i - g_i); w <- mean_i w_i + (1/N) sum over all
-    clients of h_i, uniform over the round; statistics are averaged. The h_i, g_i and g are `[T]`.
+    clients of h_i, uniform over the round; statistics are averaged. h_i, g_i and g are `[T]`.
     Source: Gao et al. 2022, algorithm 1.
-    Use it when clients hold few classes each and can remember two vectors as long as the model.
+    Use it when clients hold few classes each and can store two vectors as long as the model.
     """
 
     needs = (require_sgd,)
@@ -57,7 +57,7 @@ class FedDC(Drifting):
         return {"model": trained.model, "update": (new_update - update).mul_(size)}
 
     def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:
-        """Return tau `[k]` and eta, by which the way of a client is divided."""
+        """Return tau `[k]` and eta, which divide the displacement of each client."""
         return trained.steps, cohort.round.learning_rate
 
 

@@ -8,11 +8,11 @@ from fedloom.records import Message
 
 @algorithms.register("feddc_code")
 class FedDCCode(FedDC):
-    """FedDC as its authors' code computes it, for the tables that were made with that code.
+    """FedDC as the authors' code computes it, for tables from that code.
 
     tau is a mean client's E ceil(mean_j n_j / B) steps for every client, and eta the learning rate
     of round 1 in all rounds. Source: the authors' code of Gao et al. 2022.
-    Use it only to reproduce those tables, otherwise `feddc`.
+    Use it only to reproduce these tables, otherwise `feddc`.
     """
 
     def divisors(self, cohort: Cohort, inbox: Message, trained: Trained) -> tuple[Tensor, float]:

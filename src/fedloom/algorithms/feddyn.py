@@ -14,7 +14,7 @@ class Drifting(Algorithm):
     """Server half of FedDyn and FedDC: the mean of the uploads plus the mean drift of all N
     clients.
 
-    `drift [T]` is (1/N) sum over all clients of their h_i, computed from the uploads alone.
+    `drift [T]` is (1/N) sum over all clients of their h_i, computed only from the uploads.
 
     Args:
         alpha: Weight of the proximal term (FedDC's code: 0.01, for MNIST 0.1).
@@ -53,8 +53,8 @@ class FedDyn(Drifting):
     alpha_i = alpha mean_j n_j / n_i. Server: w <- mean_i w_i + (1/N) sum over all clients of h_i,
     uniform over the round; statistics are averaged.
     Source: Acar et al. 2021, algorithm 1, in the form of FedDC's code.
-    Use it when clients hold few classes each, take many local steps and can remember a vector; set
-    a gradient clip.
+    Use it when clients hold few classes each, take many local steps and can store a vector as long
+    as the model; set a gradient clip.
     """
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:

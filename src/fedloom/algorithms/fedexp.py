@@ -14,12 +14,12 @@ class FedExP(Algorithm):
     eta_g = max(1, sum_i p_i ||D_i||^2 / (2 (||sum_i p_i D_i||^2 + epsilon_t))) over the trainable
     parameters, with epsilon_t = epsilon (eta_t / eta_1)^2 for learning rates eta; statistics are
     averaged, not extrapolated. The global model is the mean of the server's last two iterates
-    (after round 1 the first alone).
+    (after round 1 only the first).
     Source: Jhunjhunwala et al. 2023, algorithm 1 and section 5.
-    Use it when FedAvg is stable but slow, and nothing is to be tuned on the server.
+    Use it when FedAvg is stable but slow, and the server should need no tuning.
 
     Args:
-        epsilon: Addend of the denominator that bounds the step (authors: 0.001 for CIFAR, 0.1 for
+        epsilon: Term in the denominator that bounds the step (authors: 0.001 for CIFAR, 0.1 for
             EMNIST).
         epsilon_by_clients: Multiply epsilon by the number of clients in the round, as the authors'
             code does.

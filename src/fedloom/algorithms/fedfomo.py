@@ -15,24 +15,24 @@ from fedloom.records import Message, Plan, Replies
 
 @algorithms.register("fedfomo")
 class FedFomo(PartlyShared):
-    """FedFomo: first-order model optimisation. A client weighs downloaded models by their gain on
+    """FedFomo: first-order model optimisation. A client weights downloaded models by their gain on
     its data per distance.
 
     With w_n the M downloaded models and w the client's model after its last mixing, on the client's
     validation samples o_n = (L(w) - L(w_n)) / (||w_n - w|| + 1e-5). The client starts from sum_n
-    o_n^+ w_n / sum_n o_n^+, or, where no o_n is positive, from its own last model; it trains and
-    uploads. The server keeps every client's last model and the sums of o_n (at first 1 for a client
-    and itself), and sends each client the M models with its largest sums. A client in its first
-    round may be sent none; it trains from the common start. The last trained model is scored; the
-    global model is the clients' mean. Traffic: 1 + M models.
+    o_n^+ w_n / sum_n o_n^+, or from its own last model if no o_n is positive; it trains and
+    uploads. The server stores every client's last model and the sums of o_n (initially 1 for a
+    client and itself), and sends each client the M models with its largest sums. In its first round
+    a client can receive no models; it trains from the common start. The last trained model is
+    scored; the global model is the clients' mean. Traffic: 1 + M models.
     Source: Zhang et al. 2021 (FedFomo), section 4; FedALA, appendix G.
-    Use it when a client gains from some others and loses by the rest, and can download several
-    models a round.
+    Use it when a client gains from some of the other clients and loses from the rest, and can
+    download several models per round.
 
     Args:
-        models: M, downloads of a client (none: all models; FedALA: all).
-        train_share: Share of a client's samples to train on, the same in every round; the rest
-            validate (FedALA: 0.8).
+        models: M, the number of models that a client downloads (none: all models; FedALA: all).
+        train_share: Share of a client's samples to train on, the same samples in every round; the
+            rest validate (FedALA: 0.8).
         exploration: Probability of M random downloads.
     """
 
@@ -48,7 +48,7 @@ class FedFomo(PartlyShared):
         known = len(self.state["known"]) if hasattr(self, "state") and "known" in self.state else 0
         return replace(super().facts, one_model_each=bool(known) and self._sent() < known)
 
-    # --- the server half: S clients have uploaded, and only these have rows ---
+    # --- the server half: only the S clients with an upload have rows ---
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -94,7 +94,7 @@ class FedFomo(PartlyShared):
         return self.whole(self.state["initial"], mean)
 
     def _sent(self) -> int:
-        """Number of models that each client is sent."""
+        """Number of models that each client receives."""
         count = len(self.state["known"])
         return count if self.models is None else min(self.models, count)
 
@@ -103,7 +103,7 @@ class FedFomo(PartlyShared):
         return int(rows) if len(rows) else None
 
     def _chosen(self, round: Round) -> Tensor:
-        """Rows of the S models that each selected client is sent, `[K, M]`."""
+        """Rows of the models that each selected client receives, `[K, M]`."""
         count, sent = len(self.state["known"]), self._sent()
         rows = []
         for client in round.selected:
@@ -113,7 +113,7 @@ class FedFomo(PartlyShared):
             else:
                 valued = torch.zeros(count) if row is None else self.state["relation"][row]
                 order = valued.argsort(descending=True, stable=True)
-            # All models go out as they lie, so that everybody is sent the same message.
+            # If all models are sent, their order is fixed, so that all clients get one message.
             rows.append(torch.arange(count) if sent == count else order[:sent])
         return torch.stack(rows)
 

@@ -21,7 +21,7 @@ Width = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class Generator(nn.Module):
-    """Features `[b, features]` from the one-hot codes of labels `[b]` beside noise `[b, noise]`, by
+    """Features `[b, features]` from the one-hot codes of labels `[b]` and noise `[b, noise]`, by
     one hidden layer.
     """
 
@@ -36,8 +36,8 @@ class Generator(nn.Module):
         )
 
     def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
-        # A comparison instead of one_hot, which looks at the labels' values and so cannot be
-        # batched over clients.
+        # A comparison instead of one_hot, which reads the labels' values and therefore cannot run
+        # under `vmap` over clients.
         codes = labels.unsqueeze(1) == torch.arange(self.classes, device=labels.device)
         features: Tensor = self.layers(torch.cat([noise, codes.to(noise.dtype)], dim=1))
         return features
@@ -53,23 +53,23 @@ class FedGen(Algorithm):
     y' drawn uniformly, and upload their label counts q_i. Server: `generator_steps` of Adam on
     teacher sum_i mean_y rho_iy CE(head_i(G(y)), y) + diversity exp(-mean(|noise - noise'|^2 |z -
     z'|)), z the features of two samples, both distances means over coordinates, rho_iy = q_i[y] /
-    sum_j q_j[y], y uniform over labels of which some client has more than one sample; then the
-    models are averaged by samples. Noise is uniform on [0, 1), as in the authors' code. Label
-    counts tell the server about the data.
+    sum_j q_j[y], y uniform over labels with more than one sample at some client; then the models
+    are averaged by samples. Noise is uniform on [0, 1), as in the authors' code. Label counts
+    reveal part of the data to the server.
     Source: Zhu et al. 2021, algorithm 1; FedMR's settings.
-    Use it when clients hold few classes each and may tell the server their label counts; nothing
-    else is asked of the data.
+    Use it when clients hold few classes each and may reveal their label counts; it needs no public
+    data.
 
     Args:
         alpha: Weight of the generated samples (FedMR: 0.2 for CIFAR-10, 10 for CIFAR-100 and
             FEMNIST).
         beta: Weight of the distillation (FedMR: 0.2 for CIFAR-10, 1 for CIFAR-100, 10 for FEMNIST).
-        teacher: Weight of the heads' losses when the generator trains.
+        teacher: Weight of the heads' losses in the training of the generator.
         diversity: Weight of the diversity loss.
-        generator_learning_rate: Adam's (FedMR: 3e-4, for CIFAR-100 1e-4).
-        generator_weight_decay: Adam's.
-        generator_steps: Server's steps in each round (authors: 50).
-        generator_batch: Generated samples of a step, at least 2 for batch norm.
+        generator_learning_rate: Learning rate of Adam (FedMR: 3e-4, for CIFAR-100 1e-4).
+        generator_weight_decay: Weight decay of Adam.
+        generator_steps: Steps of the server in each round (authors: 50).
+        generator_batch: Number of generated samples of a step, at least 2 for batch norm.
         noise: Width of the noise.
         hidden: Width of the generator's hidden layer.
     """
@@ -116,7 +116,7 @@ class FedGen(Algorithm):
         self.state["model"] = weighted_mean(replies["model"], replies.weights)
 
     def _train_generator(self, round: Round, models: Tensor, counts: Tensor) -> None:
-        """Train the generator by Adam; its teachers are the heads of `models [r, P]` with label
+        """Train the generator by Adam. Its teachers are the heads of `models [r, P]`, with label
         counts `[r, classes]`.
         """
         qualified = (counts > 1).any(0).nonzero().squeeze(1)
@@ -132,7 +132,7 @@ class FedGen(Algorithm):
         layout.load(module, self.state["generator"])
         for buffer in module.buffers():
             if not buffer.is_floating_point():
-                buffer.zero_()  # batch norm's counter of batches is never read
+                buffer.zero_()  # the unused batch counter of batch norm
         optimizer = torch.optim.Adam(
             module.parameters(),
             lr=self.generator_learning_rate,
@@ -169,7 +169,7 @@ class FedGen(Algorithm):
         return {"model": model, "labels": cohort.label_counts.to(torch.int32)}
 
     def _distilled(self, cohort: Cohort, inbox: Message) -> Tensor:
-        """Train locally beside the generator."""
+        """Train locally with the loss terms of the generator."""
         module = self._empty(LinearHead.of(cohort, "fedgen", bias=False).weight)
         layout = Layout(module)
         module.eval().requires_grad_(False)
@@ -185,7 +185,7 @@ class FedGen(Algorithm):
             imagined = functional_call(
                 module, weights, (labels, context["imagined_noise"][batch.step])
             )
-            # F.kl_div written out, since that cannot be batched over clients.
+            # The formula of F.kl_div, which cannot run under `vmap` over clients.
             divergence = (
                 torch.xlogy(target, target) - target * predicted.log_softmax(1)
             ).sum() / count
@@ -196,8 +196,8 @@ class FedGen(Algorithm):
         return cohort.fit(inbox["model"], loss_fn=loss_fn, context=context).model
 
     def _client_draws(self, cohort: Cohort, like: Tensor) -> dict[str, Tensor]:
-        """Random labels and noise of every step, `[k, steps, ...]`, padded to the most steps and
-        the largest batch.
+        """Random labels and noise of every step, `[k, steps, ...]`, padded to the largest number of
+        steps and the largest batch.
         """
         batches = [min(cohort.training.batch_size or size, size) for size in cohort.sizes.tolist()]
         steps = cohort.training.local_steps(cohort.sizes).int().tolist()
@@ -216,7 +216,7 @@ class FedGen(Algorithm):
         return {"labels": pad_sequence(labels, True).to(like.device), **noises}
 
     def _empty(self, weight: TensorSlice) -> Generator:
-        """Return the generator without weights, which are then loaded from a row."""
+        """Return the generator without weights; load them from a row."""
         with torch.device("meta"):
             return Generator(weight.shape[0], self.noise, self.hidden, weight.shape[1]).to(
                 weight.dtype
@@ -224,8 +224,12 @@ class FedGen(Algorithm):
 
 
 def sameness(features: Tensor, noise: Tensor) -> Tensor:
-    """Return exp(-mean over pairs of |noise - noise'|^2 |z - z'|), distances as means over
-    coordinates; `features [b, d]`.
+    """Return exp(-mean over pairs of |noise - noise'|^2 |z - z'|), with both distances as means
+    over coordinates.
+
+    Args:
+        features: Generated features z, `[b, d]`.
+        noise: Their noise, `[b, noise]`.
     """
     distance = torch.cdist(features, features, p=1) / features.shape[1]
     noise_distance = (

@@ -16,19 +16,18 @@ from fedloom.records import Message
 class FedKDMR(FedMR):
     """FedMR with a teacher: clients minimise (1 - a_t) L_i(w) + a_t temperature^2 KL(q_T || q).
 
-    q_T and q are the softmaxes at `temperature` of the mean of the pool that was sent (in
-    evaluation mode) and of the trained model; a_t = distillation min((t - 1) / ramp, 1)^power in
-    round t, counted from its first round within `stages`. Traffic: 2 models down, 1 up.
-    Source: Li et al., KDD 2026, with their code's defaults but for the ramp, which there begins
+    q_T and q are the softmaxes at `temperature` of two models: the mean of the pool that the server
+    sent (in evaluation mode) and the trained model. a_t = distillation min((t - 1) / ramp, 1)^power
+    in round t, counted from its first round within `stages`. Traffic: 2 models down, 1 up.
+    Source: Li et al., KDD 2026, with their code's defaults except for the ramp, which there starts
     after a phase of averaging: `stages(fedavg:100, fedkdmr)`.
-    Use it where `fedmr` wins but its models drift apart, as under wrong labels; a step costs one
-    more forward pass.
+    Use it where `fedmr` is best but its models drift apart, as under wrong labels; a step costs an
+    additional forward pass.
 
     Args:
         distillation: Largest weight of the term (authors: 0.5); 0 is FedMR.
         temperature: Temperature of both softmaxes (authors: 0.5, which sharpens the teacher).
-        ramp: Rounds over which the weight grows (authors: 50); 0 for the whole weight from round 1
-            on.
+        ramp: Rounds over which the weight grows (authors: 50); 0 for the full weight from round 1.
         power: Exponent of the growth.
     """
 

@@ -1,5 +1,5 @@
-"""FedMR: shuffle the layers of client models instead of averaging them; and Indep, which leaves the
-models as they are.
+"""FedMR, which shuffles the layers of client models instead of averaging them, and Indep, which
+leaves the models unchanged.
 """
 
 import math
@@ -25,7 +25,7 @@ from fedloom.flat.population import (
 from fedloom.records import Message, Plan, Replies
 
 Schedule = float | list[Annotated[tuple[int, float], Strict(False)]]
-"""A share in [0, 1], or [round, share] pairs with linear steps between them."""
+"""A share in [0, 1], or pairs [round, share] with linear interpolation between them."""
 
 
 @algorithms.register("indep")
@@ -33,23 +33,22 @@ class Indep(Algorithm):
     """Independent training (FedMR without recombination): K models that travel from client to
     client and never mix.
 
-    Slot k of the pool `[K, P]` goes to the k-th selected client and comes back trained; if that
-    client drops out, the slot stays as it was sent. The global model is the unweighted mean of the
-    pool.
+    The k-th selected client receives and trains slot k of the pool `[K, P]`; if this client drops
+    out, the slot stays unchanged. The global model is the unweighted mean of the pool.
     Source: FedMR, section 3.
-    Use it to see what recombination itself brings to `fedmr`; it is no method to deploy.
+    Use it to measure what recombination contributes to `fedmr`; it is not a method to deploy.
 
     Args:
-        local: Method whose client half trains, such as `fedprox(mu=0.01)`; none is plain SGD. Its
-            server half never runs: it must send and return one model (not SCAFFOLD) and work on the
-            clients (not a server optimizer).
+        local: Method with the client half that trains, such as `fedprox(mu=0.01)`; none is plain
+            SGD. Its server half never runs: the method must send and return one model (not
+            SCAFFOLD) and work on the clients (not a server optimizer).
     """
 
     local: Algorithm | None = field(default=None, kw_only=True)
 
     @property
     def facts(self) -> Facts:
-        """Those of `local`, whose client half trains, with a pool on the server."""
+        """The facts of `local`, with a pool on the server."""
         local = Facts() if self.local is None else self.local.facts
         deploys = "received"
         if self.local is not None and is_personal(self.local):
@@ -104,16 +103,16 @@ class FedMR(Indep):
     upload[pi_u(k), u] for the pool `[K, P]`. All models start equal; the global model is the
     unweighted mean of the pool, which recombination preserves (Lemma 4.4).
     Source: Hu et al., arXiv 2208.07677, algorithm 1; KDD 2024.
-    Use it when clients' labels are skewed and averaging stalls in sharp minima; give it rounds, or
-    averaging first (`stages`).
+    Use it when clients' labels are skewed and averaging stalls in sharp minima; it needs many
+    rounds, or averaging first (`stages`).
 
     Args:
-        unit: What is shuffled as one: a `layer` (a module with its weight, bias and statistics), a
+        unit: Unit of the shuffle: a `layer` (a module with its weight, bias and statistics), a
             `tensor` (the authors' code) or a `segment` of layers (FedMR-px).
         fraction: Share x of the N layers in a segment: layer j belongs to segment ceil(j / (x N)).
-        blend: Share of the way that each model then moves to the pool's mean: 0 is FedMR, 1 FedAvg
-            with equal weights. [round, share] pairs are joined linearly; `auto` lets the server
-            choose (docs/methods/recombination.md).
+        blend: How far each model then moves to the pool's mean: 0 is FedMR, 1 FedAvg with equal
+            weights. Pairs [round, share] are joined linearly; with `auto` the server chooses
+            (docs/methods/recombination.md).
         tolerance: Spread of the models that `auto` allows, relative to their common progress: 0 is
             FedAvg.
     """
@@ -130,7 +129,8 @@ class FedMR(Indep):
 
     @property
     def facts(self) -> Facts:
-        return replace(super().facts, anonymous=self.blend != "auto")  # which averages by samples
+        # `auto` averages by samples, so it needs the clients' numbers of samples.
+        return replace(super().facts, anonymous=self.blend != "auto")
 
     def setup(self, plan: Plan) -> None:
         super().setup(plan)
@@ -143,7 +143,7 @@ class FedMR(Indep):
     def receive(self, round: Round, replies: Replies) -> None:
         pool = replies.by_slot("model")
         if self.blend == "auto":
-            average = weighted_mean(pool, replies.weights_by_slot())  # of the clients that answered
+            average = weighted_mean(pool, replies.weights_by_slot())  # 0 for clients without reply
             sent, trainable = replies.sent_by_slot("model"), self.plan.layout.trainable
             share = auto_blend(
                 pool, sent, average, self.state["initial"], trainable, self.tolerance
@@ -151,10 +151,9 @@ class FedMR(Indep):
             self.state["blend"] = torch.tensor([share], dtype=torch.float64)
         else:
             average, share = None, blend_at(self.blend, round.number)
-        # releases the models that were sent, since recombination needs memory
+        # This releases the models that were sent, since recombination needs memory.
         self.state["pool"] = pool
-        # In place: the federation made this matrix for this round's replies, and nothing else uses
-        # it.
+        # In place, since only this method uses the matrix of this round's replies.
         recombine_(pool, self.units(), round.stream("recombine"))
         if share > 0:
             pool.lerp_(weighted_mean(pool) if average is None else average, share)
@@ -166,7 +165,7 @@ class FedMR(Indep):
         figures = super().diagnose()
         if self.blend == "auto":
             figures["blend"] = float(self.state["blend"])
-        # a later stage begins with another model
+        # A later stage starts from another model than the initial one.
         elif self.blend == 0.0 and self.plan.first_round == 1:
             figures["pool_progress"] = pool_progress(
                 self.state["pool"], self.plan.initial, self.plan.layout.trainable
@@ -175,8 +174,17 @@ class FedMR(Indep):
 
 
 def pool_progress(pool: Tensor, initial: Tensor, trainable: int) -> float:
-    """Return T / S: the squared way of the mean of `pool [K, P]` from `initial [P]` over the pool's
-    variance, in the first `trainable` columns; infinite for equal models.
+    """Return T / S, the progress of a pool relative to its spread.
+
+    T is the squared distance of the pool's mean from the initial model, S the variance of the pool.
+
+    Args:
+        pool: Models, `[K, P]`.
+        initial: Initial model, `[P]`.
+        trainable: Number of trainable columns, which come first.
+
+    Returns:
+        The ratio; infinity for equal models.
     """
     spread = float(total_variance(pool[:, :trainable]))
     return (
@@ -189,11 +197,19 @@ def pool_progress(pool: Tensor, initial: Tensor, trainable: int) -> float:
 def auto_blend(
     pool: Tensor, sent: Tensor, average: Tensor, initial: Tensor, trainable: int, tolerance: float
 ) -> float:
-    """Return b = max(0, 1 - (tolerance T)^2 / (S U)) for uploads `pool [K, P]`; 0 if all models are
-    equal or gained the same.
+    """Return the blend b = max(0, 1 - (tolerance T)^2 / (S U)); 0 if all models or all updates are
+    equal.
 
-    T = |average - initial|^2 is the common progress (of `[P]` each), S the variance of the pool and
-    U that of its updates since `sent [K, P]`, over the first `trainable` columns.
+    T = |average - initial|^2 is the common progress, S the variance of the pool and U the variance
+    of its updates.
+
+    Args:
+        pool: Uploads, `[K, P]`.
+        sent: The models before training, `[K, P]`.
+        average: Mean of the uploads by samples, `[P]`.
+        initial: Initial model, `[P]`.
+        trainable: Number of trainable columns, which come first.
+        tolerance: Allowed spread relative to T.
     """
     bound = tolerance * float((average - initial)[:trainable].square().sum())
     pool, sent = pool[:, :trainable], sent[:, :trainable]
@@ -202,12 +218,13 @@ def auto_blend(
 
 
 def require_schedule(name: str, schedule: Schedule) -> None:
-    """Raise `InvalidValue` unless these are shares in [0, 1] of rounds that grow from 1 on."""
+    """Raise `InvalidValue` unless shares are in [0, 1] and rounds increase from at least 1."""
     pairs = schedule if isinstance(schedule, list) else [(1, schedule)]
     rounds = [number for number, _ in pairs]
     if not rounds or [0, *rounds] != sorted({0, *rounds}):
         raise InvalidValue(
-            f"{name}: rounds must grow from 1 on, as in [[1, 1.0], [100, 0.0]], not {rounds}"
+            f"{name}: rounds must start at 1 or later and increase, not {rounds}. "
+            "Example: [[1, 1.0], [100, 0.0]]"
         )
     for _, share in pairs:
         if not 0 <= float(share) <= 1:
@@ -215,7 +232,7 @@ def require_schedule(name: str, schedule: Schedule) -> None:
 
 
 def blend_at(schedule: Schedule, number: int) -> float:
-    """Return the share of round `number` by a schedule."""
+    """Return the share of round `number` in a schedule."""
     rounds, shares = (
         zip(*schedule, strict=True) if isinstance(schedule, list) else ((1,), (schedule,))
     )
@@ -228,15 +245,17 @@ def _require_local(local: Algorithm, plan: Plan) -> None:
         raise InvalidValue(
             f"local={local} wraps another method: put the wrapper around fedmr, as in ala(fedmr)"
         )
-    # a teacher, for one, is not sent in the first round
+    # Checks a later round, since some methods send less in the first, such as no teacher.
     later = replace(plan.opening(), number=plan.first_round + 1)
     message, expected = local.send(later), dict(local.expects(later))
     if message.keys() != {"model"} or expected != {"model": (plan.layout.size,)}:
         raise InvalidValue(
-            f"local={local} exchanges more or less than a whole model, which recombination carries"
+            f"local={local} does not exchange exactly one whole model. "
+            "Recombination needs a method that does, such as fedprox"
         )
     trains_plainly = type(local).train is Algorithm.train and type(local) is not FedAvg
     if trains_plainly or len(message["model"]) > 1:
         raise InvalidValue(
-            f"local={local} differs from fedavg on the server alone, where recombination takes over"
+            f"local={local} differs from fedavg only on the server, where recombination replaces "
+            "it. Choose a method that changes local training, such as fedprox"
         )

@@ -6,18 +6,18 @@ from fedloom.records import Aggregate, Message, Plan, Replies
 
 @algorithms.register("fedmut")
 class FedMut(Algorithm):
-    """Mutated models: slot k is sent w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for
+    """Mutated models: slot k receives w_t + radius s_k (w_t - w_{t-1}), with signs s_k drawn for
     each tensor in pairs.
 
     w_t is the uniform mean of the uploads. Each pair of slots draws +1 and -1 + r, where r = beta
-    (1 - min(t0 / rounds, 1)) and t0 counts the rounds before the one that made w_t; with K odd the
-    last slot is sent w_t. So at r = 0 the mutations average to w_t. Only trainable parameters
-    mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
+    (1 - min(t0 / mutation_rounds, 1)) and t0 counts the rounds before the one that produced w_t;
+    with K odd the last slot receives w_t. So at r = 0 the mutations average to w_t. Only trainable
+    parameters mutate; statistics are averaged. Source: Hu et al. 2024 (FedMut), algorithm 1.
     Use it as `fedmr`, for flat minima, where all clients should start close to one global model.
 
     Args:
-        radius: Length of a mutation in units of the last step (authors: 4); 0 is FedAvg with equal
-            weights.
+        radius: Length of a mutation, as a multiple of the last step (authors: 4); 0 is FedAvg with
+            equal weights.
         beta: Skew r of the signs at the start.
         mutation_rounds: Rounds over which r falls to 0.
     """
@@ -33,8 +33,8 @@ class FedMut(Algorithm):
         self.state["previous"] = plan.initial.clone()
 
     def send(self, round: Round) -> Message:
-        # The two last means and the round's stream give the mutations, so the K models are not
-        # stored.
+        # The mutations follow from the two last means and the round's random stream, so the K
+        # models are not stored.
         tensors = [
             tensor.slice
             for tensor in self.plan.layout.slices

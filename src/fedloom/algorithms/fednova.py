@@ -11,10 +11,12 @@ class FedNova(Algorithm):
     sum_i p_i ||a_i||_1.
 
     ||a_i||_1 is the total weight of the client's gradients in its displacement: its number of steps
-    tau, or with momentum m (tau - m (1 - m^tau) / (1 - m)) / (1 - m); it is uploaded beside the
-    model. p_i by samples; statistics are averaged by samples. Clients of equal steps give FedAvg.
+    tau, or with momentum m (tau - m (1 - m^tau) / (1 - m)) / (1 - m); clients upload it with the
+    model. p_i by samples; statistics are averaged by samples. Clients with equal numbers of steps
+    give FedAvg.
     Source: Wang et al. 2020, equations 6 and 7 with the tau_eff of section 4.
-    Use it when clients take very different numbers of local steps, through unequal data or devices.
+    Use it when clients take very different numbers of local steps, because of unequal data or
+    devices.
     """
 
     needs = (require_sgd,)
@@ -25,7 +27,7 @@ class FedNova(Algorithm):
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         trainable, local = slice(self.plan.layout.trainable), replies["local_weight"]
         moved = replies["model"][:, trainable] - self.state["model"][trainable]
-        # A client without steps has local weight 0 and has not moved: any divisor gives 0.
+        # A client without steps has local weight 0 and no displacement: any divisor gives 0.
         step = moved / local.where(local > 0, 1)
         return replies.aggregate(
             mean={"model": replies["model"], "local_weight": local, "step": step}

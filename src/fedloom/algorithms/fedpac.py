@@ -24,10 +24,10 @@ class FedPAC(FedRep):
     n, with pi_c class c's share of the client's n samples. The head trains at `head_rate`, then the
     base on L_i + lambda mean (z - p_y)^2 (the client's own class mean where p_y is missing; without
     the term in round 1). The base is averaged by samples, p_c (class means after training) by
-    samples of the class. Client i's head becomes sum_j a_j head_j over the clients that answered, a
+    samples of the class. Client i's head becomes sum_j a_j head_j over the clients with a reply, a
     minimising sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, without shares up to 1e-3.
-    The server keeps all heads; the global model has the mean of those uploaded. Traffic: one model
-    and 2 Y d + Y + 1 numbers up, one and Y d + Y down.
+    The server stores all heads; the global model has the mean of the uploaded heads. Traffic: one
+    model and 2 Y d + Y + 1 numbers up, one and Y d + Y down.
     Source: Xu et al. 2023 (FedPAC), sections 4 and 5; steps of the authors' code.
     Use it when classes mean the same everywhere and clients have very different shares of them.
 
@@ -63,7 +63,7 @@ class FedPAC(FedRep):
         heads = torch.cat(
             [self.state["heads"], take(self.state["model"].unsqueeze(0), self._columns)]
         )
-        # the last for those that never train
+        # The last row is for clients that never train.
         heads = heads[[min(client, self.plan.clients) for client in clients]]
         return {"model": take(put_(rows, self._columns, heads), self._unit)}
 
@@ -116,12 +116,19 @@ class FedPAC(FedRep):
 
 
 def head_shares(means: Tensor, variances: Tensor) -> Tensor:
-    """Return by row the shares `[r, r]` of the clients' heads in each client's head, float64.
+    """Return the shares of the clients' heads in each client's head.
 
-    Row i minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex, for h = `means [r, m]`
-    and V = `variances [r]`.
+    Row i minimises sum_j a_j^2 V_j + |h_i - sum_j a_j h_j|^2 on the simplex.
+
+    Args:
+        means: h of each client, `[r, m]`.
+        variances: V of each client, `[r]`.
+
+    Returns:
+        Shares, one row for each client, `[r, r]` float64.
     """
-    from scipy.optimize import nnls  # takes a fifth of what PyTorch takes to import
+    # Imported here, since it adds a fifth to the time to import PyTorch.
+    from scipy.optimize import nnls
 
     means, deviations, rows = (
         means.double().cpu(),
@@ -130,8 +137,8 @@ def head_shares(means: Tensor, variances: Tensor) -> Tensor:
     )
     for mean in means:
         matrix = torch.cat([deviations, (means - mean).mT])
-        # The sum is |A a|^2, and x >= 0 of least |A x|^2 + s^2 (sum x - 1)^2 is a multiple of a,
-        # whatever s.
+        # The sum is |A a|^2. The x >= 0 that minimises |A x|^2 + s^2 (sum x - 1)^2 is a multiple
+        # of a for every s.
         scale = matrix.norm().clamp_min(1e-9).expand(1, len(means))
         target = torch.cat([torch.zeros(len(matrix)), scale[0, :1]])
         shares = torch.from_numpy(nnls(torch.cat([matrix, scale]).numpy(), target.numpy())[0])

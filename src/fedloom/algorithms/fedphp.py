@@ -15,8 +15,8 @@ BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 
 @algorithms.register("fedphp")
 class FedPHP(PartlyShared):
-    """FedPHP: local training is drawn towards the features of the client's inherited model h, a
-    moving average of its own.
+    """FedPHP: the features of a client's model are pulled towards the features of its inherited
+    model h, a moving average of its models.
 
     Clients minimise (1 - lambda) L_i(w) + lambda MMD^2(features of w, features of h), h frozen in
     evaluation mode, with MMD^2 = mean [k(x, x) + k(y, y) - 2 k(x, y)] and k = sum over a in {10,
@@ -24,13 +24,12 @@ class FedPHP(PartlyShared):
     the first h is the first trained model; m = mu t / (participation * rounds), at most mu, with t
     the client's earlier rounds. Reconstructed from the description in FedALA and from PFLlib.
     Source: Li et al. 2021 (FedPHP); FedALA, appendix G.
-    Use it when clients come back often enough for a slowly moving model of their own to be worth
-    keeping.
+    Use it when clients take part often enough to profit from a slowly moving personal model.
 
     Args:
         mu: Largest weight of the old h (FedALA: 0.9).
         transfer: lambda (FedALA: 0.01).
-        deployed: The model that is scored: h (`history`) or the trained model (`local`, PFLlib).
+        deployed: The scored model: h (`history`) or the trained model (`local`, PFLlib).
     """
 
     mu: Probability = 0.9
@@ -76,7 +75,7 @@ class FedPHP(PartlyShared):
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]` under Gaussian
+    """Return the squared maximum mean discrepancy of `x [n, d]` and `y [n, d]`, with Gaussian
     kernels of `BANDWIDTHS`.
     """
 

@@ -14,22 +14,22 @@ from fedloom.records import Aggregate, Message, Plan, Replies
 
 @algorithms.register("fedproto")
 class FedProto(Algorithm):
-    """FedProto: private models whose features are drawn towards prototypes, the mean features of
-    each class over clients.
+    """FedProto: private models with features that are pulled towards prototypes, the mean features
+    of each class over clients.
 
     Clients minimise L_i + lambda mean over batch and dimensions of (z - p_y)^2, upload the mean
-    features of their classes after training (one more pass, in evaluation mode) and their counts.
-    p_c becomes the mean over the clients that have class c; one that no client has named stays. A
-    client deploys its own base with the nearest prototype, or its own head. Nothing else travels,
-    so the global model is the task's initial one under the prototypes, which nobody trains.
+    features of their classes after training (one additional pass, in evaluation mode) and their
+    counts. p_c becomes the mean over the clients that have class c; it stays unchanged if no client
+    has. A client deploys its own base with the nearest prototype, or its own head. Only prototypes
+    and counts travel, so the global model is the untrained initial model with the nearest
+    prototype.
     Source: Tan et al. 2022 (FedProto), algorithm 1.
-    Use it when weights must not travel, or bytes are scarce.
+    Use it when weights must not travel, or traffic must be small.
 
     Args:
         strength: lambda (authors: 1); 0 with `by = "head"` is local training.
-        weighted: Weigh clients by their samples of the class (paper) instead of alike (authors'
-            code).
-        by: What classifies: the nearest `prototype`, or the client's own `head`.
+        weighted: Weight clients by their samples of the class (paper), not equally (authors' code).
+        by: The classifier: the nearest `prototype`, or the client's own `head`.
     """
 
     strength: NonNegative = 1.0
@@ -88,8 +88,8 @@ class FedProto(Algorithm):
 
     @staticmethod
     def _classifying(head: LinearHead, rows: Tensor, inbox: Message) -> Tensor:
-        """Return `rows [k, P]` with the nearest prototypes for a head; unchanged where there are
-        none yet.
+        """Return `rows [k, P]` with the nearest prototypes as the head; rows without prototypes
+        stay unchanged.
         """
         present = inbox["present"] > 0
         folded = head.put(rows, nearest_prototype(inbox["prototypes"], present))
@@ -97,8 +97,11 @@ class FedProto(Algorithm):
 
 
 def with_means(state: Message, aggregate: Aggregate) -> Message:
-    """Return the prototypes after a round by its totals, `sums [Y, d]` and `weights [Y]`; at weight
-    0 they stay.
+    """Return the prototypes after a round.
+
+    Args:
+        state: The prototypes before it: `prototypes [Y, d]` and `present [Y]`.
+        aggregate: Totals `sums [Y, d]` and `weights [Y]`. A class of weight 0 stays unchanged.
     """
     weights = aggregate.total["weights"].unsqueeze(1)
     prototypes = torch.where(
@@ -112,10 +115,14 @@ def with_means(state: Message, aggregate: Aggregate) -> Message:
 
 def pulled_loss(strength: float, net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tensor:
     """Return the data loss plus strength times the mean over the batch and over dimensions of (z -
-    p_y)^2, z the features.
+    p_y)^2.
 
-    The context has `prototypes [Y, d]` and `present [Y]`, 0 for a class without one, whose samples
-    add 0.
+    Args:
+        strength: Weight of the term.
+        net: The model. Its features are z.
+        batch: The samples.
+        context: `prototypes [Y, d]` and `present [Y]`, 0 for a class without a prototype. Samples
+            of such a class add 0.
     """
     features, logits = net.both(batch.inputs)
     distance = (features - context["prototypes"][batch.labels]).square()

@@ -13,8 +13,8 @@ class FedProx(Algorithm):
 
     The term is over the trainable parameters; models are averaged by samples.
     Source: Li et al. 2020, algorithm 2.
-    Use it when local training runs long or uneven and FedAvg jumps; `mu` costs nothing and needs
-    tuning.
+    Use it when local training is long or differs between clients, so that FedAvg is unstable; the
+    term costs almost nothing, but `mu` needs tuning.
 
     Args:
         mu: Strength of the term; 0 is FedAvg (FedMR: 0.01 for CIFAR-10, 0.001 for CIFAR-100, 0.1
@@ -33,8 +33,8 @@ class FedProx(Algorithm):
 
 
 def proximal(strength: float) -> Correction:
-    """Return a correction by the gradient of (strength / 2) ||w - w_t||^2, w_t the `server_model
-    [k, T]` of the context.
+    """Return a correction by the gradient of (strength / 2) ||w - w_t||^2, with w_t the
+    `server_model [k, T]` of the context.
     """
 
     def correct(weights: Tensor, gradient: Tensor, context: Context) -> Tensor:

@@ -15,17 +15,16 @@ from fedloom.records import Message, Plan
 
 @algorithms.register("fedrod")
 class FedRoD(PartlyShared):
-    """FedRoD: FedAvg on a balanced loss; each client adds a private head psi to the global one and
+    """FedRoD: FedAvg on a balanced loss. Each client adds a private head psi to the global head and
     deploys their sum.
 
     With z the features of a batch and n_c the client's samples of class c, the model trains on
     CE(head(z) + gamma ln n_c, y) and psi, by plain SGD at the same rate, on CE(head(z) + psi(z), y)
-    with head and z held fixed. psi starts as the task's initial head, as in PFLlib, and never
-    travels. The global model is the one without psi.
+    with head and z held fixed. psi starts as the initial head, as in PFLlib, and never travels. The
+    global model has no psi.
     Source: Chen and Chao 2022 (FedRoD), section 4, with the linear private head; steps as in
     PFLlib.
-    Use it when the global model and the clients' own are both wanted and clients' classes are
-    unbalanced.
+    Use it when you need the global model and personal models and clients' classes are unbalanced.
 
     Args:
         gamma: Strength of the balance; 0 is the plain loss.

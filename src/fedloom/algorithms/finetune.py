@@ -13,16 +13,16 @@ from fedloom.records import Message, server_model
 
 @algorithms.register("fedavg_c")
 class FedAvgC(PartlyShared):
-    """FedAvg whose clients fine-tune the whole downloaded model before they use it.
+    """FedAvg with clients that fine-tune the whole downloaded model before they use it.
 
     A client scores the fine-tuned model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
-    Use it as the simplest personal model, and as the yardstick for the personalised methods.
+    Use it as the simplest personal model, and as the baseline of the personalised methods.
 
     Args:
         finetune_epochs: Epochs of fine-tuning (no paper gives them; FedALA's times imply about 14).
         finetune_scope: `init` also trains and uploads from the fine-tuned model; `eval_only`
-            fine-tunes for scoring alone.
+            fine-tunes only for scoring.
     """
 
     finetune_epochs: NonNegativeInt = 10
@@ -43,18 +43,29 @@ class FedAvgC(PartlyShared):
     def descend(
         self, cohort: Cohort, start: Tensor, inbox: Message, *, purpose: str, epochs: int | None
     ) -> Tensor:
-        """Train locally, in the same way in both phases."""
+        """Train locally from `start [k, P]`, before use and in the round.
+
+        Args:
+            cohort: The clients.
+            start: Initial models, `[k, P]`.
+            inbox: The message of the server.
+            purpose: Name of the random stream of the batches.
+            epochs: Number of epochs; None for the local epochs.
+
+        Returns:
+            The trained models, `[k, P]`.
+        """
         return cohort.fit(start, purpose=purpose, epochs=epochs).model
 
 
 @algorithms.register("fedprox_c")
 class FedProxC(FedAvgC):
-    """FedProx whose clients fine-tune the whole downloaded model before they use it, with the
+    """FedProx with clients that fine-tune the whole downloaded model before they use it, with the
     proximal term in both phases.
 
     Fine-tuning as in `fedavg_c`; w_t in (mu / 2) ||w - w_t||^2 is the server's model.
     Source: Zhang et al. 2023 (FedALA), section "Experiments".
-    Use it as `fedavg_c` where clients have so little data that fine-tuning runs away from the
+    Use it as `fedavg_c` where clients have few samples, so that fine-tuning moves too far from the
     download.
 
     Args:

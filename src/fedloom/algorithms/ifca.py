@@ -17,12 +17,12 @@ class IFCA(Algorithm):
     """Iterative federated clustering: a client takes the model of least loss on its training
     samples, trains and uploads it.
 
-    Each of the k models becomes the unweighted mean of those trained from it; one that nobody chose
-    stays. The first starts as the task's model, the others from other draws of its layers. A client
-    deploys the model that fits its training samples best; the global model is the mean of the k by
-    the clients that chose them in the last round. Traffic: k models down, one up. Source: Ghosh et
-    al. 2020, algorithm 1.
-    Use it when clients fall into a few groups whose data contradict each other.
+    Each of the k models becomes the unweighted mean of the models trained from it; a model without
+    clients stays unchanged. The first starts as the initial model, the others from other random
+    weights of its layers. A client deploys the model that fits its training samples best; the
+    global model is the mean of the k by the number of clients that chose each in the last round.
+    Traffic: k models down, one up. Source: Ghosh et al. 2020, algorithm 1.
+    Use it when clients fall into a few groups with contradictory data.
 
     Args:
         k: Number of models; 1 is FedAvg with equal weights.
@@ -83,8 +83,8 @@ class IFCA(Algorithm):
 
 
 def _best(cohort: Cohort, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index, `[c]`, and the model, `[c, P]`, of least training loss among `[c, k, P]`
-    for each client.
+    """Return for each client the model of least training loss among `[c, k, P]`: its index, `[c]`,
+    and the model, `[c, P]`.
     """
     choice = torch.stack([cohort.loss(rows) for rows in models.unbind(1)], 1).argmin(1)
     return choice, models[torch.arange(len(choice)), choice]

@@ -1,4 +1,4 @@
-"""SiloBN, FedBN, FedPer, LG-FedAvg, FedRep: FedAvg of which some layers or statistics stay with
+"""SiloBN, FedBN, FedPer, LG-FedAvg and FedRep: FedAvg with some layers or statistics that stay with
 each client.
 """
 
@@ -15,21 +15,21 @@ from fedloom.records import Message
 
 @algorithms.register("silobn")
 class SiloBN(PartlyShared):
-    """FedAvg whose batch-norm statistics stay with each client, while scale and shift are averaged.
+    """FedAvg with local batch-norm statistics for each client, while scale and shift are averaged.
 
-    For a model without floating-point buffers this is FedAvg; FedALA's code trains its FedAvg so.
-    `buffers=average` is FedAvg for every model. Source: Andreux et al. 2020, section 3.
-    Use it when sites measure on different devices and the model has batch norm, but scale and shift
-    should be common.
+    For a model without floating-point buffers this is FedAvg; FedALA's code trains its FedAvg this
+    way. `buffers=average` is FedAvg for every model. Source: Andreux et al. 2020, section 3.
+    Use it when sites measure on different devices and the model has batch norm, but all clients
+    should have the same scale and shift.
     """
 
 
 @algorithms.register("fedbn")
 class FedBN(PartlyShared):
-    """FedAvg over everything but the batch-norm layers, whose parameters and statistics stay with
+    """FedAvg over all layers except batch norm. Parameters and statistics of batch norm stay with
     each client.
 
-    A model without batch-norm layers is refused: there it is FedAvg.
+    A model without batch-norm layers is refused, since there it is FedAvg.
     Source: Li et al. 2021 (FedBN), algorithm 1.
     Use it when clients' inputs look different (other devices, other sites) and the model has batch
     norm.
@@ -41,7 +41,7 @@ class FedBN(PartlyShared):
         )
         if not layers:
             raise InvalidValue(
-                f"fedbn keeps batch-norm layers, and {type(module).__name__} has none: use fedavg"
+                f"fedbn needs batch-norm layers, but {type(module).__name__} has none: use fedavg"
             )
         return layers
 
@@ -52,12 +52,12 @@ class FedPer(PartlyShared):
     it.
 
     Source: Arivazhagan et al. 2019, algorithm 1.
-    Use it when clients agree on features and differ in labels or in what labels mean; it sends less
+    Use it when clients agree on features and differ in labels or in their meaning; it sends less
     than FedAvg.
 
     Args:
-        personal_blocks: Number of blocks that stay; blocks are those that the model declares, else
-            its layers.
+        personal_blocks: Number of blocks that stay with the client. The model declares its blocks;
+            without a declaration each layer is a block.
     """
 
     personal_blocks: Count = 1
@@ -68,16 +68,16 @@ class FedPer(PartlyShared):
 
 @algorithms.register("lg_fedavg")
 class LgFedAvg(PartlyShared):
-    """FedAvg over the highest blocks of the model; each client keeps its own representation below.
-    Both train together.
+    """FedAvg over the highest blocks of the model. Each client has its own representation below;
+    both train together.
 
     Source: Liang et al. 2020 (Think locally, act globally), algorithm 1.
-    Use it when clients' inputs differ and labels mean the same everywhere: each client has features
-    of its own.
+    Use it when clients' inputs differ and labels mean the same everywhere: each client learns its
+    own features.
 
     Args:
-        global_blocks: Number of blocks that travel; blocks are those that the model declares, else
-            its layers.
+        global_blocks: Number of blocks that travel. The model declares its blocks; without a
+            declaration each layer is a block.
     """
 
     global_blocks: Count = 1
@@ -87,8 +87,8 @@ class LgFedAvg(PartlyShared):
 
 
 class KeepsHead(PartlyShared):
-    """Base of methods that treat the classifier apart from the base under it, and keep it at the
-    clients.
+    """Base of methods that separate the classifier from the base under it. The classifier stays
+    with the clients.
     """
 
     base_facts = Facts(fits_once=False)
@@ -97,8 +97,10 @@ class KeepsHead(PartlyShared):
         return self.head_layers(module)
 
     def head_layers(self, module: nn.Module) -> frozenset[str]:
-        """Return the layers of the classifier. Raise `InvalidValue` for a model that is nothing
-        else.
+        """Return the layers of the classifier.
+
+        Raises:
+            InvalidValue: The model has no layers below its classifier.
         """
         name, layers = (
             head_name(module),
@@ -108,12 +110,12 @@ class KeepsHead(PartlyShared):
         if not name or head == layers:
             model = type(module).__name__
             raise InvalidValue(
-                f"{name_of(self)} needs a base under the classifier, and {model} is a single layer"
+                f"{name_of(self)} needs layers under the classifier, but {model} is a single layer"
             )
         return head
 
     def split(self, cohort: Cohort) -> tuple[Unit, Unit]:
-        """Return the slices of the base and those of the classifier."""
+        """Return the slices of the base and of the classifier."""
         layout, head = cohort.layout, self.head_layers(cohort.module)
         return layout.unit(lambda tensor: tensor.layer not in head), layout.unit(
             lambda tensor: tensor.layer in head
@@ -124,16 +126,16 @@ class KeepsHead(PartlyShared):
 class FedRep(KeepsHead):
     """FedRep: each round a client trains its own head, then the shared base for the local epochs.
 
-    The base is held fixed while the head trains (its statistics move, as in training mode) and the
-    head while the base does. Only the base travels and is averaged; heads start equal and never
+    The base is held fixed while the head trains (its statistics move, as in training mode), and the
+    head while the base trains. Only the base travels and is averaged; heads start equal and never
     leave their clients. A client scores the received base under its own head.
     Source: Collins et al. 2021, algorithm 1; FedALA, appendix G.
-    Use it when a common representation serves all and each client's labels need a head of their
-    own.
+    Use it when one representation fits all clients and the labels of each client need a separate
+    head.
 
     Args:
         head_epochs: Epochs of the head (FedALA: 5, and 1 epoch of the base).
-        upload_head: Let the heads travel and be averaged too, which makes a global model (FedAH's
+        upload_head: Let the heads travel and be averaged too, which gives a global model (FedAH's
             inner method).
     """
 

@@ -1,9 +1,10 @@
-"""The linear classifier at the top of a model as slices of a row, and what folds into it.
+"""The linear classifier at the top of a model as slices of a row, and functions that fold other
+classifiers into it.
 
-The *row rule*: whatever is affine in the features that enter a linear classifier with a bias is
-such a classifier again. So a private head beside the global one, a shift of the features, nearest
-prototypes and linear discriminant analysis stay rows of the task's architecture, which are
-evaluated, saved and deployed like any other.
+The *row rule*: a function that is affine in the features of a linear classifier with a bias is
+again such a classifier. So a private head beside the global head, a shift of the features, nearest
+prototypes and linear discriminant analysis are all rows of the same architecture, which fedloom
+evaluates, saves and deploys like any other row.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ NEVER = -1e9
 """Added to the output of a class that a client lacks, while it trains."""
 
 MARGIN = 50.0
-"""How far the output of a class that is never chosen is below the mean of the others."""
+"""Distance of the output of a class that is never chosen below the mean of the other outputs."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,20 @@ class LinearHead:
         """Return the head of an architecture.
 
         Args:
-            where: A plan or a cohort, with the architecture and the number of classes (0 where
-                targets are none).
-            method: Name of the method that needs it, with which errors begin.
+            where: A plan or a cohort, with the architecture and the number of classes (0 if the
+                targets are not classes).
+            method: Name of the method, with which errors begin.
             bias: Require a bias.
 
         Raises:
-            InvalidValue: The targets are no classes, or the classifier is not linear, not onto the
-                classes, frozen, or without a bias that is needed. For a cohort: the model's
-                outputs are not those of the classifier.
+            InvalidValue: The targets are not classes, or the classifier is not linear, has another
+                number of outputs than classes, is frozen, or lacks a required bias. For a cohort:
+                the model's outputs are not the outputs of the classifier.
         """
         if not where.classes:
-            raise InvalidValue(f"{method} needs class labels: the targets of this task are none")
+            raise InvalidValue(
+                f"{method} needs class labels, but the targets of this task are not classes"
+            )
         name = head_name(where.module)
         head, shown = where.module.get_submodule(name), name or "the model"
         if not isinstance(head, nn.Linear):
@@ -58,16 +61,17 @@ class LinearHead:
                 f"{method} needs a linear classifier, but {shown} is a {type(head).__name__}"
             )
         if bias and head.bias is None:
-            raise InvalidValue(f"{method} needs a classifier with a bias, and {shown} has none")
+            raise InvalidValue(f"{method} needs a classifier with a bias, but {shown} has none")
         tensors = {tensor.name: tensor for tensor in where.layout.slices if tensor.layer == name}
         weight, offset = (tensors.get(f"{name}.{kind}".lstrip(".")) for kind in ("weight", "bias"))
         if weight is None or (bias and offset is None):
             raise InvalidValue(
-                f"{method} learns from the classifiers of the clients, and {name} is frozen"
+                f"{method} learns from the clients' classifiers, but {name} is frozen"
             )
         if (outputs := weight.shape[0]) != where.classes:
             raise InvalidValue(
-                f"{method} needs a classifier onto {where.classes} classes, but {name} has {outputs}"
+                f"{method} needs a classifier with {where.classes} outputs, one for each class, "
+                f"but {name} has {outputs}"
             )
         if isinstance(where, Cohort):
             where.require_outputs_of_head(method)
@@ -75,17 +79,17 @@ class LinearHead:
 
     @property
     def features(self) -> int:
-        """Return d, the number of features."""
+        """d, the number of features."""
         return self.weight.shape[1]
 
     @property
     def unit(self) -> Unit:
-        """Return the slices of a row that are the head."""
+        """The slices of the head in a row."""
         return tuple(entry.slice for entry in (self.weight, self.bias) if entry is not None)
 
     def get(self, rows: Tensor) -> Head:
-        """Return weight and bias, views of `rows [..., P]`."""
-        assert self.bias is not None, "`of` was not asked for a bias"
+        """Return weight and bias as views of `rows [..., P]`."""
+        assert self.bias is not None, "call `of` with bias=True"
         return rows[..., self.weight.slice].unflatten(-1, self.weight.shape), rows[
             ..., self.bias.slice
         ]
@@ -99,25 +103,27 @@ class LinearHead:
 
 
 def two_heads(first: Head, second: Head) -> Head:
-    """Return the head whose outputs are the sums of those of two heads."""
+    """Return the head with the sum of the outputs of two heads."""
     return first[0] + second[0], first[1] + second[1]
 
 
 def shifted(head: Head, shift: Tensor) -> Head:
-    """Return the head that gives for features z what `head` gives for z + shift, `shift [..., d]`."""
+    """Return the head that gives for features z the outputs of `head` for z + shift, `shift [...,
+    d]`.
+    """
     weight, bias = head
     return weight, bias + (weight @ shift.unsqueeze(-1)).squeeze(-1)
 
 
 def nearest_prototype(prototypes: Tensor, present: Tensor) -> Head:
-    """Return the head whose largest output is that of the nearest prototype.
+    """Return the head with the largest output for the nearest prototype.
 
     Args:
         prototypes: A point of the feature space for each class, `[..., Y, d]`.
         present: False for classes without a prototype, which are never chosen, bool `[..., Y]`.
 
     Returns:
-        W_c = 2 p_c and b_c = -|p_c|^2, so that outputs differ as squared distances do.
+        W_c = 2 p_c and b_c = -|p_c|^2, so that outputs differ as negative squared distances do.
     """
     return without((2 * prototypes, -prototypes.square().sum(-1)), present)
 
@@ -125,8 +131,8 @@ def nearest_prototype(prototypes: Tensor, present: Tensor) -> Head:
 def without(head: Head, present: Tensor) -> Head:
     """Return a head that never chooses some classes.
 
-    Their output is the mean of the outputs of the others less `MARGIN`. So it is never the largest
-    one, whatever the features are, and the loss of a sample of such a class is of moderate size.
+    The output of such a class is the mean of the other outputs minus `MARGIN`. So it is never the
+    largest output for any features, and the loss of a sample of this class stays moderate.
 
     Args:
         head: Weight `[..., Y, d]` and bias `[..., Y]`.
@@ -140,12 +146,12 @@ def without(head: Head, present: Tensor) -> Head:
 
 
 def discriminant(means: Tensor, covariance: Tensor, prior: Tensor) -> Head:
-    """Return the head of linear discriminant analysis, whose softmax is the posterior of Gaussian
+    """Return the head of linear discriminant analysis. Its softmax is the posterior of Gaussian
     classes.
 
     Args:
         means: Mean of each class, `[..., Y, d]`.
-        covariance: Covariance that the classes share, positive definite, `[..., d, d]`.
+        covariance: Common covariance of the classes, positive definite, `[..., d, d]`.
         prior: Probability of each class, `[..., Y]`; a class of probability 0 is never chosen.
 
     Returns:

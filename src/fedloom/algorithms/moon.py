@@ -13,14 +13,14 @@ from fedloom.records import Message, server_model
 
 @algorithms.register("moon")
 class Moon(Algorithm):
-    """Model-contrastive learning: pull features towards the received model's, away from the
-    client's previous model's.
+    """Model-contrastive learning: pull features towards the received model's features and away from
+    the features of the client's previous model.
 
     With z, z_glob, z_prev the features of the trained, the received and the client's previous model
     (the last two frozen, in evaluation mode) and sim the cosine, clients minimise L_i + mu mean_x
     -log(e^{sim(z, z_glob)/T} / (e^{sim(z, z_glob)/T} + e^{sim(z, z_prev)/T})), T = `temperature`.
     The term is off until a client has a previous model. Models are averaged by samples. Features
-    are the input of the classifier: for MOON's projection head take a model such as
+    are the input of the classifier: for MOON's projection head choose a model such as
     `projected(model=cnn4)`. Source: Li et al. 2021, algorithm 1.
     Use it when clients hold few classes of images and the model gives good features; a step costs
     three forward passes.

@@ -19,19 +19,18 @@ class PartialFed(PartlyShared):
 
     A client has its own model and for each layer two logits a. Per batch the working model takes
     each layer from the source that a hard Gumbel-softmax of a at temperature tau draws. Batches
-    alternate: `model_batches` train the drawn weights where they were drawn from; then
-    `strategy_batches` train a alone, at the learning rate, by the straight-through gradient
-    <dl/dw_layer, downloaded - own> through the softmax. tau = temperature * cooling^(round - 1), at
-    least 0.05. The model of the likelier sources (ties go to the download) is uploaded, starts the
-    client's next round, and is scored with the download in its layers. Steps are plain: momentum,
-    weight decay and clipping of local training do not apply. Reconstructed from the paper's text.
+    alternate: `model_batches` train the drawn weights in their source; then `strategy_batches`
+    train only a, at the learning rate, by the straight-through gradient <dl/dw_layer, downloaded -
+    own> through the softmax. tau = temperature * cooling^(round - 1), at least 0.05. The model of
+    the likelier sources (ties take the download) is uploaded, starts the client's next round, and
+    is scored with the new download in the layers that prefer it. Steps are plain: momentum, weight
+    decay and clipping of local training do not apply. Reconstructed from the paper's text.
     Source: Sun et al. 2021, section 3; FedALA, appendix G.
-    Use it in cross-silo federations where nobody knows which layers are better shared and which
-    kept.
+    Use it in cross-silo federations if you do not know which layers the clients should share.
 
     Args:
-        model_batches: Batches of a turn on the weights (FedALA: 8).
-        strategy_batches: Batches of a turn on the logits (FedALA: 2).
+        model_batches: Consecutive batches that train the weights (FedALA: 8).
+        strategy_batches: Consecutive batches that train the logits (FedALA: 2).
         temperature: tau in round 1 (FedALA: 5).
         cooling: Factor of tau from round to round (FedALA: 0.965).
     """
@@ -110,7 +109,7 @@ def _favours_global(logits: Tensor) -> Tensor:
 
 
 def layer_of(layout: Layout) -> Tensor:
-    """Return the index of the layer that each column of a row belongs to, `[P]` int64."""
+    """Return the index of the layer of each column of a row, `[P]` int64."""
     owner = torch.empty(layout.size, dtype=torch.int64)
     for number, unit in enumerate(layout.units("layer")):
         for columns in unit:

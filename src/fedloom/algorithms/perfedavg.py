@@ -11,16 +11,15 @@ from fedloom.records import Message
 
 @algorithms.register("per_fedavg")
 class PerFedAvg(PartlyShared):
-    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one step of their
-    own.
+    """Per-FedAvg: clients minimise L_i(w - alpha grad L_i(w)), the loss after one personal step.
 
     Per step, with batches b1 and b2: w' = w - alpha grad l(w; b1), then a step of size beta along d
     = grad l(w'; b2) (`first_order`), or along d - alpha (grad l(w + delta d; b3) - grad l(w - delta
     d; b3)) / (2 delta), which adds the Hessian without forming it (`hessian_free`). Two (three)
-    batches are drawn at once and an incomplete set is left out; a client with less than one set
+    batches are drawn at once and an incomplete set is skipped; a client with less than one set
     divides its data. A client scores the model after one step of size alpha on one batch.
     Source: Fallah et al. 2020, algorithm 1 and section 5; FedALA, appendix G.
-    Use it when clients arrive that never trained and a single step on their data must do.
+    Use it when new clients that never trained must adapt the model in a single step on their data.
 
     Args:
         alpha: Size of the inner step; none is the learning rate (FedALA).
@@ -61,13 +60,15 @@ class PerFedAvg(PartlyShared):
     def _gradient(
         self, cohort: Cohort, weights: Tensor, batches: list[Batch], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss `[k]` after the inner step and the gradient `[k, T]` of the outer step."""
+        """Return the loss after the inner step, `[k]`, and the gradient of the outer step, `[k,
+        T]`.
+        """
         count = cohort.layout.trainable
         _, gradient = cohort.gradient(weights, batches[0])
         stepped = weights.clone()
         stepped[:, :count].sub_(gradient, alpha=alpha)
         loss, direction = cohort.gradient(stepped, batches[1])
-        weights[:, count:] = stepped[:, count:]  # the statistics that both batches have moved
+        weights[:, count:] = stepped[:, count:]  # statistics that both batches have updated
         if self.variant == "first_order":
             return loss, direction
         direction, gradients = direction.clone(), []
@@ -90,8 +91,15 @@ class PerFedAvg(PartlyShared):
 
 
 def divided(batch: Batch, count: int, needs_pairs: bool) -> list[Batch]:
-    """Divide a batch of `[k, b, ...]` into `count` equal ones, in order; with too few samples,
-    return it `count` times.
+    """Divide a batch of `[k, b, ...]` into equal batches.
+
+    Args:
+        batch: The batch.
+        count: Number of batches.
+        needs_pairs: Every batch needs two samples, as for batch norm.
+
+    Returns:
+        The `count` batches in order. With too few samples, the whole batch `count` times.
     """
     size = batch.labels.shape[1] // count
     if size < (2 if needs_pairs else 1):

@@ -16,24 +16,24 @@ from fedloom.records import Aggregate, Message, Plan
 @algorithms.register("pfedfda")
 class PFedFDA(KeepsHead):
     """pFedFDA: a base trained under a head of linear discriminant analysis; each client adapts the
-    Gaussians behind it.
+    Gaussians of the head.
 
-    A client's head is that of the server's Gaussians (class means and a common covariance, `[Y + d,
-    d]`) and of its own class shares; the base trains under it. Then, on the features of its
-    samples, it chooses the shares b in [0, 1] of its own means and of its own covariance by
+    A client's head is computed from the server's Gaussians (class means and a common covariance,
+    `[Y + d, d]`) and its own class shares; the base trains under it. Then, on the features of its
+    samples, the client chooses the shares b in [0, 1] of its own means and of its own covariance by
     two-fold cross-validation (ten steps of L-BFGS from 1/2 on the cross-entropy), and uploads the
     base and b local + (1 - b) global; all are averaged by samples. To deploy, it chooses b for the
-    received base. A class with fewer than two samples has the server's mean; without any other
-    class b is 0. The global model has equal class shares.
-    Source: McLaughlin and Su 2024 (pFedFDA), algorithm 1; their code takes features as they come in
+    received base. A class with fewer than two samples has the server's mean; if no class has two
+    samples, b is 0. The global model has equal class shares.
+    Source: McLaughlin and Su 2024 (pFedFDA), algorithm 1; their code takes features during
     training.
-    Use it when clients have few samples and their inputs are shifted; features must not be many,
-    since d^2 numbers travel.
+    Use it when clients have few samples and their inputs are shifted, and the model has few
+    features, since d^2 numbers travel.
 
     Args:
         ridge: Multiple of the unit matrix in clients' covariances (authors' code: 1, and 1e-4 in
-            every entry). Where features vary little beside it, class shares decide; a small one
-            makes heads large, and steps with them.
+            every entry). If features vary little compared with it, class shares decide. A small
+            ridge makes heads large, and so the steps.
     """
 
     ridge: Positive = 1.0
@@ -77,22 +77,32 @@ class PFedFDA(KeepsHead):
         return self.classifying(cohort, model, adapted(cohort, model, inbox, self.ridge))
 
     def classifying(self, cohort: Cohort, rows: Tensor, gaussians: Tensor) -> Tensor:
-        """Return the models with each client's head."""
+        """Return models with each client's head.
+
+        Args:
+            cohort: The clients.
+            rows: Models, `[k, P]`.
+            gaussians: Class means and covariance, `[k, Y + d, d]`.
+        """
         return LinearHead.of(cohort, "pfedfda").put(
             rows, classifier(gaussians, class_shares(cohort))
         )
 
 
 def class_shares(cohort: Cohort) -> Tensor:
-    """Return the share of each class among each client's samples, 1e-4 added to each, `[k, Y]`
-    float64.
+    """Return the share of each class among each client's samples, plus 1e-4 and normalised again,
+    `[k, Y]` float64.
     """
     return F.normalize(F.normalize(cohort.label_counts.double(), p=1) + 1e-4, p=1)
 
 
 def classifier(gaussians: Tensor, prior: Tensor) -> Head:
-    """Return the head of `discriminant`, for a covariance that is by 1e-4 of the way nearer to a
-    multiple of the unit matrix.
+    """Return the head of `discriminant`, with the covariance moved by 1e-4 of the distance towards
+    a multiple of the unit matrix.
+
+    Args:
+        gaussians: Class means and covariance, `[..., Y + d, d]`.
+        prior: Probability of each class, `[..., Y]`.
     """
     means, covariance = gaussians.split([prior.shape[-1], gaussians.shape[-1]], -2)
     scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -101,8 +111,16 @@ def classifier(gaussians: Tensor, prior: Tensor) -> Head:
 
 
 def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tensor:
-    """Return each client's mixture of the received Gaussians with its own, by the bases of `rows
-    [k, P]`, float64.
+    """Return each client's mixture of the received Gaussians with its own.
+
+    Args:
+        cohort: The clients.
+        rows: Models, `[k, P]`. Their bases give the features.
+        inbox: The server's message, with `gaussians`.
+        ridge: Multiple of the unit matrix in the clients' covariances.
+
+    Returns:
+        Mixtures, `[k, Y + d, d]` float64.
     """
     mixtures = []
     clients = zip(
@@ -119,8 +137,17 @@ def adapted(cohort: Cohort, rows: Tensor, inbox: Message, ridge: float) -> Tenso
 
 
 def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) -> Tensor:
-    """Return the Gaussians of `features [n, d]`, with the `received` means of classes of fewer than
-    two samples.
+    """Estimate the Gaussians of a client.
+
+    Args:
+        features: Features of its samples, `[n, d]`.
+        labels: Labels, `[n]`.
+        received: The server's Gaussians, `[Y + d, d]`. Classes with fewer than two samples take
+            their means.
+        ridge: Multiple of the unit matrix in the covariance.
+
+    Returns:
+        Class means and covariance, `[Y + d, d]`.
     """
     means, unit = received[: -features.shape[1]], torch.eye(features.shape[1]).to(features)
     members = F.one_hot(labels, len(means)).to(features)
@@ -131,7 +158,13 @@ def estimated(features: Tensor, labels: Tensor, received: Tensor, ridge: float) 
 
 
 def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
-    """Return the mixture with the shares `[2]` of the local means and covariance."""
+    """Return the mixture of two Gaussians `[Y + d, d]`.
+
+    Args:
+        received: The server's Gaussians.
+        local: The client's Gaussians.
+        shares: Share of the local means and of the local covariance, `[2]`.
+    """
     of_covariance = (
         torch.arange(len(received), device=shares.device) >= len(received) - received.shape[1]
     )
@@ -143,10 +176,20 @@ def mixed(received: Tensor, local: Tensor, shares: Tensor) -> Tensor:
 def validated_shares(
     features: Tensor, labels: Tensor, received: Tensor, ridge: float, prior: Tensor
 ) -> Tensor:
-    """Return the shares of a client's own means and covariance, `[2]`, by two-fold cross-validation
-    within classes.
+    """Return the shares of a client's own means and covariance by two-fold cross-validation within
+    classes.
+
+    Args:
+        features: Features of its samples, `[n, d]`.
+        labels: Labels, `[n]`.
+        received: The server's Gaussians, `[Y + d, d]`.
+        ridge: Multiple of the unit matrix in the covariance.
+        prior: Probability of each class, `[Y]`.
+
+    Returns:
+        The two shares, `[2]`; 0 if no class has two samples.
     """
-    # of a sample in its class
+    # Number of each sample within its class, from 1.
     rank = F.one_hot(labels, len(prior)).cumsum(0).gather(1, labels.unsqueeze(1))[:, 0]
     folds = [rank % 2 == 1, rank % 2 == 0]
     if not bool(folds[1].any()):

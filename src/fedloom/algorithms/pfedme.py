@@ -14,18 +14,18 @@ from fedloom.records import Aggregate, Message, Plan
 
 @algorithms.register("pfedme")
 class PFedMe(PartlyShared):
-    """pFedMe: a personal model theta near the minimum of l(theta) + (lambda / 2) ||theta - w||^2
-    for each client.
+    """pFedMe: each client has a personal model theta near the minimum of l(theta) + (lambda / 2)
+    ||theta - w||^2.
 
     Both start from the download. Per batch, `inner_steps` times theta <- theta - personal_rate
     (grad l(theta; b) + lambda (theta - w)), then w <- w - eta lambda (w - theta), with eta the
     learning rate of the round. w travels, theta is scored. Server: w <- (1 - beta) w + beta * mean
     of the clients' w, by samples. Steps are plain: momentum, weight decay and clipping of local
-    training do not apply. lambda eta above 1 overshoots, with a warning; from 2 on w diverges:
-    refused.
+    training do not apply. If lambda eta is above 1, w overshoots and fedloom warns; at 2 or more w
+    diverges and fedloom refuses the run.
     Source: T Dinh et al. 2020, algorithm 1; FedALA, appendix G.
     Use it when personal models should stay near a global one and clients can afford several
-    gradients a batch.
+    gradients per batch.
 
     Args:
         regularisation: lambda (FedALA: 15).
@@ -50,7 +50,9 @@ class PFedMe(PartlyShared):
         share = self.regularisation * plan.training.rate(1, 1)
         product = f"pfedme: regularisation times learning rate is {share:g}"
         if share >= 2:
-            raise InvalidValue(f"{product}: from 2 on the local model diverges")
+            raise InvalidValue(
+                f"{product}: at 2 or more the local model diverges. Lower one of them"
+            )
         if share > 1:
             warnings.warn(
                 f"{product}: above 1 the local model overshoots in every step", stacklevel=2
@@ -78,7 +80,7 @@ class PFedMe(PartlyShared):
 
         state = {"local": start.clone(), "personal": start.clone()}
         cohort.metrics["training_loss"] = cohort.each_batch(step, state, pad=True)
-        # Only the personal model has seen data, so the statistics are its.
+        # Only the personal model has processed data, so the statistics are taken from it.
         state["local"][:, count:] = state["personal"][:, count:]
         cohort.memory[self.own_model] = state["personal"]
         return state["local"]

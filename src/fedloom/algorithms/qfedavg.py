@@ -15,8 +15,8 @@ from fedloom.records import (
 
 
 class ReportsLoss(Algorithm):
-    """Base of methods whose clients upload the loss of the received model on all of their samples
-    beside their own model.
+    """Base of methods with clients that upload their model and the loss of the received model on
+    all their samples.
     """
 
     facts = Facts(fits_once=False, averages=False)
@@ -36,19 +36,19 @@ class QFedAvg(ReportsLoss):
     h_i = q F_i^(q - 1) ||g_i||^2 + F_i^q / eta over the trainable parameters, F_i the loss of w_t
     on all of client i's samples + 1e-10, eta the round's learning rate. Statistics are averaged. q
     = 0 is FedAvg with equal weights.
-    Traffic: one number more up. Source: Li et al. 2020 (q-FFL), algorithm 2.
-    Use it when the worst clients count as much as the mean; momentum makes g_i longer, so leave it
-    out or lower q.
+    Traffic: one additional number up. Source: Li et al. 2020 (q-FFL), algorithm 2.
+    Use it when the worst clients count as much as the mean; momentum makes g_i longer, so set it to
+    0 or lower q.
 
     Args:
-        q: How much high losses count.
+        q: Emphasis on clients with high loss.
     """
 
     q: NonNegative = 1.0
 
     def receive(self, round: Round, replies: Replies) -> None:
-        # Numerator and denominator are divided by eta and by the largest F^q, whose power alone may
-        # be beyond all floats. So the largest loss must be known before the first block is folded.
+        # Numerator and denominator are divided by eta and by the largest F^q, since F^q can exceed
+        # the largest float. So the largest loss must be known before the first block is folded.
         loss = replies["loss"].double() + 1e-10
         largest = loss.max()
         powers = (loss / largest) ** self.q
@@ -61,11 +61,13 @@ class QFedAvg(ReportsLoss):
         self.update(round, folded)
 
     def _sums(self, round: Round, block: Replies, powers: Tensor, slopes: Tensor) -> Aggregate:
-        """Return the sums over a block of F^q d and of q F^(q - 1) |d|^2 / eta + F^q, d = w_t - w_i."""
+        """Return the sums over a block of F^q d and of q F^(q - 1) |d|^2 / eta + F^q, with d = w_t
+        - w_i.
+        """
         trainable = slice(self.plan.layout.trainable)
         moved = self.state["model"][trainable] - block["model"][:, trainable]
         squares = moved.double().square().sum(1)
-        # a rate that is 0 in floating point moves no client
+        # With a rate of 0 in floating point no client has moved.
         steepness = squares / round.learning_rate if round.learning_rate else 0 * squares
         total = {
             "moved": (powers.to(moved) @ moved).unsqueeze(0),

@@ -22,8 +22,8 @@ class Scaffold(Algorithm):
     client's whole loss at w_t. Server, uniform over the round: w <- w_t + eta_g mean_i (w_i - w_t),
     c <- c + (1/N) sum_i (c_i+ - c_i). Statistics are averaged.
     Source: Karimireddy et al. 2020, algorithm 1.
-    Use it when clients take many local steps on skewed data, take part often, and traffic may
-    double.
+    Use it when clients take many local steps on skewed data and take part often; it doubles the
+    traffic.
 
     Args:
         option: Update of the client's variate, 1 or 2 as in the paper.
@@ -80,7 +80,7 @@ class Scaffold(Algorithm):
         return cohort.fit(start, correction=correct, context={"offset": offset})
 
     def rate(self, round: Round) -> float:
-        """Return eta, by which the way of a client is divided."""
+        """Return eta, which divides the displacement of a client."""
         return round.learning_rate
 
     def followed(self, cohort: Cohort, start: Tensor, trained: Trained) -> Tensor:
@@ -91,8 +91,14 @@ class Scaffold(Algorithm):
 
 
 def full_gradient(cohort: Cohort, rows: Tensor) -> Tensor:
-    """Return the gradient `[k, T]` of each client's mean loss on all its samples at `rows [k, P]`,
-    which stay as they are.
+    """Return the gradient of each client's mean loss on all its samples.
+
+    Args:
+        cohort: The clients.
+        rows: Models at which the gradient is taken, `[k, P]`; unchanged.
+
+    Returns:
+        Gradients, `[k, T]`.
     """
 
     def accumulate(state: dict[str, Tensor], batch: Batch) -> Tensor:

@@ -9,12 +9,12 @@ from fedloom.records import Message, Plan
 
 @algorithms.register("scaffold_feddc")
 class ScaffoldFedDC(Scaffold):
-    """SCAFFOLD as FedDC's code computes it, for the tables that were made with that code.
+    """SCAFFOLD as FedDC's code computes it, for tables from that code.
 
-    Clients weigh by a_i = n_i / mean n: they receive c / a_i, and the server adds a_i (c_i+ - c_i)
-    / N. eta is the learning rate of round 1 in all rounds. Source: the code of FedDC (Gao et al.
-    2022).
-    Use it only to reproduce those tables, otherwise `scaffold`.
+    Clients are weighted by a_i = n_i / mean n: they receive c / a_i, and the server adds a_i (c_i+
+    - c_i) / N. eta is the learning rate of round 1 in all rounds. Source: the code of FedDC (Gao et
+    al. 2022).
+    Use it only to reproduce these tables, otherwise `scaffold`.
     """
 
     sends: ClassVar[tuple[str, ...]] = ("model", "variate", "mean_size")

@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam and FedYogi: the server takes a step of an optimizer along the mean update."""
+"""FedAvgM, FedAdam and FedYogi: the server takes an optimizer's step along the mean update."""
 
 from abc import ABC, abstractmethod
 
@@ -24,7 +24,7 @@ class ServerOptimizer(FedAvg, ABC):
 
     @abstractmethod
     def step(self, update: Tensor) -> Tensor:
-        """Return the server's displacement `[T]` from the clients' mean update `[T]`."""
+        """Return the server's displacement `[T]` for the clients' mean update `[T]`."""
 
 
 @algorithms.register("fedavgm")
@@ -33,7 +33,7 @@ class FedAvgM(ServerOptimizer):
 
     D_t is the mean update of the clients. momentum 0 and learning_rate 1 are FedAvg. Source: Hsu et
     al. 2019, section 4.3.
-    Use it when skewed clients make the server's model swing from round to round.
+    Use it when the server's model oscillates from round to round because clients are skewed.
 
     Args:
         learning_rate: Server's step size (paper: 1).
@@ -57,7 +57,7 @@ class FedAdam(ServerOptimizer):
     """FedAvg with Adam on the server: m <- b1 m + (1 - b1) D, v <- b2 v + (1 - b2) D^2, w <- w_t +
     eta m / (sqrt(v) + tau).
 
-    D is the mean update of the clients; v starts at tau^2 and nothing is bias-corrected.
+    D is the mean update of the clients; v starts at tau^2, and there is no bias correction.
     Source: Reddi et al. 2021, algorithm 2.
     Use it when coordinates need steps of different size, as with embeddings and language models.
 
@@ -65,7 +65,7 @@ class FedAdam(ServerOptimizer):
         learning_rate: eta.
         beta1: b1 (paper: 0.9).
         beta2: b2 (paper: 0.99).
-        adaptivity: tau, the least scale of a step (paper: 1e-3).
+        adaptivity: tau, which bounds the denominator from below (paper: 1e-3).
     """
 
     learning_rate: Positive = 0.01
@@ -86,7 +86,12 @@ class FedAdam(ServerOptimizer):
         return self.learning_rate * mean / (square.sqrt() + self.adaptivity)
 
     def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:
-        """Return v after an update with the squares `square`."""
+        """Return v after an update.
+
+        Args:
+            moment: v before it, `[T]`.
+            square: Squares of the mean update, `[T]`.
+        """
         return self.beta2 * moment + (1 - self.beta2) * square
 
 
@@ -94,9 +99,9 @@ class FedAdam(ServerOptimizer):
 class FedYogi(FedAdam):
     """FedAvg with Yogi on the server: FedAdam, with v <- v - (1 - b2) D^2 sign(v - D^2).
 
-    v thus changes by at most the new squares, however large it is. Source: Reddi et al. 2021,
-    algorithm 2.
-    Use it as `fedadam` where a burst of large updates would make Adam's steps small for long.
+    So v changes by at most (1 - b2) D^2, even if v is large. Source: Reddi et al. 2021, algorithm
+    2.
+    Use it as `fedadam` where a few large updates would make Adam's steps small for many rounds.
     """
 
     def second_moment(self, moment: Tensor, square: Tensor) -> Tensor:

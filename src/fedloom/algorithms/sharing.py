@@ -1,6 +1,4 @@
-"""Base of methods whose clients keep part of the model: only the remaining layers travel and are
-counted.
-"""
+"""Base of methods with private layers: only the remaining layers travel and count as traffic."""
 
 import itertools
 from collections.abc import Mapping
@@ -26,8 +24,14 @@ from fedloom.records import Aggregate, Message, Plan
 
 
 def take(rows: Tensor, unit: Unit) -> Tensor:
-    """Return the slices of `rows [k, P]` side by side, `[k, m]`; the rows themselves if the unit is
-    all of them.
+    """Return columns of rows side by side.
+
+    Args:
+        rows: Rows, `[k, P]`.
+        unit: Slices of the columns.
+
+    Returns:
+        The columns, `[k, m]`; the rows themselves if the unit covers all columns.
     """
     if unit == (slice(0, rows.shape[1]),):
         return rows
@@ -35,14 +39,18 @@ def take(rows: Tensor, unit: Unit) -> Tensor:
 
 
 def put(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """Return a copy of `rows [k, P]` with `values [k, m]` in the slices of the unit: the inverse of
-    `take`.
+    """Return a copy of rows with other values in some columns: the inverse of `take`.
+
+    Args:
+        rows: Rows, `[k, P]`.
+        unit: Slices of the columns.
+        values: New values, `[k, m]`.
     """
     return values if unit == (slice(0, rows.shape[1]),) else put_(rows.clone(), unit, values)
 
 
 def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
-    """Write `values [k, m]` into the slices of the unit of `rows [k, P]`, in place."""
+    """Write `values [k, m]` into the columns of the unit of `rows [k, P]`, in place."""
     for columns, block in zip(
         unit, values.split([columns.stop - columns.start for columns in unit], 1), strict=True
     ):
@@ -51,13 +59,13 @@ def put_(rows: Tensor, unit: Unit, values: Tensor) -> Tensor:
 
 
 def length(unit: Unit) -> int:
-    """Return the number of columns in the slices of a unit."""
+    """Return the number of columns in a unit."""
     return sum(columns.stop - columns.start for columns in unit)
 
 
 def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
-    """Return the layers in a slice of the module's blocks, which are ordered from bottom to top
-    (`block_parameters`).
+    """Return the layers in a slice of the module's blocks, which run from bottom to top (see
+    `block_parameters`).
     """
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
@@ -74,12 +82,13 @@ def require_everybody(method: str, plan: Plan) -> None:
 class PartlyShared(Algorithm):
     """Federated averaging of some layers; the base of the personalised methods.
 
-    `private` names the layers that stay with each client, at first those of the initial model. The
-    others are averaged by samples.
+    `private` returns the layers that stay with each client. They start as the layers of the initial
+    model. The other layers are averaged by samples.
 
     Args:
-        buffers: `local` keeps floating-point buffers (batch-norm statistics) at the client, as
-            FedALA's experiments do; `average` lets those of the travelling layers travel.
+        buffers: With `local` floating-point buffers (batch-norm statistics) stay with the client,
+            as in FedALA's experiments; with `average` the buffers of the travelling layers travel
+            too.
         eval_point: When a client's model is scored: `after_init`, before local training (FedALA's
             code), or `after_train`.
     """
@@ -87,30 +96,33 @@ class PartlyShared(Algorithm):
     buffers: Literal["local", "average"] = field(default="local", kw_only=True)
     eval_point: Literal["after_init", "after_train"] = field(default="after_init", kw_only=True)
 
-    # name in clients' memory of the personal model that they deploy, if any
+    # Name in the clients' memory of the personal model that they deploy, if any.
     own_model: ClassVar[str] = ""
-    base_facts: ClassVar[Facts] = Facts()  # without what clients deploy
+    base_facts: ClassVar[Facts] = Facts()  # `facts` adds `deploys` and `initial`
 
     # --- what travels ---
 
     def private(self, module: nn.Module) -> frozenset[str]:
-        """Return the layers that stay with the client; none by default."""
+        """Return the layers that stay with the client; by default none."""
         return frozenset()
 
     def unit(self, module: nn.Module, layout: Layout) -> Unit:
-        """Return the slices of a row that travel. Raise `InvalidValue` if none does, or the layers
-        that stay are frozen.
+        """Return the slices of a row that travel.
+
+        Raises:
+            InvalidValue: No column travels, or all layers that stay are frozen.
         """
         private = self.private(module)
         end = layout.trainable if self.buffers == "local" else layout.size
         if private and all(tensor.layer not in private for tensor in layout.slices):
             raise InvalidValue(
-                f"{name_of(self)}: what would stay with the clients is frozen in this model"
+                f"{name_of(self)}: all layers that would stay with the clients are frozen"
             )
         unit = layout.unit(lambda tensor: tensor.layer not in private and tensor.stop <= end)
         if not length(unit):
             raise InvalidValue(
-                f"{name_of(self)}: all of {type(module).__name__} would stay with the clients"
+                f"{name_of(self)}: all layers of {type(module).__name__} would stay with the "
+                "clients, so nothing would travel"
             )
         return unit
 
@@ -146,7 +158,7 @@ class PartlyShared(Algorithm):
         self.state["model"] = self.whole(self.state["model"], aggregate.mean["model"])
 
     def whole(self, model: Tensor, shared: Tensor) -> Tensor:
-        """Return `model [P]` with `shared [m]` in the slices that travel."""
+        """Return `model [P]` with `shared [m]` in the columns that travel."""
         return put(model.unsqueeze(0), self._unit, shared.unsqueeze(0))[0]
 
     # --- the client half ---
@@ -155,12 +167,12 @@ class PartlyShared(Algorithm):
         return self.upload(cohort, self.work(cohort, self.complete(cohort, inbox["model"]), inbox))
 
     def work(self, cohort: Cohort, start: Tensor, inbox: Message) -> Tensor:
-        """Train locally from whole models `[k, P]` to whole models."""
+        """Train locally from whole models `[k, P]` and return whole models."""
         return cohort.fit(start).model
 
     def upload(self, cohort: Cohort, model: Tensor) -> Message:
-        """Return the reply, the travelling slices of `model [k, P]`, and remember the remaining
-        ones.
+        """Return the reply with the travelling columns of `model [k, P]`, and store the remaining
+        columns in the clients' memory.
         """
         unit = self.shared(cohort.module, cohort.layout)
         if length(unit) < cohort.layout.size:
@@ -183,8 +195,13 @@ class PartlyShared(Algorithm):
         )
 
     def initialise(self, cohort: Cohort, model: Tensor, inbox: Message) -> Tensor:
-        """Return the models that clients score, `[k, P]`, from the whole ones that they received;
-        by default the same.
+        """Return the models that clients score, `[k, P]`.
+
+        Args:
+            cohort: The clients.
+            model: The received models, completed by the private layers, `[k, P]`. By default they
+                are scored unchanged.
+            inbox: The server's message.
         """
         return model
 
@@ -202,14 +219,14 @@ class PartlyShared(Algorithm):
 
 
 def _private(stays: Unit) -> str:
-    """Return the name in memory of the layers that stay, with their size, which may differ between
-    `stages`.
+    """Return the name of the private layers in memory. It contains their size, which can differ
+    between `stages`.
     """
     return f"private_{length(stays)}"
 
 
 def complement(unit: Unit, layout: Layout) -> Unit:
-    """Return the slices of a row that are not in the unit."""
+    """Return the slices of a row outside the unit."""
     ends = [0, *(end for columns in unit for end in (columns.start, columns.stop)), layout.size]
     return tuple(
         slice(start, stop)

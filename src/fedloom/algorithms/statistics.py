@@ -1,4 +1,6 @@
-"""Quantities of a client's local run: its relative size, and the gradients behind its displacement."""
+"""Quantities of a client's local training: its relative size, and the gradients that its
+displacement implies.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +17,14 @@ from fedloom.training import Training
 
 
 def mean_size(plan: Plan) -> Tensor:
-    """Return the mean number of training samples of all clients, `[1]`, which the server sends as
+    """Return the mean number of training samples of all clients, `[1]`. The server sends it as
     `mean_size`.
     """
     return plan.sizes(torch.arange(plan.clients)).to(plan.initial).mean().reshape(1)
 
 
 def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
-    """Return a_i = n_i / mean_j n_j, `[k, 1]`, from the `mean_size [k, 1]` of the message."""
+    """Return a_i = n_i / mean_j n_j, `[k, 1]`, from `mean_size [k, 1]` of the message."""
     mean = inbox["mean_size"]
     return cohort.sizes.to(mean).unsqueeze(1) / mean
 
@@ -30,8 +32,16 @@ def relative_sizes(cohort: Cohort, inbox: Message) -> Tensor:
 def divided(
     cohort: Cohort, purpose: str, count: Callable[[int], int], lasting: bool = True
 ) -> list[Cohort]:
-    """Return the clients with `count(n)` random samples of n, if `lasting` always the same, and
-    with the others, if any.
+    """Divide the samples of each client at random into two groups.
+
+    Args:
+        cohort: The clients.
+        purpose: Name of the random stream.
+        count: Maps the number of samples of a client to the size of the first group.
+        lasting: Use the same division in all rounds.
+
+    Returns:
+        Two cohorts. If the second group of a client is empty, it gets the first.
     """
 
     def pick(samples: Samples, generator: torch.Generator, *, complement: bool) -> Samples:
@@ -44,13 +54,21 @@ def divided(
 
 
 def mean_gradient(start: Tensor, end: Tensor, steps: Tensor, rate: float) -> Tensor:
-    """Return (start - end) / (steps rate), `[k, T]`: the mean gradient of the local steps; 0 for a
-    client without steps, or where the rate is 0 in floating point.
+    """Return (start - end) / (steps rate), the mean gradient of the local steps.
+
+    Args:
+        start: Models before training, `[k, T]`.
+        end: Models after training, `[k, T]`.
+        steps: Number of steps, `[k]`.
+        rate: Learning rate.
+
+    Returns:
+        Gradients, `[k, T]`; 0 for a client without steps, and for a rate of 0 in floating point.
     """
     if rate == 0:
         return torch.zeros_like(start)
     counts = steps.to(start).clamp_min(1)
-    # A rate that has decayed for long is 0 in single precision.
+    # A rate that has decayed for many rounds can be 0 in single precision.
     lengths = (counts if rate > torch.finfo(start.dtype).tiny else counts.double()) * rate
     return ((start - end) / lengths.unsqueeze(1)).to(start)
 
@@ -63,7 +81,8 @@ def require_sgd(method: str, plan: Plan) -> None:
     training = plan.training
     if training.optimizer != "sgd":
         raise InvalidValue(
-            f"{method} reads gradients off the steps: optimizer must be sgd, not {training.optimizer}"
+            f"{method} computes gradients from the steps: optimizer must be sgd, "
+            f"not {training.optimizer}"
         )
 
 
@@ -73,13 +92,15 @@ def require_constant_rate(method: str, plan: Plan) -> None:
         needed = (
             f"local_schedule must be {CONSTANT}, not {quoted(plan.training.local_schedule, str)}"
         )
-        raise InvalidValue(f"{method} takes steps of one rate a round: {needed}")
+        raise InvalidValue(f"{method} needs one learning rate in a round: {needed}")
 
 
 def require_classes(name: str, plan: Plan) -> None:
     """Raise `InvalidValue` unless the targets of the task are classes."""
     if not plan.classes:
-        raise InvalidValue(f"{name} needs class labels: the targets of this task are none")
+        raise InvalidValue(
+            f"{name} needs class labels, but the targets of this task are not classes"
+        )
 
 
 def momentum_gain(training: Training) -> float:
@@ -92,11 +113,19 @@ def momentum_gain(training: Training) -> float:
 
 
 def accumulated_weights(training: Training, steps: Tensor) -> Tensor:
-    """Return ||a_i||_1 `[k]` float64: the total weight of a client's gradients in its displacement,
-    in units of the rate.
+    """Return ||a_i||_1, the total weight of a client's gradients in its displacement, in units of
+    the rate.
 
     Plain SGD gives the number of steps tau; momentum m gives (tau - m (1 - m^tau) / (1 - m)) / (1 -
     m). Computed by running the optimizer on gradients of 1, which covers dampening and Nesterov.
+
+    Args:
+        training: Settings of the optimizer.
+        steps: Number of steps of each client, `[k]` int64.
+
+    Returns:
+        Weights, `[k]` float64.
+
     Source: Wang et al. 2020 (FedNova), section 4.
     """
     momentum = training.momentum

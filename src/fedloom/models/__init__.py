@@ -1,4 +1,4 @@
-"""Models of the papers as plain modules, one family a file; `models` lists them by name."""
+"""Models of the papers as plain modules, one file per family. `models` lists them by name."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,6 @@ from torch import nn
 
 from fedloom.config.registry import Registry
 
-# A model is a function (spec: DataSpec, *, options with defaults) -> nn.Module; it raises
-# `InvalidValue` for data that do not fit it.
+# A model is a function (spec: DataSpec, *, options with defaults) -> nn.Module. It raises
+# `InvalidValue` for data of an unsuitable shape.
 models: Registry[Callable[..., nn.Module]] = Registry("model", "fedloom.models")

@@ -1,4 +1,4 @@
-"""A model from its name, or from the import path of a user's own function or class."""
+"""Build a model from its name, or from a user's function or class."""
 
 import inspect
 from collections.abc import Callable
@@ -17,20 +17,29 @@ from fedloom.randomness import global_stream, preserved_generator
 
 
 def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> nn.Module:
-    """Build a registered model, or that of `package.module:callable(width=3)` or of a callable, on
-    the CPU, by the seed.
+    """Build a model on the CPU.
+
+    Args:
+        model: An expression with a registered model, a path `package.module:callable(width=3)`, or
+            a callable.
+        spec: Shape of the data. A callable gets it if it has a parameter `spec`.
+        seed: Seed of the initial weights.
+
+    Raises:
+        InvalidValue: The model cannot be built, or is not a `torch.nn.Module`.
     """
     if not isinstance(model, str) and not callable(model):
         raise InvalidValue(
-            f"model must be a name, a torch.nn.Module or a function that makes one, not {quoted(model)}"
+            "model must be a name, a torch.nn.Module or a function that returns one, "
+            f"not {quoted(model)}"
         )
     name = (
         quoted(model)
         if isinstance(model, str)
         else getattr(model, "__name__", type(model).__name__)
     )
-    # A default device would draw from an accelerator's generator. A user's file may draw numbers
-    # when it is imported, so that happens before the stream begins.
+    # With another default device, weights would be drawn by an accelerator's generator. A user's
+    # file can draw numbers when it is imported, so the import happens before the stream begins.
     with preserved_generator(), torch.device("cpu"):
         try:
             make = _read(model, spec) if isinstance(model, str) else _with_spec(model, spec)
@@ -38,7 +47,7 @@ def build_model(model: str | Callable[..., Any], spec: DataSpec, seed: int) -> n
                 module = make()
         except FedloomError:
             raise
-        except Exception as error:  # of the user's code, or more weights than there is memory for
+        except Exception as error:  # an error of the user's code, or not enough memory
             reason = one_line(f"{type(error).__name__}: {error}", LONGEST_QUOTED)
             remedy = f" (give {name}(...) itself, or a function)" if isinstance(model, type) else ""
             raise InvalidValue(f"model {name}: {reason}{remedy}") from error
@@ -57,17 +66,15 @@ def _read(expression: str, spec: DataSpec) -> Callable[[], Any]:
     call = parse(f"model({inside}" if bracket else "model")
     if call.positional:
         raise InvalidValue(
-            f"model {quoted(expression)}: arguments need their names, such as width=3"
+            f"model {quoted(expression)}: write arguments with their names, such as width=3"
         )
     if "spec" in call.named:
-        raise InvalidValue(
-            f"model {quoted(expression)}: 'spec' describes the data and is no option"
-        )
+        raise InvalidValue(f"model {quoted(expression)}: fedloom sets 'spec'. Remove it")
     make = found_at(path, "model", "a registered name or 'package.module:callable'")
     options = {name: plain(value) for name, value in call.named.items()}
     return partial(_with_spec(make, spec), **options)
 
 
 def _with_spec(make: Callable[..., Any], spec: DataSpec) -> Callable[..., Any]:
-    """Return a callable with the description of the data, if it takes that."""
+    """Bind the shape of the data if the callable takes it."""
     return partial(make, spec=spec) if "spec" in inspect.signature(make).parameters else make

@@ -1,5 +1,5 @@
-"""Two convolutions, each with ReLU and 2x2 max pooling, then fully connected layers: the papers'
-small image models.
+"""The small image models of the papers: two convolutions, each with ReLU and 2x2 max pooling, then
+fully connected layers.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Variant = Literal["auto", "cifar", "femnist"]
 
 
 class Convolutional(nn.Module):
-    """`conv1`, `conv2`, each with max pooling, a ReLU layer for each width in `hidden`, then
+    """`conv1` and `conv2`, each with max pooling, a ReLU layer for each width in `hidden`, then
     `head`.
     """
 
@@ -47,7 +47,7 @@ class Convolutional(nn.Module):
         self.head = nn.Linear(features, spec.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        # ReLU commutes with the maximum, and after it there is a quarter of the work.
+        # ReLU commutes with the maximum, and has a quarter of the work after pooling.
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2)).flatten(1)
         for layer in self.hidden:
@@ -58,16 +58,16 @@ class Convolutional(nn.Module):
 
 @models.register("digits_cnn")
 def digits_cnn(spec: DataSpec) -> nn.Module:
-    """Small CNN for the built-in 8x8 digits (13,706 parameters): 3x3 convolutions of 16 and 32, a
-    layer of 64.
+    """Small CNN for the built-in 8x8 digits (13,706 parameters): 3x3 convolutions of 16 and 32
+    channels, a layer of 64.
     """
     return Convolutional("digits_cnn", spec, filters=(16, 32), kernel=3, padding=1, hidden=(64,))
 
 
 @models.register("mcmahan_cnn")
 def mcmahan_cnn(spec: DataSpec) -> nn.Module:
-    """McMahan's CNN: padded 5x5 convolutions of 32 and 64, a layer of 512 (1,663,370 parameters on
-    MNIST).
+    """McMahan's CNN: padded 5x5 convolutions of 32 and 64 channels, a layer of 512 (1,663,370
+    parameters on MNIST).
 
     Source: McMahan et al. 2017, section 3.
     """
@@ -76,8 +76,8 @@ def mcmahan_cnn(spec: DataSpec) -> nn.Module:
 
 @models.register("cnn4")
 def cnn4(spec: DataSpec) -> nn.Module:
-    """FedALA's four-layer CNN: 5x5 convolutions of 32 and 64, a layer of 512 (582,026 parameters on
-    MNIST).
+    """FedALA's four-layer CNN: 5x5 convolutions of 32 and 64 channels, a layer of 512 (582,026
+    parameters on MNIST).
 
     Needs images of at least 16x16.
 
@@ -88,15 +88,15 @@ def cnn4(spec: DataSpec) -> nn.Module:
 
 @models.register("fedmr_cnn")
 def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
-    """FedMR's CNN: LeNet-5 for colour (62,006 parameters on CIFAR-10), a wider one for grey
+    """FedMR's CNN: LeNet-5 for colour (62,006 parameters on CIFAR-10), a wider one for grey images
     (160,510 on FEMNIST).
 
     Needs images of at least 16x16.
 
     Args:
-        variant: `cifar` has convolutions of 6 and 16 and layers of 120 and 84, `femnist`
-            convolutions of 16 and 32 and a layer of 256; `auto` takes `femnist` for images of one
-            channel.
+        variant: `cifar` has convolutions of 6 and 16 channels and layers of 120 and 84; `femnist`
+            has convolutions of 16 and 32 and a layer of 256; `auto` is `femnist` for images of one
+            channel, else `cifar`.
 
     Source: the code of FedMR; its text describes `mcmahan_cnn`.
     """
@@ -109,8 +109,8 @@ def fedmr_cnn(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
 
 @models.register("feddc_cnn")
 def feddc_cnn(spec: DataSpec) -> nn.Module:
-    """FedDC's CNN: 5x5 convolutions of 64 and 64, layers of 384 and 192 (797,962 parameters on
-    CIFAR-10).
+    """FedDC's CNN: two 5x5 convolutions of 64 channels, layers of 384 and 192 (797,962 parameters
+    on CIFAR-10).
 
     Needs images of at least 16x16.
 
@@ -122,5 +122,5 @@ def feddc_cnn(spec: DataSpec) -> nn.Module:
 
 
 def is_femnist(variant: Variant, channels: int) -> bool:
-    """Return True for FedMR's model for FEMNIST, False for the one for CIFAR."""
+    """Return True for FedMR's FEMNIST model, False for its CIFAR model."""
     return channels == 1 if variant == "auto" else variant == "femnist"

@@ -1,5 +1,5 @@
-"""Language models of `transformers`, whole or with adapters of `peft`: the next token at every
-position of a sequence.
+"""Language models of `transformers` that predict the next token at every position, optionally with
+adapters of `peft`.
 """
 
 import warnings
@@ -27,24 +27,22 @@ def transformer(
     heads: Count = 4,
     lora: NonNegativeInt = 0,
 ) -> nn.Module:
-    """GPT-2's architecture of any size, for sequences as long as the data's, with initial weights
-    drawn from the seed.
+    """GPT-2's architecture of any size, with initial weights drawn from the seed.
 
-    Needs the extra `language`.
+    It accepts sequences of the data's length. Needs the extra `language`.
 
     Args:
-        layers: The number of blocks.
-        width: The width of the embeddings, a multiple of `heads`.
-        heads: The attention heads of a block.
-        lora: The rank of adapters that are trained, all else frozen (`causal_lm`); 0 for none.
+        layers: Number of blocks.
+        width: Width of the embeddings, a multiple of `heads`.
+        heads: Number of attention heads in a block.
+        lora: Rank of the trained adapters (see `causal_lm`); all other weights are frozen. 0 trains
+            the whole model.
 
     Source: Radford et al. 2019.
     """
     tokens = vocabulary("transformer", spec)
     if width % heads:
-        raise InvalidValue(
-            f"transformer: width must be a multiple of heads, and {width} is none of {heads}"
-        )
+        raise InvalidValue(f"transformer: width must be a multiple of heads ({heads}), got {width}")
     with _transformers("transformer") as library:
         settings = library.GPT2Config(
             vocab_size=tokens, n_positions=spec.shape[0], n_embd=width, n_layer=layers, n_head=heads, use_cache=False,
@@ -66,32 +64,34 @@ def causal_lm(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     attention: Literal["sdpa", "eager"] = "sdpa",
 ) -> nn.Module:
-    """The language model that `save_pretrained` wrote to `folder`, frozen, with adapters of rank
-    `lora` that are trained.
+    """A language model that `save_pretrained` wrote to `folder`, frozen, with trained adapters of
+    rank `lora`.
 
-    Each chosen weight W becomes W + (alpha / lora) B A, with A at random and B zero at the start;
-    only A and B are in the row. Nothing is downloaded, and no code from the folder runs. Needs the
-    extra `language`.
+    Each adapted weight W becomes W + (alpha / lora) B A. A is random and B is zero at the start;
+    only A and B are trained and travel. Nothing is downloaded, and no code from the folder runs.
+    Needs the extra `language`.
 
     Args:
-        folder: The folder of the model, whose vocabulary holds the data's.
-        lora: The rank of the adapters; 0 trains the whole model.
-        alpha: The scale, by default 2 lora.
-        dropout: The dropout before A, in [0, 1).
-        modules: The layers to adapt, by default those that peft chooses for the architecture.
-        dtype: The type of the frozen weights.
-        attention: `eager` for clients that are stacked.
+        folder: The folder of the model. Its vocabulary must contain the tokens of the data.
+        lora: Rank of the adapters; 0 trains the whole model.
+        alpha: Scale of the adapters; by default 2 lora.
+        dropout: Dropout before A, in [0, 1).
+        modules: Layers to adapt; by default the choice of peft for this architecture.
+        dtype: Type of the frozen weights.
+        attention: Implementation of attention; stacked clients need `eager`.
 
     Source: Hu et al. 2022 (LoRA), section 4.1.
     """
     tokens = vocabulary("causal_lm", spec)
     if not (Path(folder) / "config.json").is_file():
         raise InvalidValue(
-            f"causal_lm: folder {quoted(folder)} holds no model: it has no config.json"
+            f"causal_lm: folder {quoted(folder)} has no config.json. "
+            "Give a folder that save_pretrained wrote"
         )
     if lora == 0 and dtype != "float32":
         raise InvalidValue(
-            f"causal_lm: dtype={dtype} is for a frozen model under adapters: give lora, or float32"
+            f"causal_lm: dtype={dtype} needs a frozen model with adapters. "
+            "Set lora above 0, or dtype=float32"
         )
     with _transformers("causal_lm") as library:
         try:
@@ -105,7 +105,8 @@ def causal_lm(
             ) from error
         if base.config.vocab_size < tokens:
             raise InvalidValue(
-                f"causal_lm: the model in {quoted(folder)} knows {base.config.vocab_size} tokens, the data have {tokens}"
+                f"causal_lm: the model in {quoted(folder)} has {base.config.vocab_size} tokens, "
+                f"but the data have {tokens}"
             )
         return _adapted(base, lora, alpha, dropout, modules)
 
@@ -113,7 +114,9 @@ def causal_lm(
 def _adapted(
     base: Any, lora: int, alpha: float | None, dropout: float, modules: Sequence[str]
 ) -> nn.Module:
-    """Return the model with adapters of rank `lora`, all else frozen; as it is for 0."""
+    """Return the model with adapters of rank `lora` and all other weights frozen, or unchanged if
+    `lora` is 0.
+    """
     if lora:
         peft = import_extra("peft", "language", "lora")
         settings = peft.LoraConfig(
@@ -130,7 +133,7 @@ def _adapted(
 
 @contextmanager
 def _transformers(model: str) -> Iterator[Any]:
-    """Yield the library, without its warnings and progress bars."""
+    """Yield the library, with its warnings and progress bars turned off."""
     transformers = import_extra("transformers", "language", f"model {model}")
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Linear layers alone: multinomial logistic regression and multilayer perceptrons."""
+"""Multinomial logistic regression and multilayer perceptrons."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,8 +13,8 @@ from fedloom.models.shapes import flat_features
 
 
 class Perceptron(nn.Module):
-    """`[n, ...] -> [n, classes]`: the flattened sample through ReLU layers of the widths `hidden`,
-    then `head`.
+    """`[n, ...] -> [n, classes]`: the flattened sample, ReLU layers of the widths `hidden`, then
+    `head`.
     """
 
     def __init__(self, features: int, hidden: Sequence[int], classes: int) -> None:
@@ -47,13 +47,17 @@ def logistic(spec: DataSpec, *, zero_init: bool = False) -> nn.Module:
 
 @models.register("mlp")
 def mlp(spec: DataSpec, *, hidden: Sequence[Count] = (200, 200)) -> nn.Module:
-    """Multilayer perceptron with ReLU layers of the widths `hidden`."""
+    """Multilayer perceptron with ReLU layers of the widths `hidden`.
+
+    Args:
+        hidden: Widths of the hidden layers, from bottom to top.
+    """
     return Perceptron(flat_features("mlp", spec), hidden, spec.outputs)
 
 
 @models.register("mcmahan_2nn")
 def mcmahan_2nn(spec: DataSpec) -> nn.Module:
-    """McMahan's 2NN: two hidden layers of 200 (199,210 parameters on 28x28 and 10 classes).
+    """McMahan's 2NN: two hidden layers of 200 (199,210 parameters on 28x28 images and 10 classes).
 
     Source: McMahan et al. 2017, section 3.
     """
@@ -62,11 +66,11 @@ def mcmahan_2nn(spec: DataSpec) -> nn.Module:
 
 @models.register("feddc_fcn")
 def feddc_fcn(spec: DataSpec, *, hidden: Count = 200) -> nn.Module:
-    """FedDC's fully connected network: two equal hidden layers (width 200 for MNIST, 100 for EMNIST
-    letters).
+    """FedDC's fully connected network: two hidden layers of equal width (200 for MNIST, 100 for
+    EMNIST letters).
 
     Args:
-        hidden: That width.
+        hidden: Width of both hidden layers.
 
     Source: FedUmf, appendix, with the widths of FedDC's code.
     """

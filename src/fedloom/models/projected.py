@@ -1,4 +1,4 @@
-"""Any model with a projection head below its classifier, as MOON builds its own."""
+"""Any model with MOON's projection head below its classifier."""
 
 from torch import Tensor, nn
 
@@ -10,8 +10,8 @@ from fedloom.models.structure import head_name
 
 
 class Projected(nn.Module):
-    """`[n, ...] -> [n, classes]`: the features of `body`, projected by two linear layers with a
-    ReLU between, then `head`.
+    """`[n, ...] -> [n, classes]`: the features of `body`, two linear layers with a ReLU between
+    them, then `head`.
     """
 
     def __init__(self, body: nn.Module, features: int, width: int, classes: int) -> None:
@@ -29,13 +29,12 @@ class Projected(nn.Module):
 
 @models.register("projected")
 def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.Module:
-    """Another model with MOON's projection head: features d -> d -> `width` -> classes in place of
-    its classifier.
+    """Another model with MOON's projection head in place of its classifier: features d -> d ->
+    `width` -> classes.
 
     Args:
-        model: The name of a registered model with a linear classifier, which gets its default
-            options.
-        width: The width of the projection.
+        model: Name of a registered model with a linear classifier. It gets its default options.
+        width: Width of the projection.
 
     Source: Li et al. 2021 (MOON), section 3.2.
     """
@@ -44,7 +43,7 @@ def projected(spec: DataSpec, *, model: str = "mlp", width: Count = 256) -> nn.M
     classifier = body.get_submodule(name)
     if not name or not isinstance(classifier, nn.Linear):
         raise InvalidValue(
-            f"projected needs a model with a linear classifier above its features, not {model}"
+            f"projected needs a model with a linear classifier above other layers, not {model}"
         )
     body.set_submodule(name, nn.Identity())
     return Projected(body, classifier.in_features, width, spec.outputs)

@@ -1,5 +1,5 @@
-"""Residual networks: ResNet-18 and the ResNet-20 for CIFAR, of basic blocks (He et al. 2016), and
-FedMR's, of bottlenecks.
+"""Residual networks: ResNet-18 and He's ResNet-20 of basic blocks (He et al. 2016), and FedMR's
+ResNet-20 of bottlenecks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ from fedloom.models.shapes import image_shape
 
 
 class BasicBlock(nn.Module):
-    """`relu(F(x) + shortcut(x))` with `F` two 3x3 convolutions; He's shortcut B (`project`) or A."""
+    """`relu(F(x) + shortcut(x))`, with two 3x3 convolutions in `F` and He's shortcut B (`project`)
+    or A.
+    """
 
     def __init__(self, channels: int, out: int, stride: int, *, project: bool) -> None:
         super().__init__()
@@ -42,8 +44,8 @@ class BasicBlock(nn.Module):
 
 
 def stage(channels: int, out: int, stride: int, *, depth: int, project: bool) -> nn.Sequential:
-    """Return `depth` basic blocks, of which the one at the bottom changes the number of channels
-    and the resolution.
+    """Return `depth` basic blocks. The lowest block changes the number of channels and the
+    resolution.
     """
     bottom = BasicBlock(channels, out, stride, project=project)
     return nn.Sequential(
@@ -59,8 +61,8 @@ def initialise(module: nn.Module) -> None:
 
 
 class ResNet(nn.Module):
-    """Stages of `depth` basic blocks, each at half the resolution of the one below, pooling, then
-    `head`.
+    """Stages of `depth` basic blocks, each with half the resolution of the stage below, pooling,
+    then `head`.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """`x + F(x)` with `F` three convolutions (1x1, 3x3 with the stride, 1x1), each after batch norm
-    and ReLU.
+    """`x + F(x)`, with three convolutions (1x1, 3x3 with the stride, 1x1) in `F`, each after batch
+    norm and ReLU.
     """
 
     def __init__(self, channels: int, planes: int, stride: int) -> None:
@@ -127,8 +129,8 @@ class Bottleneck(nn.Module):
 
 
 class PreActivationResNet20(nn.Module):
-    """Three stages of two bottlenecks, average pooling, `head`; `bn` receives no gradient, but
-    FedMR's code sends it, too.
+    """Three stages of two bottlenecks, average pooling, `head`. `bn` is unused, but FedMR's code
+    sends it too.
     """
 
     blocks: ClassVar[tuple[tuple[str, ...], ...]] = (
@@ -151,7 +153,7 @@ class PreActivationResNet20(nn.Module):
         initialise(self)
         for layer in self.modules():
             if isinstance(layer, nn.BatchNorm2d):
-                nn.init.constant_(layer.weight, 0.5)  # as FedMR's code starts it
+                nn.init.constant_(layer.weight, 0.5)  # the initial value in FedMR's code
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv1(x)
@@ -167,8 +169,8 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
     """ResNet-18 (11,181,642 parameters at 10 classes).
 
     Args:
-        stem: `imagenet` is a 7x7 convolution of stride 2 and max pooling, as FedALA uses it for
-            Tiny-ImageNet; `cifar`, for small images, is a 3x3 convolution of stride 1 and no
+        stem: `imagenet` is a 7x7 convolution of stride 2 and max pooling, as FedALA uses for
+            Tiny-ImageNet; `cifar`, for small images, is a 3x3 convolution of stride 1 without
             pooling.
 
     Source: He et al. 2016, table 1.
@@ -180,7 +182,7 @@ def resnet18(spec: DataSpec, *, stem: Literal["imagenet", "cifar"] = "imagenet")
 
 @models.register("resnet20")
 def resnet20(spec: DataSpec) -> nn.Module:
-    """He's ResNet-20 for CIFAR: basic blocks, parameter-free shortcuts (269,722 parameters on
+    """He's ResNet-20 for CIFAR: basic blocks with parameter-free shortcuts (269,722 parameters on
     CIFAR-10).
 
     Source: He et al. 2016, section 4.2.
@@ -193,11 +195,11 @@ def resnet20(spec: DataSpec) -> nn.Module:
 def fedmr_resnet20(spec: DataSpec, *, variant: Variant = "auto") -> nn.Module:
     """FedMR's ResNet-20: six pre-activation bottlenecks (219,482 parameters on CIFAR-10).
 
-    The averages over 8x8 (CIFAR) and 7x7 (FEMNIST) pixels are those over the whole image.
+    Its average pooling over 8x8 (CIFAR) or 7x7 (FEMNIST) pixels covers the whole image.
 
     Args:
         variant: `femnist` adds 3x3 max pooling of stride 1 after `conv1`, `cifar` does not; `auto`
-            takes `femnist` for images of one channel.
+            is `femnist` for images of one channel, else `cifar`.
 
     Source: the code of FedMR.
     """

@@ -1,4 +1,4 @@
-"""Checks of the data's shape, with a refusal in one line if a model needs another."""
+"""Checks that the data have a shape that a model accepts."""
 
 from math import prod
 
@@ -7,8 +7,10 @@ from fedloom.errors import InvalidValue
 
 
 def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, int]:
-    """Return `(channels, height, width)`; raises `InvalidValue` unless the data are images of at
-    least `least` pixels a side.
+    """Return `(channels, height, width)`.
+
+    Raises:
+        InvalidValue: The data are not images with at least `least` pixels on each side.
     """
     if spec.vocabulary is not None or len(spec.shape) != 3:
         raise InvalidValue(f"{model} needs images (channels, height, width), not {described(spec)}")
@@ -21,15 +23,21 @@ def image_shape(model: str, spec: DataSpec, least: int = 1) -> tuple[int, int, i
 
 
 def flat_features(model: str, spec: DataSpec) -> int:
-    """Return the numbers in a sample of features or pixels; raises `InvalidValue` for tokens."""
+    """Return the number of features or pixels of a sample.
+
+    Raises:
+        InvalidValue: The data are tokens.
+    """
     if spec.vocabulary is not None or not spec.shape:
         raise InvalidValue(f"{model} needs features or images, not {described(spec)}")
     return prod(spec.shape)
 
 
 def vocabulary(model: str, spec: DataSpec) -> int:
-    """Return the number of tokens of the data; raises `InvalidValue` unless these are sequences of
-    tokens.
+    """Return the number of tokens of the data.
+
+    Raises:
+        InvalidValue: The data are not sequences of tokens.
     """
     if spec.vocabulary is None or len(spec.shape) != 1:
         raise InvalidValue(
@@ -39,9 +47,7 @@ def vocabulary(model: str, spec: DataSpec) -> int:
 
 
 def described(spec: DataSpec) -> str:
-    """Describe the data: `images of shape (1, 8, 8)`, `features of shape (30,)`, `tokens of shape
-    (200,)`.
-    """
+    """Describe the data, such as `images of shape (1, 8, 8)` or `tokens of shape (200,)`."""
     kind = (
         "tokens"
         if spec.vocabulary is not None

@@ -14,11 +14,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
-    """Return a deep copy of a module, with the replacements `shared` for some of its tensors, by
-    their ids.
+    """Return a deep copy of a module.
+
+    Args:
+        module: The module.
+        shared: Replacements for some of its tensors, by their `id`.
     """
-    # PyTorch's own code imports its compiler to copy a parameter, which takes longer than importing
-    # PyTorch.
+    # To copy a parameter, PyTorch imports its compiler, which takes longer than importing PyTorch.
     memo = dict(shared)
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in memo:
@@ -27,8 +29,9 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
 
 
 def drawn_again(module: Module) -> Module:
-    """Return a copy of a module in which every layer that can draw its weights has drawn them anew,
-    from torch's generator.
+    """Return a copy of a module with new initial weights from torch's generator.
+
+    Layers without `reset_parameters` stay unchanged.
     """
     drawn = copied(module)
     for layer in drawn.modules():
@@ -44,11 +47,13 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from a tensor's name to its layer: its owner, or one with `one_layer`
-    around that.
+    """Return a function from a tensor's name to the name of its layer.
+
+    The layer is the module that owns the tensor, or the outermost module around it with an
+    attribute `one_layer`.
     """
-    # Neither factor of a low-rank update means anything without the other: a module with adapters
-    # of peft is one layer.
+    # A module with adapters of peft is one layer, since each factor of a low-rank update is
+    # meaningless without the other.
     layers = [
         name
         for name, submodule in module.named_modules()
@@ -63,17 +68,18 @@ def layer_finder(module: nn.Module) -> Callable[[str], str]:
 
 
 def head_name(module: nn.Module) -> str:
-    """Return the name of the classifier; empty for a model of a single layer.
+    """Return the name of the classifier, or "" for a model with only one layer.
 
-    It is the submodule that the attribute `head` is or names (`head = "fc"`), else the topmost
-    layer.
+    The attribute `head` can be the submodule or its name (`head = "fc"`). Without it, the topmost
+    layer is the classifier.
     """
     head = getattr(module, "head", None)
     if isinstance(head, str):
         names = [name for name, _ in module.named_modules() if name]
         if head not in names:
             raise InvalidValue(
-                f"the head of {type(module).__name__} is {head!r}, which is no submodule of it{suggestion(head, names)}"
+                f"the head of {type(module).__name__} is {head!r}, but it has no such "
+                f"submodule{suggestion(head, names)}"
             )
         return head
     if isinstance(head, nn.Module) and next(head.parameters(), None) is not None:
@@ -84,20 +90,20 @@ def head_name(module: nn.Module) -> str:
         if next(owner.parameters(recurse=False), None) is not None
     ]
     if not owners:
-        raise InvalidValue(f"{type(module).__name__} has no parameters, so no classifier")
+        raise InvalidValue(f"{type(module).__name__} has no parameters, so it has no classifier")
     return layer_finder(module)(f"{owners[-1]}.weight")
 
 
 def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the trainable parameters of each block that has any, from bottom to top.
+    """Return the names of the trainable parameters of each block, from bottom to top; blocks
+    without any are skipped.
 
-    The blocks are those of the module's attribute `blocks`, tuples of dotted names of submodules,
-    of which a parameter belongs to the longest that its own name continues; else one for each
-    layer.
+    The module's attribute `blocks` lists tuples of dotted names of submodules. A parameter belongs
+    to the longest of these names that is a prefix. Without the attribute, each layer is a block.
     """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     declared = getattr(module, "blocks", None)
-    if not isinstance(declared, tuple):  # a list of submodules may have that name, too
+    if not isinstance(declared, tuple):  # a list of submodules can also have this name
         layer = layer_finder(module)
         declared = tuple((name,) for name in dict.fromkeys(map(layer, trainable)))
     kind = type(module).__name__
@@ -105,7 +111,7 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     block_of = {name: number for number, block in enumerate(declared) for name in block}
     if unknown := block_of.keys() - present:
         raise InvalidValue(
-            f"the blocks of {kind} name {min(unknown)!r}, which is no submodule of it"
+            f"the blocks of {kind} name {min(unknown)!r}, but it has no such submodule"
         )
     members: list[list[str]] = [[] for _ in declared]
     for parameter in trainable:
@@ -113,6 +119,9 @@ def block_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
         while owner not in block_of and owner:
             owner = owner.rpartition(".")[0]
         if owner not in block_of:
-            raise InvalidValue(f"the blocks of {kind} leave out the parameter {parameter!r}")
+            raise InvalidValue(
+                f"the blocks of {kind} do not contain the parameter {parameter!r}: "
+                "every trainable parameter needs a block"
+            )
         members[block_of[owner]].append(parameter)
     return tuple(tuple(names) for names in members if names)

@@ -1,4 +1,4 @@
-"""Models of text: the topic of a whole one, and recurrent networks that predict its next token."""
+"""Models of text: fastText for topics, and recurrent networks that predict the next token."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from fedloom.models.shapes import vocabulary
 
 
 class FastText(nn.Module):
-    """Tokens `[n, length]` -> `[n, classes]`: the mean embedding and two linear layers, no
+    """Tokens `[n, length]` -> `[n, classes]`: the mean embedding and two linear layers without
     activation.
     """
 
@@ -32,10 +32,10 @@ def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
     """FedALA's fastText: mean of 32-wide embeddings, two linear layers (3,157,508 parameters on AG
     News).
 
-    Positions that hold padding count in the mean, as in FedALA's code.
+    Padding counts in the mean, as in FedALA's code.
 
     Args:
-        width: The width of the embeddings and of the hidden layer.
+        width: Width of the embeddings and of the hidden layer.
 
     Source: Joulin et al. 2017; FedALA, section "Experiments".
     """
@@ -43,7 +43,9 @@ def fasttext(spec: DataSpec, *, width: Count = 32) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Tokens `[n, length]` -> `[n, length, vocabulary]`; no later token reaches a position."""
+    """Tokens `[n, length]` -> `[n, length, vocabulary]`. The output at a position does not depend
+    on later tokens.
+    """
 
     def __init__(self, tokens: int, embedding: int, body: nn.LSTM | nn.GRU) -> None:
         super().__init__()
@@ -65,23 +67,24 @@ def recurrent(
     width: Count = 256,
     layers: Count = 2,
 ) -> nn.Module:
-    """Next token: an embedding, `layers` of LSTM or GRU and a linear layer; by default McMahan's
-    and LEAF's for Shakespeare.
+    """Next token: an embedding, `layers` of LSTM or GRU and a linear layer.
 
-    For next words, Reddi et al. (ICLR 2021) take `embedding=96, width=670, layers=1`.
+    By default this is McMahan's and LEAF's model for Shakespeare. For next words, Reddi et al.
+    (ICLR 2021) use `embedding=96, width=670, layers=1`.
 
     Args:
         cell: `lstm` or `gru`.
-        embedding: The width of the embeddings.
-        width: The width of the recurrent layers.
-        layers: Their number.
+        embedding: Width of the embeddings.
+        width: Width of the recurrent layers.
+        layers: Number of recurrent layers.
 
     Source: McMahan et al., AISTATS 2017, section 3; LEAF (Caldas et al., 2018).
     """
     tokens = vocabulary("recurrent", spec)
     if spec.outputs != tokens:
         raise InvalidValue(
-            f"recurrent predicts one of {tokens} tokens, but the data have {spec.outputs} outputs: set objective = 'sequence'"
+            f"recurrent predicts one of {tokens} tokens, but the data need {spec.outputs} outputs: "
+            "set objective = 'sequence'"
         )
     kind = nn.LSTM if cell == "lstm" else nn.GRU
     return Recurrent(tokens, embedding, kind(embedding, width, layers, batch_first=True))

@@ -23,7 +23,7 @@ def stage(channels: int, out: int, depth: int) -> nn.Sequential:
 
 
 class Vgg16(nn.Module):
-    """13 convolutions in five stages, 2x2 max pooling after each, two layers with dropout, then
+    """13 convolutions in five stages with 2x2 max pooling after each, two layers with dropout, then
     `head`.
     """
 
@@ -52,8 +52,8 @@ class Vgg16(nn.Module):
 
 
 class FemnistVgg(nn.Module):
-    """Five convolutions, average pooling to 7x7, a layer without activation, as FedMR has it, then
-    `head`.
+    """Five convolutions, average pooling to 7x7, a layer without activation as in FedMR's code,
+    then `head`.
     """
 
     def __init__(self, channels: int, classes: int) -> None:
@@ -78,15 +78,15 @@ class FemnistVgg(nn.Module):
 
 @models.register("fedmr_vgg16")
 def fedmr_vgg16(spec: DataSpec, *, variant: Variant = "auto", dropout: BelowOne = 0.5) -> nn.Module:
-    """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller net for
+    """FedMR's VGG-16 with batch norm (33,646,666 parameters on CIFAR-10); a smaller network for
     FEMNIST.
 
     Needs images of at least 32x32 (`femnist`: 2x2).
 
     Args:
         variant: `cifar`, or `femnist` (five convolutions, no batch norm, no dropout: 8,024,958
-            parameters at 62 classes); `auto` takes `femnist` for images of one channel.
-        dropout: The dropout after each of the two layers of 4096, in [0, 1).
+            parameters at 62 classes); `auto` is `femnist` for images of one channel, else `cifar`.
+        dropout: Dropout after each of the two layers of 4096, in [0, 1).
 
     Source: the code of FedMR.
     """

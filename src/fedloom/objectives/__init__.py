@@ -1,4 +1,6 @@
-"""Objectives: what the models of a task learn; `objectives` lists them by name."""
+"""Objectives: the loss that models minimise and the figures that rate them. `objectives` lists them
+by name.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,23 +16,23 @@ from fedloom.config.registry import Registry
 from fedloom.errors import InvalidValue
 
 Answer = Literal["class", "classes", "number", "token", "pixel", "outputs"]
-"""Kinds of what a model's outputs stand for; `outputs` where only the user knows."""
+"""Meaning of a model's outputs; `outputs` if only the user knows it."""
 
 Totals = Mapping[str, Tensor]
-"""Counts of `Objective.statistics` added up over the samples of n clients: `[n, ...]` float64 by
-name.
+"""Counts of `Objective.statistics` by name, summed over the samples of each of n clients:
+`[n, ...]` float64.
 """
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The figure that models are judged by.
+    """The figure by which models are compared.
 
     Attributes:
-        name: Its name in the records.
-        title: Its name in tables.
+        name: Name in the records.
+        title: Name in tables.
         higher_is_better: True for an accuracy, False for an error.
-        share: True for a share, which tables show in %.
+        share: True for a share in [0, 1], shown in %.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Metric:
 
     @property
     def noun(self) -> str:
-        """The title within a sentence: `accuracy`, `RMSE`."""
+        """The title inside a sentence: `accuracy`, `RMSE`."""
         word = self.title[1:2].islower()
         return self.title[0].lower() + self.title[1:] if word else self.title
 
@@ -50,43 +52,47 @@ class Metric:
         return " %" if self.share else ""
 
     def text(self, value: float, digits: int = 2) -> str:
-        """Format a value without its unit: a share in per cent with `digits` decimals, else with
-        `digits + 2` digits.
+        """Format a value without its unit.
+
+        A share is shown in per cent with `digits` decimals, any other value with `digits + 2`
+        significant digits.
         """
         return f"{100 * value:.{digits}f}" if self.share else f"{value:.{digits + 2}g}"
 
     def best(self, values: Iterable[float]) -> float | None:
-        """Return the best of the values, or None if there are none."""
+        """Return the best value, or None without values."""
         return (max if self.higher_is_better else min)(values, default=None)
 
 
 ACCURACY = Metric("accuracy", "Accuracy", higher_is_better=True, share=True)
-"""Share of the samples whose class is predicted."""
+"""Share of samples with a correctly predicted class."""
 
 
 class Objective(ABC):
-    """The loss of a batch, and the counts of each sample by which models are judged.
+    """The loss of a batch, and the counts of each sample from which the figures of models are
+    computed.
 
-    `outputs` is what the model returns for b samples; the prediction is its first tensor, or
-    `logits` of a dictionary. Counts are added up over samples, so that batches, clients and sites
-    can be judged one by one and in all.
+    The argument `outputs` of the methods is the model's return value for b samples. The prediction
+    is its first tensor, or `logits` of a dictionary. Counts are summed over samples, so figures can
+    be computed for batches, clients, sites and all samples.
     """
 
     metric: ClassVar[Metric]
     answer: ClassVar[Answer] = "outputs"
     classes: ClassVar[bool] = False
-    """True if a target is the number of a class, which some methods and partitions need."""
+    """True if targets are class numbers. Some methods and partitions need them."""
 
     @property
     def plain_cross_entropy(self) -> bool:
-        """True if the loss is the unweighted mean cross entropy, for which models of linear layers
-        have a faster step.
+        """True if the loss is the unweighted mean cross entropy. Linear models have a faster step
+        for it.
         """
         return False
 
     def in_units(self, values: Tensor) -> Tensor:
-        """Return outputs or targets in the units of the data; those of `Standardised` are in
-        others.
+        """Return outputs or targets in the units of the data.
+
+        They already are, except in `Standardised`.
         """
         return values
 
@@ -96,12 +102,14 @@ class Objective(ABC):
 
     @abstractmethod
     def statistics(self, outputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Return the counts of each of b samples, `[b, ...]` by name."""
+        """Return the counts of each of b samples by name, `[b, ...]`."""
 
     @abstractmethod
     def shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each count of one sample, by name, for a model with `outputs`
-        outputs.
+        """Return the shape of each count of one sample, by name.
+
+        Args:
+            outputs: Number of outputs of the model.
         """
 
     @abstractmethod
@@ -109,10 +117,10 @@ class Objective(ABC):
         """Compute the figures of n clients.
 
         Args:
-            totals: The clients' counts by name, `[n, ...]` float64, and `samples [n]`.
+            totals: Sums of the clients' counts by name, `[n, ...]` float64, and `samples [n]`.
 
         Returns:
-            Figures by name, `[n]` float64 each, among them `loss` and the metric's name.
+            Figures by name, `[n]` float64 each. They include `loss` and the name of the metric.
         """
 
     @property
@@ -127,37 +135,48 @@ class Objective(ABC):
     def add_up(
         self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Add up the counts of n samples, or of n clients, for each of k owners.
+        """Sum the counts of n samples or n clients for each of k owners.
 
         Args:
-            counts: Counts by name, `[n, ...]`; `samples [n]` among them for clients, who may hold
-                more than one each.
+            counts: Counts by name, `[n, ...]`. Counts of clients include `samples [n]`, since a
+                client can have more than one.
             total: Sums `[n, ...]` to `[k, ...]`.
-            owner: The owner of each of the n, `[n]`, or None for one owner of all.
+            owner: Owner of each of the n entries, `[n]`; None if all have the same owner.
+
+        Returns:
+            Sums by name, `[k, ...]`.
         """
         return {name: total(values) for name, values in counts.items()}
 
     def require_targets(self, targets: Tensor) -> None:  # noqa: B027
-        """Raise `InvalidValue` for targets that cannot be learned."""
+        """Raise `InvalidValue` for targets that the objective cannot use."""
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
-        """Return the number of a model's outputs for one sample (one token, one pixel)."""
+        """Return the number of outputs that a model needs for one sample, one token or one pixel.
+
+        Args:
+            targets: Targets of the data set.
+            classes: Number of classes; 0 if the targets are not classes.
+            vocabulary: Number of tokens, if the data are sequences of tokens.
+        """
         return classes
 
     def guess(self, outputs: int) -> float:
-        """Return the loss of an untrained model, or infinity. A run whose loss is a multiple of it
-        has diverged.
+        """Return the loss of an untrained model, or infinity if it is unknown.
+
+        A run has diverged if its loss is a multiple of this value.
         """
         return math.inf
 
     def require_totals(self, totals: Totals) -> None:
-        """Raise `InvalidValue` for totals of one client that no samples can have."""
+        """Raise `InvalidValue` if no samples of a client can have these totals."""
         if not all(bool(torch.isfinite(total).all()) for total in totals.values()):
-            raise InvalidValue("a figure is not finite")
+            raise InvalidValue("a figure is infinite or NaN")
 
     def strata(self, targets: Tensor) -> Tensor | None:
-        """Return whole numbers `[n]` by which partitions skewed by label share out the samples, or
-        None if there are none.
+        """Return the integer stratum of each sample, `[n]`, or None.
+
+        Partitions that are skewed by label distribute the samples by these strata.
         """
         return None
 
@@ -170,8 +189,9 @@ objectives: Registry[Callable[..., Objective]] = Registry("objective", "fedloom.
 def on_device(
     values: tuple[float, ...], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the values as a cached tensor on a device, since sending them for every batch would
-    make it wait.
+    """Return the values as a cached tensor on a device.
+
+    A transfer in every batch would make the device wait.
     """
     return torch.tensor(values, dtype=dtype, device=device)
 
@@ -182,7 +202,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def prediction(outputs: Any) -> Tensor:
-    """Return the prediction among a model's outputs: a tensor, the one that a tuple begins with, or
+    """Return the prediction in a model's outputs: a tensor, the first tensor of a tuple, or
     `logits` of a dictionary.
     """
     if isinstance(outputs, Tensor):
@@ -197,5 +217,6 @@ def prediction(outputs: Any) -> Tensor:
         else type(outputs).__name__
     )
     raise InvalidValue(
-        f"the model returns {kind}: wanted a tensor, a tuple that begins with one, or 'logits' in a dictionary"
+        f"the model returned {kind}. "
+        "Return a tensor, a tuple with a tensor first, or a dictionary with 'logits'"
     )

@@ -30,13 +30,13 @@ from fedloom.objectives.custom import Custom
 class Classification(Objective):
     """One class for each sample: mean cross entropy, judged by the accuracy.
 
-    Of logits `[b, classes]` and labels `[b]` int64.
+    The model returns logits `[b, classes]`; labels are `[b]` int64.
 
     Args:
-        label_smoothing: As in PyTorch's `cross_entropy`, in [0, 1).
-        class_weights: A weight of at least 0 for each class, as in `cross_entropy`: a batch's
-            weighted sum is divided by its weights. By default all are 1.
-        top_k: Also record the share of samples whose class is among the k largest logits.
+        label_smoothing: Label smoothing of PyTorch's `cross_entropy`, in [0, 1).
+        class_weights: One weight of at least 0 for each class, as in `cross_entropy`: the weighted
+            sum over a batch is divided by the sum of its weights. By default all weights are 1.
+        top_k: Also record the share of samples with their class among the k largest logits.
         criterion: A function (outputs, targets) -> losses `[b]`, or its path `'module:function'`,
             in place of the cross entropy.
     """
@@ -56,10 +56,11 @@ class Classification(Objective):
             object.__setattr__(self, "criterion", found_at(self.criterion, "criterion"))
         if self.criterion and (self.label_smoothing or self.class_weights):
             raise InvalidValue(
-                "with criterion there is no cross entropy: leave out label_smoothing and class_weights"
+                "criterion replaces the cross entropy, so label_smoothing and class_weights have no "
+                "effect: remove them or criterion"
             )
         if self.class_weights and not sum(self.class_weights):
-            raise InvalidValue("class_weights must not all be 0")
+            raise InvalidValue("class_weights are all 0: at least one must be above 0")
 
     @property
     def plain_cross_entropy(self) -> bool:
@@ -68,8 +69,8 @@ class Classification(Objective):
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = prediction(outputs)
         if self.plain_cross_entropy:
-            # In `vmap`, `cross_entropy` imports PyTorch's symbolic shapes, half a second, for the
-            # same bits.
+            # Under `vmap`, `cross_entropy` first imports PyTorch's symbolic shapes, which takes
+            # half a second. This expression gives the same bits.
             if is_batchedtensor(logits):
                 return -logits.log_softmax(1).gather(1, targets.unsqueeze(1)).mean()
             return F.cross_entropy(logits, targets)
@@ -77,11 +78,11 @@ class Classification(Objective):
         return loss.sum() / weights.sum()
 
     def _losses(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and weight of each sample, `[b]`, as in `cross_entropy`, but also under
+        """Return loss and weight of each sample, `[b]`, as `cross_entropy` does, but also under
         `vmap`.
 
-        With c classes, weights w and smoothing e: (1 - e) w_y (-log p_y) + e / c sum_k w_k (-log
-        p_k), and w_y.
+        With c classes, class weights w and smoothing e, the loss is (1 - e) w_y (-log p_y) + e / c
+        sum_k w_k (-log p_k) and the weight is w_y.
         """
         if callable(self.criterion):
             losses = Custom(self.criterion).sample_losses(outputs, targets)
@@ -91,7 +92,8 @@ class Classification(Objective):
         classes = logits.shape[1]
         if self.class_weights and len(self.class_weights) != classes:
             raise InvalidValue(
-                f"class_weights has {len(self.class_weights)} numbers, the model {classes} outputs"
+                f"class_weights has {len(self.class_weights)} numbers, but the model has {classes} "
+                "outputs: give one weight for each"
             )
         weights = on_device(
             tuple(self.class_weights) or (1.0,) * classes, logits.device, logits.dtype
@@ -131,18 +133,22 @@ class Classification(Objective):
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 1 or targets.dtype != torch.int64:
-            cure = "give whole numbers or text, or objective='regression'"
+            remedy = "give integers or text, or set objective='regression'"
             if targets.dim() == 2 and targets.shape[1] == 1:
-                cure = "give labels[:, 0]"
+                remedy = "give labels[:, 0]"
             elif targets.dim() == 2:
-                cure = "for one column a class give labels.argmax(1), or objective='multilabel'"
+                remedy = (
+                    "for one column per class give labels.argmax(1), or set objective='multilabel'"
+                )
             raise InvalidValue(
-                f"objective 'classification' needs labels [n] of int64, not {kind_of(targets)}: {cure}"
+                "objective 'classification' needs labels [n] of int64, "
+                f"not {kind_of(targets)}: {remedy}"
             )
         highest = int(targets.max()) if self.class_weights and len(targets) else -1
         if highest >= len(self.class_weights):
             raise InvalidValue(
-                f"class_weights has {len(self.class_weights)} numbers, but there is a label {highest}"
+                f"class_weights has {len(self.class_weights)} numbers, but label {highest} occurs: "
+                "give one weight for each class"
             )
 
     def guess(self, outputs: int) -> float:
@@ -152,13 +158,13 @@ class Classification(Objective):
         super().require_totals(totals)
         correct, loss, samples = (float(totals[name]) for name in ("correct", "loss", "samples"))
         if not 0 <= correct <= samples or correct != int(correct):
-            raise InvalidValue(f"{correct:g} of {samples:g} samples cannot be right")
+            raise InvalidValue(f"{correct:g} of {samples:g} samples cannot be correct")
         if loss < 0 and not self.criterion:
-            raise InvalidValue(f"a loss of {loss:g} cannot be")
+            raise InvalidValue(f"the loss is {loss:g}, but a cross entropy is at least 0")
 
     def strata(self, targets: Tensor) -> Tensor:
         return targets
 
 
 CLASSIFICATION = Classification()
-"""The objective of data sets that name none."""
+"""The objective of data sets that do not name one."""

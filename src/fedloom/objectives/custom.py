@@ -1,4 +1,4 @@
-"""Objectives of the user's own: a function that gives the loss of each sample."""
+"""User-defined objectives: a function that returns the loss of each sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from fedloom.objectives import Metric, Objective, Totals, objectives
 
 @dataclass(frozen=True)
 class Custom(Objective):
-    """The mean of a function of a model's outputs and targets to the loss of each sample, `[b]`."""
+    """The mean of a user's function, which maps a model's outputs and targets to the loss of each
+    sample, `[b]`.
+    """
 
     function: Callable[[Any, Tensor], Tensor]
     metric = Metric("loss", "Loss")
@@ -32,20 +34,22 @@ class Custom(Objective):
             )
 
     def sample_losses(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, `[b]`. Raise `InvalidValue` where the function returns
-        anything else.
+        """Return the loss of each sample, `[b]`.
+
+        Raises:
+            InvalidValue: The function fails with an `IndexError`, or returns anything else.
         """
         try:
-            # a copy, since the function may change it in place
+            # A copy, since the function may change the targets in place.
             losses = self.function(outputs, targets.clone())
         except IndexError as error:
-            remedy = "a loss of classes goes with metrics=['accuracy']"
+            remedy = "for a loss over classes set metrics=['accuracy']"
             raise InvalidValue(
-                f"the objective's function: {error_text(error)}; {remedy}"
+                f"the objective's function failed: {error_text(error)}; {remedy}"
             ) from error
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            remedy = " (losses of PyTorch do with reduction='none')" if kind == [] else ""
+            remedy = " (PyTorch's losses need reduction='none')" if kind == [] else ""
             raise InvalidValue(
                 f"the objective's function must return the loss of each sample, [b], not {kind}{remedy}"
             )
@@ -78,8 +82,13 @@ class Custom(Objective):
 def build_objective(
     expression: str | Callable[..., Any] | Objective, metrics: Sequence[Any] = ()
 ) -> Objective:
-    """Build the objective of an expression, of `module:function`, or of a function: by `accuracy` a
-    classification's loss.
+    """Build an objective.
+
+    Args:
+        expression: An expression such as `classification(top_k=5)`, a path `module:function`, a
+            function that returns the loss of each sample, or an objective.
+        metrics: The metrics of the task. With `accuracy` a function is the criterion of a
+            classification.
     """
     if isinstance(expression, Objective):
         return expression
@@ -99,8 +108,8 @@ def build_objective(
 
 
 def expression_of(objective: Objective) -> str | None:
-    """Return the expression that builds an equal objective, or None for one with a function of the
-    user's.
+    """Return the expression that builds an equal objective, or None if the objective has a user's
+    function.
     """
     entry = objectives.of(type(objective))
     if entry is None:

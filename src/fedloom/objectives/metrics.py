@@ -1,9 +1,8 @@
-"""Figures of the user's choice beside those of the objective: functions of `torchmetrics` by name,
-or the user's own.
+"""Additional metrics: functions of `torchmetrics` by name, or a user's functions.
 
-A metric need not add up over samples: it takes all outputs and targets of the global test set or of
-one client. Over several clients, its figure is the mean of the clients' values, weighted by their
-samples.
+A metric need not be a sum over samples. It takes all outputs and targets of the global test set or
+of one client. Its value over several clients is the mean of their values, weighted by their numbers
+of samples.
 """
 
 import inspect
@@ -30,10 +29,10 @@ Kind = Literal["multiclass", "multilabel", "regression"]
 """The tasks of `torchmetrics`."""
 
 _RANKINGS = ("auroc", "average_precision")
-"""Figures of how samples are ranked, which are undefined for a class without samples."""
+"""Metrics of the ranking of samples, undefined for a class without samples."""
 
 _PREFIX = "metrics/"
-"""Begins the names of metrics among the counts of the objective."""
+"""Prefix of metrics among the names of the objective's counts."""
 
 _TASK_PARAMETERS = {
     "preds",
@@ -44,29 +43,37 @@ _TASK_PARAMETERS = {
     "num_outputs",
     "validate_args",
 }
-"""Parameters that are no options, since the task determines them."""
+"""Parameters that users cannot set, since the task determines them."""
 
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A function of outputs and targets `[n, ...]` to one number, and the name that it is recorded
-    under.
+    """A function of outputs and targets, `[n, ...]` each, to one number, and its name in the
+    records.
     """
 
     name: str
     function: Callable[[Tensor, Tensor], Any]
 
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Compute the figure: 0 where it is undefined (a client with one class alone), NaN for a
-        model that has diverged.
+        """Compute the metric.
+
+        Args:
+            outputs: Outputs of a model for n samples, `[n, ...]`.
+            targets: Targets of these samples, `[n, ...]`.
+
+        Returns:
+            The value; 0 where it is undefined (a client with only one class), NaN for a model that
+            has diverged.
         """
         if not torch.isfinite(outputs).all():
             return math.nan
-        with warnings.catch_warnings(action="ignore"):  # of classes that do not occur
+        with warnings.catch_warnings(action="ignore"):  # about classes without samples
             figure = torch.as_tensor(self.function(outputs, targets))
         if figure.numel() != 1:
             raise InvalidValue(
-                f"metrics: {self.name} gives {list(figure.shape)}, not one number: an average is an option of many"
+                f"metrics: {self.name} returned {list(figure.shape)}, not one number. "
+                "Many metrics have an option average, such as average='macro'"
             )
         return 0.0 if math.isnan(float(figure)) else float(figure)
 
@@ -74,8 +81,16 @@ class NamedMetric:
 def counted(
     metrics: Sequence[NamedMetric], outputs: Tensor, targets: Tensor, owner: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return metrics as counts: for each of n samples the value of its `owner [n]` (None: one for
-    all), `[n]` float64 by name.
+    """Return metrics in the form of counts: for each of n samples, the value of its owner.
+
+    Args:
+        metrics: Metrics to compute.
+        outputs: Outputs of a model, `[n, ...]`.
+        targets: Targets, `[n, ...]`.
+        owner: Client of each sample, `[n]`; None if all belong to one.
+
+    Returns:
+        Values by name, `[n]` float64.
     """
     groups = torch.zeros(len(targets), dtype=torch.int64) if owner is None else owner
     counts = {
@@ -91,7 +106,7 @@ def counted(
 
 
 def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one sample's counts of `counted`, by name."""
+    """Return the shapes of one sample's entries in `counted`, by name."""
     return {_PREFIX + metric.name: () for metric in metrics}
 
 
@@ -109,8 +124,13 @@ def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
 def build_metrics(
     metrics: Sequence[str | Callable[..., Any]], objective: Objective, outputs: int | None = None
 ) -> tuple[NamedMetric, ...]:
-    """Build metrics; those by name are tried on a few samples if the number of a model's outputs is
-    known.
+    """Build metrics.
+
+    Args:
+        metrics: Expressions of `torchmetrics`, paths `module:function`, or functions.
+        objective: The objective of the task. Its own figures are skipped.
+        outputs: Number of outputs of the model, if known. Metrics by name are then tried on a few
+            samples.
     """
     if isinstance(metrics, str):
         raise InvalidValue(f"metrics must be a list, such as [{metrics!r}]")
@@ -129,20 +149,22 @@ def build_metrics(
                 str(getattr(function, "__name__", type(function).__name__)), function
             )
         if metric.name in [*objective.figure_names, *(earlier.name for earlier in built)]:
-            raise InvalidValue(f"metrics: {metric.name!r} is recorded already")
+            raise InvalidValue(
+                f"metrics: {metric.name!r} is already recorded: remove one of the two"
+            )
         built.append(metric)
     return tuple(built)
 
 
 def _named(expression: str, objective: Objective, outputs: int | None) -> NamedMetric:
-    """Build a metric of `torchmetrics`, tried on a few samples so that a bad option is refused
-    before anything runs.
+    """Build a metric of `torchmetrics` and try it on a few samples, so that a wrong option fails
+    before the run.
     """
     call = parse(expression)
     if not (objective.classes or isinstance(objective, Regression | Multilabel)):
         raise InvalidValue(
-            f"metrics: {quoted(expression)}: metrics by name are for classification, multilabel and regression: "
-            "give a function (outputs, targets) of your own"
+            f"metrics: {quoted(expression)}: only classification, multilabel and regression have "
+            "metrics by name. Give a function (outputs, targets) instead"
         )
     kind: Kind = "multiclass" if objective.classes else "multilabel"
     kind = "regression" if isinstance(objective, Regression) else kind
@@ -204,8 +226,8 @@ def _torchmetric(
     outputs: Tensor,
     targets: Tensor,
 ) -> Any:
-    """Apply a function of `torchmetrics` to outputs `[n, outputs]` in its form: probabilities,
-    whole numbers, one flat column.
+    """Apply a function of `torchmetrics` to outputs `[n, outputs]` in the form that it needs:
+    probabilities, integer targets, one flat column.
     """
     macro = options.get("average", "macro") == "macro"
     if kind != "regression" and function.__name__ in _RANKINGS and macro:
@@ -215,9 +237,10 @@ def _torchmetric(
 
 
 def _mean_of_present(kind: Kind, values: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean of a ranking's `values [classes]` over the classes that some samples have and
-    others lack. `torchmetrics` counts all other classes as 0, though a client's samples cannot rank
-    them.
+    """Return the mean of a ranking's `values [classes]` over the classes with and without members
+    among the samples.
+
+    `torchmetrics` counts all other classes as 0, but these samples cannot rank them.
     """
     classes = torch.arange(len(values), device=targets.device)
     members = targets.unsqueeze(1) == classes if kind == "multiclass" else targets.bool()
@@ -232,7 +255,7 @@ def _applied(
     outputs: Tensor,
     targets: Tensor,
 ) -> Any:
-    """Apply the function with the arguments of its kind."""
+    """Apply the function with the arguments for this kind of task."""
     if kind == "multiclass":
         return function(
             outputs.softmax(1), targets, task=kind, num_classes=outputs.shape[1], **options

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedloom.errors import InvalidValue
-from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
+from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, prediction
 
 
 @objectives.register("multilabel")
@@ -17,10 +17,10 @@ from fedloom.objectives import Metric, Objective, Totals, objectives, prediction
 class Multilabel(Objective):
     """Any number of classes for each sample: mean binary cross entropy, judged by F1.
 
-    Of logits and targets `[b, classes]`, which are 0 or 1. A class counts as predicted where its
-    logit is above 0. F1 = 2 tp / (2 tp + fp + fn): `f1` of all decisions in all, `f1_macro` the
-    mean over classes that occur or are predicted; `exact`, the share of samples with every class
-    right.
+    Logits and targets are `[b, classes]`; targets are 0 or 1. A class is predicted if its logit is
+    above 0. F1 = 2 tp / (2 tp + fp + fn). Recorded are `f1`, over all decisions; `f1_macro`, the
+    mean over the classes that occur or are predicted; and `exact`, the share of samples with all
+    classes correct.
     """
 
     metric = Metric("f1", "F1 (micro)", higher_is_better=True, share=True)
@@ -71,5 +71,6 @@ class Multilabel(Objective):
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() != 2 or not bool(((targets == 0) | (targets == 1)).all()):
             raise InvalidValue(
-                f"'multilabel' needs targets [n, classes] of 0 and 1, not {list(targets.shape)}"
+                "objective 'multilabel' needs targets [n, classes] of 0 and 1, "
+                f"not {kind_of(targets)}: give one column per class"
             )

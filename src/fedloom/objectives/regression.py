@@ -1,4 +1,4 @@
-"""Regression: numbers for each sample."""
+"""Regression: one or more numbers for each sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, o
 from fedloom.randomness import stream
 
 STRATA = 10
-"""Groups of equally many samples, by the size of their target, that a partition skewed by label
-shares out.
+"""Number of strata of a regression: groups of equal size, ordered by target. Partitions that are
+skewed by label distribute them.
 """
 
 _ROUNDING = 8 * torch.finfo(torch.float64).eps
-"""A standard deviation of targets below this share of their mean is rounding: the targets are
-constant.
+"""Targets with a standard deviation below this share of their mean are constant: the rest is
+rounding.
 """
 
 
 @objectives.register("regression")
 @dataclass(frozen=True)
 class Regression(Objective):
-    """Numbers for each sample: the mean error, judged by the RMSE.
+    """One or more numbers for each sample: the mean error, judged by the RMSE.
 
     Outputs and targets are `[b, d]`, or `[b]` for d = 1; all means are over samples and columns.
     Recorded are `rmse`, the root of the mean squared error; `mae`, the mean absolute error; and
-    `r2`, 1 minus the squared error over the variance of the targets, the mean over columns (0 for a
-    constant column).
+    `r2`, 1 minus the squared error divided by the variance of the targets, averaged over columns (0
+    for a constant column).
 
     Args:
         kind: The error: `squared`, (y - t)^2; `absolute`, |y - t|; or `huber`, (y - t)^2 / 2 where
-            |y - t| <= `delta` and `delta` (|y - t| - `delta` / 2) beyond.
-        delta: Width of Huber's quadratic part, greater than 0.
+            |y - t| <= `delta`, and `delta` (|y - t| - `delta` / 2) elsewhere.
+        delta: Width of the quadratic part of `huber`, greater than 0.
     """
 
     kind: Literal["squared", "absolute", "huber"] = "squared"
@@ -56,7 +56,8 @@ class Regression(Objective):
         targets = _columns(targets).to(values.dtype)
         if values.shape != targets.shape:
             raise InvalidValue(
-                f"the model returns {list(values.shape)} where the targets are {list(targets.shape)}"
+                f"the model returned {list(values.shape)}, but the targets are "
+                f"{list(targets.shape)}: both must have the same shape"
             )
         if self.kind == "huber":
             return F.huber_loss(values, targets, reduction="none", delta=self.delta), values
@@ -88,7 +89,7 @@ class Regression(Objective):
     def add_up(
         self, counts: Totals, total: Callable[[Tensor], Tensor], owner: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Add up counts, and in a second pass squared deviations, as sums of squares would cancel."""
+        """Sum counts. Add squared deviations in a second pass, since sums of squares would cancel."""
         totals = super().add_up(counts, total, owner)
         samples = counts.get("samples", torch.ones_like(counts["loss"])).unsqueeze(1)
         size = total(samples).clamp_min(1)
@@ -96,7 +97,7 @@ class Regression(Objective):
         offset = counts["target"] / samples.clamp_min(1) - (
             mean if owner is None else mean[owner.to(mean.device)]
         )
-        remainder = total(samples * offset)  # of the mean, by rounding
+        remainder = total(samples * offset)  # rounding error of the mean
         totals["target"] = totals["target"] + remainder
         squares = total(samples * offset.square()) - remainder.square() / size
         totals["deviation"] = totals["deviation"] + squares.clamp_min(0)
@@ -117,25 +118,26 @@ class Regression(Objective):
         super().require_totals(totals)
         for name in ("loss", "absolute", "squared", "deviation"):
             if (totals[name] < 0).any():
-                raise InvalidValue(
-                    f"{name} is a sum of what is at least 0, not {float(totals[name].min()):g}"
-                )
+                raise InvalidValue(f"{name} must be at least 0, got {float(totals[name].min()):g}")
 
     def require_targets(self, targets: Tensor) -> None:
         if targets.dim() not in (1, 2) or not targets.is_floating_point():
             raise InvalidValue(
-                f"objective 'regression' needs targets [n] or [n, d] of floats, not {kind_of(targets)}: "
-                "give labels.astype('float32'), or kind=regression in table(...)"
+                "objective 'regression' needs targets [n] or [n, d] of floats, "
+                f"not {kind_of(targets)}: "
+                "give labels.astype('float32'), or set kind=regression in table(...)"
             )
         if not torch.isfinite(targets).all():
-            raise InvalidValue("objective 'regression': a target is NaN or infinite")
+            raise InvalidValue(
+                "objective 'regression': a target is NaN or infinite. Remove or replace it"
+            )
 
     def outputs(self, targets: Tensor, classes: int, vocabulary: int | None) -> int:
         return 1 if targets.dim() == 1 else targets.shape[1]
 
     def strata(self, targets: Tensor) -> Tensor:
         values = _columns(targets)[:, 0]
-        # equal targets in random order, so that strata do not follow the order of the rows
+        # Equal targets are in random order, so that strata do not follow the order of the rows.
         shuffled = torch.randperm(len(values), generator=stream(0, "equal targets"))
         shuffled = shuffled.to(values.device)
         rank = shuffled[values[shuffled].argsort(stable=True)].argsort()
@@ -144,8 +146,8 @@ class Regression(Objective):
 
 @dataclass(frozen=True)
 class Standardised(Regression):
-    """A regression whose targets were brought from `mean` and `deviation` to 0 and 1: only the loss
-    is not in their units.
+    """A regression on standardised targets, (t - `mean`) / `deviation`. All figures but the loss
+    are in the units of the data.
     """
 
     mean: Sequence[float] = (0.0,)
@@ -158,7 +160,7 @@ class Standardised(Regression):
         return values * deviation + mean
 
     def standardised(self, targets: Tensor) -> Tensor:
-        """Return targets of the data, `[n]` or `[n, d]`, as they are trained on."""
+        """Return targets in the units of the data, `[n]` or `[n, d]`, as training uses them."""
         mean, deviation = (
             on_device(tuple(x), targets.device, torch.float64) for x in (self.mean, self.deviation)
         )

@@ -15,12 +15,12 @@ from fedloom.objectives import Metric, Objective, Totals, kind_of, objectives, p
 
 
 class PositionObjective(Objective):
-    """A class at every position of a sample: mean cross entropy over those whose target is not
-    `ignored`.
+    """A class at every position of a sample: mean cross entropy over the positions with a target
+    other than `ignored`.
     """
 
     positions: ClassVar[str]
-    """The name of the count of positions that are not ignored."""
+    """Name of the count of positions that are not ignored."""
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -28,7 +28,7 @@ class PositionObjective(Objective):
     @property
     @abstractmethod
     def ignored(self) -> int:
-        """The target of positions that count nowhere."""
+        """The target of positions that are ignored in losses and figures."""
 
     def logits(self, outputs: Any) -> Tensor:
         """Return the logits `[b, classes, ...]` of a model's outputs."""
@@ -69,11 +69,12 @@ class PositionObjective(Objective):
 class NextToken(PositionObjective):
     """The next token at every position: mean cross entropy, judged by the perplexity.
 
-    Over the tokens of a batch, of logits `[b, tokens, vocabulary]` and targets `[b, tokens]` int64.
-    The perplexity is exp(loss); `accuracy` is the share of tokens whose logit is largest.
+    The mean is over the tokens of a batch; logits are `[b, tokens, vocabulary]` and targets `[b,
+    tokens]` int64. The perplexity is exp(loss); `accuracy` is the share of tokens that have the
+    largest logit.
 
     Args:
-        padding: Targets equal to it count nowhere.
+        padding: Positions with this target are ignored.
     """
 
     padding: int = -100
@@ -107,12 +108,12 @@ class NextToken(PositionObjective):
 class Segmentation(PositionObjective):
     """A class for each pixel: mean cross entropy, judged by the mean IoU.
 
-    Over the pixels of a batch, of logits `[b, classes, h, w]` and targets `[b, h, w]` int64. IoU is
-    intersection / union, its mean is over the classes that occur or are predicted; `accuracy` is
-    the share of pixels that are right.
+    The mean is over the pixels of a batch; logits are `[b, classes, h, w]` and targets `[b, h, w]`
+    int64. IoU is intersection / union, averaged over the classes that occur or are predicted;
+    `accuracy` is the share of correct pixels.
 
     Args:
-        ignore: Pixels with this target count nowhere, whatever is predicted for them.
+        ignore: Pixels with this target are ignored, whatever the model predicts for them.
     """
 
     ignore: int = 255
