@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedloom.errors import FedloomError, InvalidValue
-from fedloom.report.cells import comparison
 from fedloom.report.curves import curve
-from fedloom.report.summary import RunSummary, seconds_to, summarise
+from fedloom.report.sheet import Sheet
+from fedloom.report.summary import RunSummary, seconds_to
 from fedloom.round import Round
 from fedloom.rounds import clock
 from fedloom.rounds.clock import DAY, Clock, Device
@@ -263,8 +263,8 @@ def test_targets_are_reached_in_simulated_seconds() -> None:
     records = [{"round": k, "accuracy": k / 4, "simulated_seconds": 10.0 * k} for k in (1, 2, 3)]
     summary = RunSummary("fedavg", 0, records, [{"round": k, "seconds": 0.1} for k in (1, 2, 3)])
     assert seconds_to(summary, 0.5) == 20.0
-    table = comparison(summarise([summary], [0.5]))
-    cells = dict(zip([column.title for column in table.columns], table.lines[0], strict=True))
+    table = Sheet([summary], [0.5]).table
+    cells = dict(zip([column.title for column in table.columns], table.iloc[0], strict=True))
     assert cells["Seconds to 50 %"].text == "20"
     assert cells["Simulated time"].value == 30.0
     drawn = curve([summary], x="seconds")

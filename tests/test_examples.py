@@ -75,7 +75,7 @@ def test_every_method_of_a_configuration_trains(name: str, tmp_path: Path) -> No
     )
     comparison = Comparison.of(configuration)
     assert comparison.run(lambda event: None) == {}
-    assert all(sheet.rows[0].final is not None for sheet in comparison.result({}).sheets)
+    assert all(sheet.rows["final"].iloc[0] is not None for sheet in comparison.result({}).sheets)
 
 
 def test_a_method_of_ones_own_is_compared_with_two_others(output: Callable[[str], str]) -> None:

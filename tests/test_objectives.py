@@ -35,7 +35,8 @@ from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.sequence import NextToken, Segmentation
 from fedloom.parts.building import build
-from fedloom.report.sheet import sheet
+from fedloom.report.cells import best_cells
+from fedloom.report.sheet import Sheet
 from fedloom.report.summary import best, rounds_to
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
@@ -440,8 +441,8 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
     assert {event.score for event in events if event.kind == "ended"} != {""}
     assert [event.text for event in events if event.kind == "notice"] == []
     runs = [run.summary for run in read_runs(tmp_path)]
-    comparison = sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")
-    near, free = (row.final for row in comparison.rows)
+    comparison = Sheet(runs, [0.85, "loss <= 0.6", "nobodys >= 1"], measure="final")
+    near, free = comparison.rows["final"]
     assert near is not None
     assert free is not None
     assert free.mean < near.mean
@@ -456,15 +457,13 @@ def test_a_comparison_follows_a_metric_of_which_less_is_better(tmp_path: Path) -
         )
         small = [number for number, record in enumerate(run.records, 1) if record["loss"] <= 0.6]
         assert rounds_to(run, "loss <= 0.6") == (small[0] if small else None)
-    assert [reach.reached for reach in comparison.rows[1].reaches] == [2, 2, 0]
+    reached = ["reached_0.85", "reached_loss <= 0.6", "reached_nobodys >= 1"]
+    assert comparison.rows.iloc[1][reached].tolist() == [2, 2, 0]
     titles = [column.title for column in comparison.table.columns]
-    assert [
-        line[titles.index("Rounds to nobodys ≥ 1")].text for line in comparison.table.lines
-    ] == [
-        "–",
-        "–",
-    ]  # never recorded
-    assert comparison.table.best_lines[titles.index("Final RMSE")] == {1}
+    never_recorded = comparison.table.iloc[:, titles.index("Rounds to nobodys ≥ 1")]
+    assert [cell.text for cell in never_recorded] == ["–", "–"]
+    best_final = best_cells(comparison.table).iloc[:, titles.index("Final RMSE")]
+    assert best_final.tolist() == [False, True]
     assert {"Rounds to 0.85", "Rounds to loss ≤ 0.6", "Bytes to loss ≤ 0.6", "Clients' own"} <= set(
         titles
     )

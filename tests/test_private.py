@@ -27,8 +27,7 @@ from fedloom.parts.local_private import LocalPrivate
 from fedloom.parts.privacy import Accounted
 from fedloom.parts.private import Private
 from fedloom.records import Message, uniform
-from fedloom.report.cells import comparison
-from fedloom.report.summary import summarise
+from fedloom.report.sheet import Sheet
 from fedloom.round import Round
 from fedloom.rounds.engine import RemoteClients
 from fedloom.rounds.federation import Federation
@@ -299,10 +298,9 @@ def test_a_spent_budget_ends_the_run_and_no_resume_refills_it(tmp_path: Path) ->
     )
     longer = budgeted_run(60)
     assert longer.history == result.history
-    (row,) = summarise([longer.summary])
-    table = comparison([row])
+    table = Sheet([longer.summary]).table
     titles = [column.title for column in table.columns]
-    assert table.lines[0][titles.index("Epsilon")].text == f"{result.history[-1]['epsilon']:.3g}"
+    assert table.iat[0, titles.index("Epsilon")].text == f"{result.history[-1]['epsilon']:.3g}"
 
 
 @pytest.mark.parametrize("wrapper", ["private", "local_private", "dp_sgd"])

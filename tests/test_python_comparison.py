@@ -4,7 +4,6 @@ their results.
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.errors import CheckpointError, InvalidValue, MissingExtra
+from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.report.summary import mean_of_last
 from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import folder_name
@@ -258,20 +257,3 @@ def test_labels_of_a_configuration_name_methods_in_tables_and_folders(tmp_path: 
     assert "FedMR (ours)" in (tmp_path / "comparison.tex").read_text()
     with pytest.raises(InvalidValue, match="lists 'fedavg' twice"):
         configuration({"algorithms": {"one": "fedavg", "other": "fedavg"}})
-
-
-def test_only_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = fl.compare("fedavg", small_task(), **OPTIONS)
-    import_module = importlib.import_module
-
-    def import_without_pandas(name: str) -> Any:
-        if name == "pandas":
-            raise ImportError(name)
-        return import_module(name)
-
-    monkeypatch.setattr("fedloom.errors.importlib.import_module", import_without_pandas)
-    assert repr(result).startswith("Method")
-    with pytest.raises(
-        MissingExtra, match=r"a frame needs 'pandas': pip install -e '\.\[notebook\]'"
-    ):
-        result.frame()

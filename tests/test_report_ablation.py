@@ -11,7 +11,7 @@ from fedloom.report.ablation import ablation_figure, ablations
 from fedloom.report.contents import effect_figures, image_figures
 from fedloom.report.figures import styles
 from fedloom.report.page import render
-from fedloom.report.sheet import criterion, sheet
+from fedloom.report.sheet import Sheet, criterion
 from fedloom.report.summary import RunSummary
 from report_support import ablations_drawn
 
@@ -150,7 +150,7 @@ def test_a_figure_shows_and_names_the_measure_that_its_table_goes_by() -> None:
         "personal": ([0.7, 0.7], "Accuracy of the clients&#x27;<br>own models"),
     }
     for measure, (values, title) in expected.items():
-        judged = sheet(runs, last=2, measure=measure)
+        judged = Sheet(runs, last=2, measure=measure)
         (figure,) = ablations_drawn(render("Shares", runs, sheet=judged))
         assert figure["data"][0]["y"] == pytest.approx(values)
         assert figure["layout"]["yaxis"]["title"]["text"] == title

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from fedloom.errors import InvalidValue
 from fedloom.objectives import ACCURACY
 from fedloom.report.page import render, write_page
-from fedloom.report.sheet import difference_cells, reading, sheet
+from fedloom.report.sheet import Sheet, difference_cells, reading
 from fedloom.report.summary import RunSummary
 from report_support import made_up_run
 
@@ -214,10 +214,10 @@ def test_a_page_begins_with_the_section_it_is_about() -> None:
 
 def test_the_page_says_what_the_terminal_says_of_differences() -> None:
     runs = [made_up_run(name, seed) for name in ("fedavg", "fedmr", "indep") for seed in range(3)]
-    table = sheet(runs, (0.5,), last=4, against="first", measure="final")
+    table = Sheet(runs, (0.5,), last=4, against="first", measure="final")
     page = render("Three", runs, sheet=table).replace(get_plotlyjs(), "")
     text = Elements(page).text
-    for cell in (cell for line in table.table.lines for cell in line if "±" in cell.text):
+    for cell in (cell for cell in table.table.to_numpy().flat if "±" in cell.text):
         assert cell.text in text
     for difference in table.tests["final"]:
         assert all(cell in text for cell in difference_cells(difference, ACCURACY))

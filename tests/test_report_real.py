@@ -203,8 +203,9 @@ def test_landscapes_have_one_scale_and_the_models_own_loss_in_the_middle(
 
 
 def test_costs_are_the_sums_over_all_rounds(folder: Path, runs: list[StoredRun]) -> None:
-    row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"])[0]
-    for spread, key in ((row.bytes_down, "bytes_down"), (row.bytes_up, "bytes_up")):
+    row = summarise([run.summary for run in runs if run.summary.algorithm == "fedavg"]).iloc[0]
+    for key in ("bytes_down", "bytes_up"):
+        spread = row[key]
         totals = [
             sum(x[key] for x in json_lines(run_folder(folder, "fedavg", k) / "metrics.jsonl"))
             for k in (0, 1)

@@ -9,14 +9,16 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import InvalidValue
-from fedloom.report.cells import comparison, score_cell
+from fedloom.report.cells import best_cells, score_cell
 from fedloom.report.export import to_csv, to_markdown
-from fedloom.report.sheet import difference_cells, explained, overall, sheet, spread_of
+from fedloom.report.sheet import Sheet, difference_cells, explained, overall
 from fedloom.report.summary import (
     RunSummary,
     Spread,
@@ -34,6 +36,12 @@ from fedloom.report.summary import (
     summarise,
 )
 from fedloom.report.units import byte_text, percent, time_text
+
+
+def best_rows(table: pd.DataFrame, title: str) -> list[int]:
+    """Return the rows with the best cell of a column."""
+    titles = [column.title for column in table]
+    return [int(k) for k in np.flatnonzero(best_cells(table).iloc[:, titles.index(title)])]
 
 
 def run_of(
@@ -72,9 +80,9 @@ def test_final_best_and_mean_of_last_count_evaluations_not_rounds() -> None:
 
 def test_a_mean_over_every_evaluation_is_warned_of_and_never_taken() -> None:
     runs = [run_of([0.1, 0.2, 0.3], name) for name in ("a", "b")]
-    (warning,) = (text for text in explained([sheet(runs, last=3)]) if text.startswith("Warning"))
+    (warning,) = (text for text in explained([Sheet(runs, last=3)]) if text.startswith("Warning"))
     assert "last = 3 covers every evaluation" in warning
-    assert not any(text.startswith("Warning") for text in explained([sheet(runs, last=2)]))
+    assert not any(text.startswith("Warning") for text in explained([Sheet(runs, last=2)]))
 
 
 def test_time_on_the_wall_counts_runs_side_by_side_once() -> None:
@@ -160,25 +168,22 @@ def test_a_comparison_groups_seeds_by_method_in_order_of_appearance() -> None:
         run_of([0.1, 0.8], "a", 1),
     ]
     rows = summarise(runs, [0.85], evaluations=2)
-    assert [row.algorithm for row in rows] == ["b", "a"]
-    assert [row.seeds for row in rows] == [2, 2]
-    assert rows[0].final is not None
-    assert rows[0].final.mean == pytest.approx(0.8)
-    assert rows[0].final.std == pytest.approx(statistics.stdev([0.9, 0.7]))
-    assert rows[0].last is not None
+    assert list(rows.index) == ["b", "a"]
+    assert list(rows["seeds"]) == [2, 2]
+    assert rows.at["b", "final"].mean == pytest.approx(0.8)
+    assert rows.at["b", "final"].std == pytest.approx(statistics.stdev([0.9, 0.7]))
     # two would be all: the last tenth, at least one
-    assert rows[0].last.mean == pytest.approx((0.9 + 0.7) / 2)
-    reach = rows[0].reaches[0]
-    assert reach.rounds == Spread(1.5, pytest.approx(0.5**0.5), 2)
-    assert (reach.reached, reach.seeds) == (2, 2)
-    assert rows[1].reaches[0].rounds is None
+    assert rows.at["b", "mean_of_last"].mean == pytest.approx((0.9 + 0.7) / 2)
+    assert rows.at["b", "rounds_to_0.85"] == Spread(1.5, pytest.approx(0.5**0.5), 2)
+    assert rows.at["b", "reached_0.85"] == 2
+    assert rows.at["a", "rounds_to_0.85"] is None
 
 
 def test_seeds_that_never_reach_a_target_are_in_no_mean_but_are_counted() -> None:
     runs = [run_of([0.2, 0.9], seed=0), run_of([0.2, 0.3], seed=1)]
-    reach = summarise(runs, [0.9])[0].reaches[0]
-    assert reach.rounds == Spread(2.0, 0.0, 1)
-    assert (reach.reached, reach.seeds) == (1, 2)
+    row = summarise(runs, [0.9]).iloc[0]
+    assert row["rounds_to_0.9"] == Spread(2.0, 0.0, 1)
+    assert (row["reached_0.9"], row["seeds"]) == (1, 2)
 
 
 @pytest.mark.parametrize("target", [-0.1, 90.0])
@@ -195,21 +200,21 @@ def test_the_table_marks_the_best_and_shows_speed_up_and_partial_success() -> No
         run_of([0.1, 0.1, 0.1, 0.1], "lucky", 1),
         run_of([0.1, 0.1, 0.1, 0.1], "never", 0),
     ]
-    table = comparison(summarise(runs, [0.9]))
+    table = Sheet(runs, [0.9]).table
     titles = [column.title for column in table.columns]
     reach = titles.index("Rounds to 90 %")
-    assert [line[reach].text for line in table.lines] == [
+    assert [cell.text for cell in table.iloc[:, reach]] == [
         "4.0 ± 0.0",
         "2.0 ± 0.0 (2.0×)",
         "1 (1 of 2 seeds)",
         "*",
     ]
-    assert table.best_lines[reach] == {1}  # one lucky seed is not the fastest method
+    assert best_rows(table, "Rounds to 90 %") == [1]  # one lucky seed is not the fastest method
     final_column = titles.index("Final accuracy, %")
-    assert table.lines[0][final_column].text == "90.00 ± 0.00"
-    assert table.lines[3][final_column].text == "10.00"
-    assert table.best_lines[final_column] == {0}
-    assert table.best_lines[titles.index("Method")] == set()
+    texts = [cell.text for cell in table.iloc[:, final_column]]
+    assert (texts[0], texts[3]) == ("90.00 ± 0.00", "10.00")
+    assert best_rows(table, "Final accuracy, %") == [0]
+    assert best_rows(table, "Method") == []
 
 
 def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
@@ -228,18 +233,19 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
     )
     late = [timed("never", seed, 15.0) for seed in (0, 1)]
     sheets = [
-        sheet(
+        Sheet(
             [*slow, *fast, *runs], [0.8], measure="seconds", setting=name, changes={"rounds": name}
         )
         for name, runs in (("one", never), ("two", late), ("three", never))
     ]
     table = overall(sheets)
-    assert [[cell.value for cell in line] for line in table.lines] == [
+    assert [[cell.value for cell in line] for line in table.to_numpy()] == [
         ["slow", *[pytest.approx(60.005)] * 3, pytest.approx(7 / 3)],
         ["fast", *[pytest.approx(30.005)] * 3, 1.0],
         ["never", None, pytest.approx(45.005), None, pytest.approx(8 / 3)],
     ]
-    assert table.best_lines == [set(), {1}, {1}, {1}, {1}]
+    best = best_cells(table)
+    assert [np.flatnonzero(best.iloc[:, k]).tolist() for k in range(5)] == [[], [1], [1], [1], [1]]
     assert sheets[0].criterion.name == "seconds to 80 %"
     (difference,) = sheets[0].tests["seconds"]  # of those that got there with every seed
     assert (difference.method, difference.other, difference.mean) == (
@@ -247,23 +253,23 @@ def test_methods_are_ranked_and_tested_by_the_seconds_to_a_target() -> None:
         "fast",
         pytest.approx(30.0),
     )
-    by_bytes = sheet([*slow, *fast, *never], [0.8], measure="bytes")
+    by_bytes = Sheet([*slow, *fast, *never], [0.8], measure="bytes")
     assert difference_cells(by_bytes.tests["bytes"][0], by_bytes.criterion.metric)[0] == "+0 B"
     assert (
-        score_cell(spread_of(by_bytes.rows[0], "bytes"), by_bytes.criterion.metric).text
+        score_cell(by_bytes.spreads("bytes")["slow"], by_bytes.criterion.metric).text
         == "30 B ± 0 B"
     )
-    assert spread_of(sheets[1].rows[0], "rounds") == Spread(3.0, 0.0, 2)
-    assert spread_of(sheets[1].rows[0], "bytes") == Spread(30.0, 0.0, 2)
+    assert sheets[1].spreads("rounds")["slow"] == Spread(3.0, 0.0, 2)
+    assert sheets[1].spreads("bytes")["slow"] == Spread(30.0, 0.0, 2)
 
 
 def test_nothing_is_best_where_all_are_equal() -> None:
-    table = comparison(summarise([run_of([0.5], "a"), run_of([0.5], "b")]))
-    assert all(table.best_lines[k] == set() for k in range(len(table.columns)))
+    table = Sheet([run_of([0.5], "a"), run_of([0.5], "b")]).table
+    assert not best_cells(table).to_numpy().any()
 
 
 def test_csv_holds_plain_numbers_that_read_back() -> None:
-    results = sheet(
+    results = Sheet(
         [run_of([0.1, 0.9], "ala(fedavg, s=80)", 0), run_of([0.1, 0.7], "ala(fedavg, s=80)", 1)],
         [0.75],
     )
@@ -277,7 +283,7 @@ def test_csv_holds_plain_numbers_that_read_back() -> None:
 
 
 def test_markdown_has_one_line_a_method_and_keeps_bars_out_of_cells() -> None:
-    text = to_markdown([sheet([run_of([0.5], "a|b"), run_of([0.25], "c")])])
+    text = to_markdown([Sheet([run_of([0.5], "a|b"), run_of([0.25], "c")])])
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 8  # accuracies, and what they cost
     assert lines[2].startswith(r"| a\|b | **50.00** | **50.00** |")

@@ -25,6 +25,7 @@ from scipy import stats
 
 from fedloom.cli.terminal import comparison_tables, difference_tables, overall_tables, print_tables
 from fedloom.objectives import Metric
+from fedloom.report.cells import best_cells
 from fedloom.report.conclusions import conclusions
 from fedloom.report.export import (
     differences_to_csv,
@@ -42,7 +43,6 @@ from fedloom.report.sheet import (
     caption,
     overall,
     reading,
-    sheet,
 )
 from fedloom.report.significance import (
     FLIPS,
@@ -147,18 +147,18 @@ def verdicts(comparison: Sheet) -> dict[str, str]:
 
 
 def test_verdicts_say_what_the_seeds_can_show() -> None:
-    few = sheet(methods(3, best=0.2, near=0.2, far=0.0))
+    few = Sheet(methods(3, best=0.2, near=0.2, far=0.0))
     assert few.tests["last"][0].other in ("best", "near")
     assert verdicts(few)["far"] == "t-test only"  # by the t-test; three seeds can say no more
     assert "not significant" in verdicts(few).values()
-    many = sheet(methods(9, best=0.2, near=0.2, far=0.0))
+    many = Sheet(methods(9, best=0.2, near=0.2, far=0.0))
     assert verdicts(many)["far"] == "significant"
     assert many.marks["last"]["far"] == ""
     assert few.marks["last"]["far"] == T_TEST_ONLY
     assert NOT_SIGNIFICANT in few.marks["last"].values()
-    equal = sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
+    equal = Sheet([run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)])
     assert verdicts(equal) == {"b": "equal"}
-    single_seed = sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
+    single_seed = Sheet([run_of([0.5], "a", 0), run_of([0.7], "b", 0)])
     assert not single_seed.tests["last"]
     assert reading([single_seed]) == []
 
@@ -167,7 +167,7 @@ def test_equal_differences_are_no_proof_by_themselves() -> None:
     """Two seeds that differ by the same number have no spread; the t-test must not make certainty
     of that.
     """
-    comparison = sheet(
+    comparison = Sheet(
         [
             run_of([level + shift], name, k)
             for name, shift in (("a", 0.1), ("b", 0))
@@ -193,7 +193,7 @@ def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
 
 def test_the_best_is_corrected_for_all_pairs_and_the_first_for_the_others() -> None:
     runs = methods(7, a=0.0, b=0.05, c=0.1, d=0.1)
-    best, against_first = sheet(runs, against="best"), sheet(runs, against="first")
+    best, against_first = Sheet(runs, against="best"), Sheet(runs, against="first")
     assert {test.other for test in against_first.tests["last"]} == {"a"}
     reference = {test.other for test in best.tests["last"]}
     assert reference < {"c", "d"}
@@ -225,28 +225,29 @@ def test_fairness_is_read_from_the_clients_own_models_or_else_the_global_one() -
         "client_accuracy_std": 0.2,
         "client_accuracy_worst": 0.3,
     }
-    comparison = sheet(
+    comparison = Sheet(
         [
             run_of([0.5], "a", 0, **personal, **global_model),
             run_of([0.5], "b", 0, **global_model),
             run_of([0.5], "c", 0),
         ]
     )
-    spreads = [(row.personal, row.client_std, row.client_worst) for row in comparison.rows]
+    spreads = comparison.rows[["personal", "client_spread", "client_worst"]].to_numpy()
     assert [[None if s is None else s.mean for s in triple] for triple in spreads] == [
         [0.9, 0.1, 0.7],
         [0.8, 0.2, 0.3],
         [None, None, None],
     ]
     titles = [column.title for column in comparison.table.columns]
-    assert comparison.table.best_lines[titles.index("Std over clients, %")] == {0}
-    assert "Worst tenth, %" not in [c.title for c in sheet([run_of([0.5], "c", 0)]).table.columns]
+    best = best_cells(comparison.table).iloc[:, titles.index("Std over clients, %")]
+    assert best.tolist() == [True, False, False]
+    assert "Worst tenth, %" not in [c.title for c in Sheet([run_of([0.5], "c", 0)]).table.columns]
 
 
 def three_settings() -> list[Sheet]:
     """Make sheets of three settings with three methods and three seeds each."""
     return [
-        sheet(
+        Sheet(
             methods(3, **{"fedavg": 0.0, "ala(fedavg, s=80)": shift, "a_b|c": 0.1}),
             [0.5, 0.99],
             last=1,
@@ -260,9 +261,9 @@ def three_settings() -> list[Sheet]:
 def test_one_table_over_all_settings_ranks_the_methods() -> None:
     table, titles = overall(three_settings()), ["Method", "iid", "dirichlet(0.1)", "dirichlet(1.0)"]
     assert [column.title for column in table.columns] == [*titles, "Mean rank"]
-    means = [[float(str(line[k].value)) for line in table.lines] for k in (1, 2, 3)]
+    means = [[float(cell.value) for cell in table.iloc[:, k]] for k in (1, 2, 3)]
     ranks = [[1 + sum(higher > mean for higher in column) for mean in column] for column in means]
-    assert [line[4].value for line in table.lines] == [
+    assert [cell.value for cell in table.iloc[:, 4]] == [
         sum(three) / 3 for three in zip(*ranks, strict=True)
     ]
     assert caption(three_settings()).endswith("Rank 1 is the best.")
@@ -270,7 +271,6 @@ def test_one_table_over_all_settings_ranks_the_methods() -> None:
     # middle, like everybody.
     two_settings = three_settings()[:2]
     assert [column.title for column in overall(two_settings).columns] == titles[:3]
-    assert {len(line) for line in overall(two_settings).lines} == {3}
     assert "ank" not in caption(two_settings)
 
 
@@ -280,8 +280,7 @@ def test_csv_and_json_hold_every_setting_with_plain_numbers() -> None:
     assert [line["data.partition"] for line in lines] == ["iid"] * 3 + ["dirichlet(0.1)"] * 3 + [
         "dirichlet(1.0)"
     ] * 3
-    expected = sheets[1].rows[1].last
-    assert expected is not None
+    expected = sheets[1].rows["mean_of_last"].iloc[1]
     assert float(lines[4]["mean_of_last"]) == expected.mean
     tested = list(csv.DictReader(io.StringIO(differences_to_csv(sheets))))
     assert {line["measure"] for line in tested} == {"final", "best", "last"}
@@ -296,7 +295,7 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
     for number, count in enumerate((3, 0, 1, 0)):
         runs = [run_of([0.5, 0.6], name, 0) for name in ("a", "b")]
         runs[0].records[0]["faults"] = [{"client": 1, "reason": "late"}] * count
-        sheets.append(sheet(runs, setting=f"epochs={number}", changes={"epochs": number}))
+        sheets.append(Sheet(runs, setting=f"epochs={number}", changes={"epochs": number}))
         comparisons_and_runs.append((sheets[-1], runs))
     expected = [
         "3 times a client was absent, failed or was refused",
@@ -346,7 +345,7 @@ def test_markdown_marks_the_best_and_escapes_names() -> None:
 def test_latex_is_set_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "tables.tex").write_text(to_latex(three_settings(), "50 % & more"))
     long = {"stages(fedavg:100, fedmr(unit=segment, fraction=0.5))": 0.1, "fedprox(mu=0.01)": 0.0}
-    wide = to_latex([sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace(
+    wide = to_latex([Sheet(methods(3, **long), [0.3, 0.5, "loss <= 0.2"])], "Wide").replace(
         "{tab:", "{tab:wide-"
     )
     (tmp_path / "wide.tex").write_text(wide)
@@ -383,7 +382,7 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runs = methods(3, best=0.2, near=0.2, far=0.0)
-    comparison = sheet(runs)
+    comparison = Sheet(runs)
     print_tables([comparison])
     shown = {
         "terminal": capsys.readouterr().out,
@@ -412,7 +411,7 @@ def test_the_note_on_tests_stands_once_and_in_the_same_words_everywhere(
 
 def test_conclusions_say_no_more_than_the_tests() -> None:
     noisy, clean = {"data.label_noise": "symmetric(0.4)"}, {"data.label_noise": "none"}
-    clear = sheet(methods(9, best=0.2, near=0.2, far=0.0), changes=noisy)
+    clear = Sheet(methods(9, best=0.2, near=0.2, far=0.0), changes=noisy)
     (far,) = (test for test in clear.tests["last"] if test.method == "far")
     p = max(far.t_test_corrected or 0, far.exact_corrected or 0)
     (text,) = conclusions([clear])
@@ -425,36 +424,36 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
     ) in text
     assert ", not significant); far" in text
     against_first = conclusions(
-        [sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)]
+        [Sheet(methods(9, best=0.2, near=0.2, far=0.0), against="first", changes=clean)]
     )
     assert against_first[0].startswith(
         "With clean labels, best has the best mean accuracy of the last evaluation, "
     )
-    few = conclusions([sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
+    few = conclusions([Sheet(methods(3, best=0.2, near=0.2, far=0.0))])[0]
     assert "(95 % interval 18.9 to 21.3, p < 0.001, significant by the t-test only: " in few
     assert f"the exact test needs {seeds_needed(3)} seeds)" in few
     alike = conclusions(
-        [sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})]
+        [Sheet(methods(9, a=0.2, b=0.2), changes={"data.partition": "iid", "rounds": 5})]
     )[0]
     assert alike.startswith(
         "With partition iid and rounds 5, no difference in the mean accuracy of the last"
     )
-    many = conclusions([sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
+    many = conclusions([Sheet(methods(9, **{f"m{k}": k / 20 for k in range(9)}))])[0]
     assert ": m7 is 5.0 points below m8 (" in many
     assert many.endswith("; 5 more in the table.")
     equal_runs = [run_of([0.5], name, seed) for name in ("a", "b") for seed in range(3)]
-    assert conclusions([sheet(equal_runs)])[0].endswith(": b equals a with every seed.")
+    assert conclusions([Sheet(equal_runs)])[0].endswith(": b equals a with every seed.")
     single_seed = [run_of([0.5], "a", 0), run_of([0.7], "b", 0)]
-    assert conclusions([sheet(single_seed)]) == [
+    assert conclusions([Sheet(single_seed)]) == [
         "b has the best mean accuracy of the last evaluation, 70.00 %; one seed cannot tell whether another would show "
         "the same."
     ]
-    assert conclusions([sheet(single_seed[:1])]) == [
+    assert conclusions([Sheet(single_seed[:1])]) == [
         "a: mean accuracy of the last evaluation 50.00 %."
     ]
     slow = [run_of([0.1, 0.1, 0.9], "slow", seed) for seed in range(7)]
     quick = [run_of([0.1, 0.9, 0.9], "quick", seed) for seed in range(7)]
-    costs = conclusions([sheet([*slow, *quick], [0.8], measure="rounds")])
+    costs = conclusions([Sheet([*slow, *quick], [0.8], measure="rounds")])
     assert costs == [
         "quick has the best rounds to 80 %, 2.000 ± 0.000: slow is 1 rounds above quick (p = 0.016, significant)."
     ]
@@ -463,7 +462,7 @@ def test_conclusions_say_no_more_than_the_tests() -> None:
 def test_the_page_begins_with_its_conclusions() -> None:
     runs = methods(9, best=0.2, far=0.0)
     page = html.unescape(render("Conclusions", runs))
-    assert page.index(conclusions([sheet(runs)])[0]) < page.index("<dl class=tiles>")
+    assert page.index(conclusions([Sheet(runs)])[0]) < page.index("<dl class=tiles>")
     tiles = re.findall(
         r"<dt>Fewest rounds to 50.%</dt><dd>[^<]*<small>([^<]*)</small>",
         render("Tiles", runs, [0.5]),
@@ -506,7 +505,7 @@ def test_columns_without_room_move_to_another_table(width: int) -> None:
         for record in run.records:
             for name in ("personal_accuracy", "personal_accuracy_std", "personal_accuracy_worst"):
                 record[name] = 0.0123 * (1 + run.seed)
-    comparison = sheet(
+    comparison = Sheet(
         [replace(run, metric=Metric("accuracy", "RMSE")) for run in runs], [0.3, "loss <= 0.25"]
     )
     console = Console(width=width, record=True, file=io.StringIO())
@@ -519,4 +518,4 @@ def test_columns_without_room_move_to_another_table(width: int) -> None:
     for column in comparison.table.columns[3:-1]:
         for word in column.title.split():
             assert re.search(rf"(^| ){re.escape(word)}( |$)", text, re.MULTILINE), word
-    assert all(cell.text in text for line in comparison.table.lines for cell in line[3:-1])
+    assert all(cell.text in text for cell in comparison.table.iloc[:, 3:-1].to_numpy().flat)

@@ -1,16 +1,19 @@
 """Tables for the terminal: a comparison, and the trials of a search."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.report.cells import Table as Plain
-from fedloom.report.cells import halves
+from fedloom.report.cells import best_cells
 from fedloom.report.sheet import Sheet, caption, explained, faults_in, overall, reading
 from fedloom.survey import column_statistics
+
+if TYPE_CHECKING:
+    import pandas
 
 _SHORTEST, _LONGEST = 8, 24
 """Columns of a terminal that a method's name takes at least, and at most beside its accuracies in
@@ -41,7 +44,7 @@ def print_tables(sheets: Sequence[Sheet]) -> None:
 def comparison_tables(sheet: Sheet, width: int) -> list[Table]:
     """Return the comparison of one setting, in tables that fit the width."""
     room = width - _SHORTEST - 2
-    return [table for half in halves(sheet.table) for table in _fitting(half, room)]
+    return [table for half in sheet.halves() for table in _fitting(half, room)]
 
 
 def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
@@ -52,7 +55,7 @@ def overall_tables(sheets: Sequence[Sheet], width: int) -> list[Table]:
     return _fitting(table, width - min(_sizes(table)[0], _LONGEST), caption(sheets))
 
 
-def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:
+def _fitting(table: "pandas.DataFrame", room: int, caption: str = "") -> list[Table]:
     """Divide the table by the `room` beside the methods' names, with the caption below the bottom
     table.
     """
@@ -62,17 +65,17 @@ def _fitting(table: Plain, room: int, caption: str = "") -> list[Table]:
             blocks.append([0])
         blocks[-1].append(k)
     return [
-        shown_table(table.select(block), caption if block is blocks[-1] else "") for block in blocks
+        shown_table(table.iloc[:, block], caption if block is blocks[-1] else "")
+        for block in blocks
     ]
 
 
-def _sizes(table: Plain) -> list[int]:
+def _sizes(table: "pandas.DataFrame") -> list[int]:
     """Return the columns of a terminal that each column takes, its title on several lines."""
-    texts = [
-        [*column.title.split(), *(line[k].text for line in table.lines)]
-        for k, column in enumerate(table.columns)
+    return [
+        max(map(len, [*column.title.split(), *map(str, cells)])) + 2
+        for column, cells in table.items()
     ]
-    return [max(map(len, column)) + 2 for column in texts]
 
 
 def difference_tables(sheet: Sheet, width: int) -> list[Table]:
@@ -98,14 +101,14 @@ def _frame(title: str, caption: str) -> Table:
     return table
 
 
-def shown_table(table: Plain, caption: str = "") -> Table:
+def shown_table(table: "pandas.DataFrame", caption: str = "") -> Table:
     """Return a table of the report for the terminal; its titles may wrap, its cells may not."""
     shown = _frame(table.columns[0].title, caption)
     for column, size in zip(table.columns[1:], _sizes(table)[1:], strict=True):
         shown.add_column(Text(column.title), justify="right", width=size - 2)
-    best = table.best_lines
-    for number, line in enumerate(table.lines):
+    best = best_cells(table)
+    for cells, bold in zip(table.to_numpy(), best.to_numpy(), strict=True):
         shown.add_row(
-            *(Text(cell.text, "bold" if number in best[k] else "") for k, cell in enumerate(line))
+            *(Text(cell.text, "bold" if k else "") for cell, k in zip(cells, bold, strict=True))
         )
     return shown

@@ -3,9 +3,13 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fedloom.report.cells import Cell, Column, Filled, Table
+from fedloom.report.cells import Cell, Column, table_of
 from fedloom.report.summary import RunSummary
+
+if TYPE_CHECKING:
+    import pandas
 
 LISTED = 200  # clients in the table
 LABELS = 4  # classes of a client that are named, those with the most samples first
@@ -73,7 +77,7 @@ def same_data(runs: Sequence[RunSummary]) -> list[RunSummary]:
     return list({run.algorithm: run for run in reversed(alike)}.values())[::-1]
 
 
-def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
+def client_table(runs: Sequence[RunSummary]) -> "tuple[str, pandas.DataFrame, str]":
     """Return the title, which names the order, the table of what each client holds and how well it
     is served, and its caption.
     """
@@ -83,29 +87,27 @@ def client_table(runs: Sequence[RunSummary]) -> tuple[str, Table, str]:
     scores = [("Mean", [client.score for client in listed])] if several and names else []
     scores += [(name, [client.accuracies.get(name) for client in listed]) for name in names]
 
-    def counts(title: str, values: Sequence[int]) -> Filled:
-        return Column(title, order="ascending"), [Cell(f"{value:,}", value) for value in values]
+    def counts(values: Sequence[int]) -> list[Cell]:
+        return [Cell(f"{value:,}", value) for value in values]
 
-    columns = [counts("Client", [client.number for client in listed])]
+    columns = {Column("Client", order="ascending"): counts([client.number for client in listed])}
     for name, values in scores:
-        cells = [
-            Cell("", None) if value is None else Cell(metric.text(value, 1), value)
-            for value in values
+        title = name + (", %" if metric.share else "")
+        columns[Column(title, order="ascending")] = [
+            Cell("") if value is None else Cell(metric.text(value, 1), value) for value in values
         ]
-        columns.append((Column(name + (", %" if metric.share else ""), order="ascending"), cells))
-    columns.append(counts("Samples", [sum(client.counts) for client in listed]))
+    samples = [sum(client.counts) for client in listed]
+    columns[Column("Samples", order="ascending")] = counts(samples)
     if any(len(client.counts) > 1 for client in clients):
-        labels = [
-            Cell(_labels(client.counts, comparable[0].class_names), None) for client in listed
+        classes = [sum(count > 0 for count in client.counts) for client in listed]
+        columns[Column("Classes", order="ascending")] = counts(classes)
+        columns[Column("Most frequent", order="")] = [
+            Cell(_labels(client.counts, comparable[0].class_names)) for client in listed
         ]
-        columns.append(
-            counts("Classes", [sum(count > 0 for count in client.counts) for client in listed])
-        )
-        columns.append((Column("Most frequent", order=""), labels))
     title = f"Clients, the {f'worst {metric.noun}' if names else 'fewest samples'} first"
     return (
         title,
-        Table.of(columns),
+        table_of(columns),
         _caption(comparable, len(clients), bool(names)) if clients else "",
     )
 

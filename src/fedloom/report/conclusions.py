@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.report.cells import score_cell
-from fedloom.report.sheet import Sheet, p_text, spread_of
+from fedloom.report.sheet import Sheet, p_text
 from fedloom.report.significance import Difference, comparisons, seeds_needed
 from fedloom.report.units import byte_text, percent
 
@@ -40,9 +40,9 @@ def _in_words(key: str, value: str) -> str:
 def _conclusion(sheet: Sheet) -> str:
     metric, name, start = sheet.criterion.metric, sheet.criterion.name, situation(sheet.changes)
     spreads = {
-        row.algorithm: spread
-        for row in sheet.rows
-        if (spread := spread_of(row, sheet.measure)) is not None
+        method: spread
+        for method, spread in sheet.spreads(sheet.measure).items()
+        if spread is not None
     }
     if not spreads:
         return ""

@@ -2,14 +2,12 @@
 (booktabs) for papers and pages.
 """
 
-import csv
 import dataclasses
-import io
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fedloom.report.cells import Table, halves
+from fedloom.report.cells import best_cells
 from fedloom.report.sheet import (
     NOT_SIGNIFICANT,
     T_TEST_ONLY,
@@ -20,7 +18,10 @@ from fedloom.report.sheet import (
     overall,
     reading,
 )
-from fedloom.report.summary import TO_TARGET, Row, target_key
+from fedloom.report.summary import TO_TARGET, Spread, target_key
+
+if TYPE_CHECKING:
+    import pandas
 
 _ESCAPED = {
     "\\": r"\textbackslash{}",
@@ -38,20 +39,43 @@ _ESCAPED = {
     T_TEST_ONLY: r"\textsuperscript{t}",
     **{mark: f"\\{mark}" for mark in "&%$#_{}"},
 }
-"""Characters that LaTeX would take for its own, and signs that older LaTeX does not know."""
+"""Characters that LaTeX would interpret, and signs that older LaTeX does not know."""
 
-# Before a box: smaller where it is wider than a line.
-_AT_MOST_A_LINE = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}"
+_LATEX = r"""\begin{{table}}
+  \centering
+  \caption{{{caption}}}
+  \label{{tab:{name}}}
+  \setlength{{\tabcolsep}}{{4pt}}
+  \resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{%
+  \begin{{tabular}}{{{columns}}}
+    \toprule
+    {heads} \\
+    \midrule
+{lines}    \bottomrule
+  \end{{tabular}}}}
+{note}\end{{table}}
+"""
+"""A table; a table that is wider than the line is made smaller."""
+
+_NOTE = r"""  \par\smallskip
+  \begin{{minipage}}{{\linewidth}}\footnotesize {}\end{{minipage}}
+"""
 
 
 def to_csv(sheets: Sequence[Sheet]) -> str:
     """Return a line for each setting and method: accuracies as shares, bytes, seconds; empty where
     there is no value.
     """
-    return csv_text(
-        [line | _plain(row) for line, sheet in _settings(sheets) for row in sheet.rows],
-        ["algorithm"],
-    )
+    lines = []
+    for setting, sheet in _settings(sheets):
+        for row in sheet.rows.reset_index().to_dict("records"):
+            line = dict(setting)
+            for name, value in row.items():
+                line[name] = value.mean if isinstance(value, Spread) else value
+                if not isinstance(value, int | str):
+                    line[f"{name}_std"] = value and value.std
+            lines.append(line)
+    return csv_text(lines, ["algorithm"])
 
 
 def differences_to_csv(sheets: Sequence[Sheet]) -> str:
@@ -66,15 +90,61 @@ def to_data(sheets: Sequence[Sheet]) -> dict[str, Any]:
     """Return rows and differences as plain values for JSON, each with its setting."""
     return {
         "methods": [
-            {**dataclasses.asdict(row), "setting": dict(sheet.changes)}
+            {**_row(sheet, method), "setting": dict(sheet.changes)}
             for sheet in sheets
-            for row in sheet.rows
+            for method in sheet.rows.index
         ],
         "differences": [
             {"setting": dict(sheet.changes), **line}
             for sheet in sheets
             for line in _differences(sheet)
         ],
+    }
+
+
+def _settings(sheets: Sequence[Sheet]) -> list[tuple[dict[str, Any], Sheet]]:
+    return [
+        ({name: sheet.changes.get(name, "") for name in keys(sheets)}, sheet) for sheet in sheets
+    ]
+
+
+def _differences(sheet: Sheet) -> list[dict[str, Any]]:
+    return [
+        {"measure": name, **dataclasses.asdict(test)}
+        for name, tests in sheet.tests.items()
+        for test in tests
+    ]
+
+
+def _row(sheet: Sheet, method: str) -> dict[str, Any]:
+    """Return a row for JSON, its spreads as tables and the costs of each target in one table."""
+    row = {
+        name: dataclasses.asdict(value) if isinstance(value, Spread) else value
+        for name, value in sheet.rows.loc[method].items()
+    }
+    reaches = [
+        {
+            "target": target,
+            **{cost: row.pop(f"{cost}_to_{target_key(target)}") for cost in TO_TARGET},
+            "reached": row.pop(f"reached_{target_key(target)}"),
+            "seeds": row["seeds"],
+            "measured": sheet.measured(target, method),
+        }
+        for target in dict.fromkeys(sheet.targets)
+    ]
+    renamed = {
+        "mean_of_last": "last",
+        "client_spread": "client_std",
+        "simulated_seconds": "simulated",
+    }
+    row = {renamed.get(name, name): value for name, value in row.items()}
+    metric = dataclasses.asdict(sheet.metric)
+    return {
+        "algorithm": method,
+        **row,
+        "reaches": reaches,
+        "metric": metric,
+        "timed": sheet.timed(method),
     }
 
 
@@ -87,7 +157,7 @@ def to_markdown(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
         blocks += [f"{caption(sheets)}\n", _markdown(overall(sheets))]
     for sheet in sheets:
         blocks += [f"## {sheet.setting}\n"] if sheet.setting else []
-        blocks += map(_markdown, halves(sheet.table))
+        blocks += map(_markdown, sheet.halves())
         heading, differences = sheet.differences
         blocks += [f"{heading}:\n", _markdown(differences)] if heading else []
     blocks += [f"{text}\n" for text in (*explained(sheets), *reading(sheets))]
@@ -98,25 +168,19 @@ def to_latex(sheets: Sequence[Sheet], title: str = "Comparison") -> str:
     """Return tables for a paper, the best value of a column in bold; they need the packages
     booktabs and graphicx.
     """
-    note = " ".join([*explained(sheets), *reading(sheets)])
-    tables = [_latex(overall(sheets), caption(sheets), "overall", note)] if len(sheets) > 1 else []
+    captioned = [(overall(sheets), caption(sheets), "overall")] if len(sheets) > 1 else []
+    cost_note = "cost. Rounds and bytes until the target; * never."
     for number, sheet in enumerate(sheets, start=1):
         name = f"{title}, {sheet.setting}" if sheet.setting else title
         suffix = f"-{number}" if sheet.setting else ""
-        accuracy, cost = halves(sheet.table)
-        tables.append(
-            _latex(
-                accuracy,
-                f"{name}: {sheet.metric.noun}.",
-                f"accuracy{suffix}",
-                "" if tables else note,
-            )
-        )
-        tables.append(
-            _latex(
-                cost, f"{name}: cost. Rounds and bytes until the target; * never.", f"cost{suffix}"
-            )
-        )
+        accuracy, cost = sheet.halves()
+        captioned += [
+            (accuracy, f"{name}: {sheet.metric.noun}.", f"accuracy{suffix}"),
+            (cost, f"{name}: {cost_note}", f"cost{suffix}"),
+        ]
+    note = " ".join([*explained(sheets), *reading(sheets)])
+    notes = [note, *[""] * len(captioned)]
+    tables = [_latex(*table, note) for table, note in zip(captioned, notes, strict=False)]
     return "% Needs \\usepackage{booktabs,graphicx}.\n\n" + "\n".join(tables)
 
 
@@ -124,11 +188,11 @@ def csv_text(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return CSV with the keys of `lines[0]`, or `names` without lines, as its header; empty where
     a value is None.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]) if lines else names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    import pandas
+
+    frame = pandas.DataFrame(lines, columns=list(lines[0]) if lines else names, dtype=object)
+    text: str = frame.to_csv(index=False, lineterminator="\n")
+    return text
 
 
 def markdown_table(
@@ -142,7 +206,7 @@ def markdown_table(
 
 
 def escape_latex(text: str) -> str:
-    """Return text in which LaTeX finds nothing to obey."""
+    """Return text without characters that LaTeX interprets."""
     return "".join(_ESCAPED.get(letter, letter) for letter in text)
 
 
@@ -151,68 +215,29 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([|*_`\\])", r"\\\1", _flat(text))
 
 
-def _settings(sheets: Sequence[Sheet]) -> list[tuple[dict[str, Any], Sheet]]:
-    return [
-        ({name: sheet.changes.get(name, "") for name in keys(sheets)}, sheet) for sheet in sheets
-    ]
-
-
-def _differences(sheet: Sheet) -> Iterator[dict[str, Any]]:
-    for name, tests in sheet.tests.items():
-        yield from ({"measure": name, **dataclasses.asdict(test)} for test in tests)
-
-
-def _plain(row: Row) -> dict[str, Any]:
-    line: dict[str, Any] = {"algorithm": row.algorithm, "seeds": row.seeds, "rounds": row.rounds}
-    spreads = {"final": row.final, "best": row.best, "mean_of_last": row.last}
-    spreads |= {
-        "personal": row.personal,
-        "client_spread": row.client_std,
-        "client_worst": row.client_worst,
-    }
-    for reach in row.reaches:
-        name = target_key(reach.target)
-        line[f"reached_{name}"] = reach.reached
-        spreads |= {f"{cost}_to_{name}": getattr(reach, cost) for cost in TO_TARGET}
-    spreads |= {"bytes_down": row.bytes_down, "bytes_up": row.bytes_up, "seconds": row.seconds}
-    spreads |= {"epsilon": row.epsilon, "simulated_seconds": row.simulated}
-    for name, spread in spreads.items():
-        line |= {name: spread and spread.mean, f"{name}_std": spread and spread.std}
-    return {**line, "faults": row.faults}
-
-
-def _markdown(table: Table) -> str:
+def _markdown(table: "pandas.DataFrame") -> str:
     return markdown_table(*_heads_and_lines(table, escape_markdown, "**{}**"))
 
 
-def _latex(table: Table, caption: str, name: str, note: str = "") -> str:
-    heads, lines = _heads_and_lines(table, lambda text: escape_latex(_flat(text)), "\\textbf{{{}}}")
-    body = "".join(f"    {' & '.join(line)} \\\\\n" for line in lines)
-    footnote = f"\\footnotesize {escape_latex(note)}\\end{{minipage}}\n"
-    return (
-        f"\\begin{{table}}\n  \\centering\n  \\caption{{{escape_latex(caption)}}}\n  \\label{{tab:{name}}}\n"
-        f"  \\setlength{{\\tabcolsep}}{{4pt}}\n  {_AT_MOST_A_LINE}{{%\n"
-        f"  \\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}\n    \\toprule\n"
-        f"    {' & '.join(map(escape_latex, heads))} \\\\\n    \\midrule\n"
-        f"{body}    \\bottomrule\n  \\end{{tabular}}}}\n"
-        + (f"  \\par\\smallskip\n  \\begin{{minipage}}{{\\linewidth}}{footnote}" if note else "")
-        + "\\end{table}\n"
+def _latex(table: "pandas.DataFrame", caption: str, name: str, note: str) -> str:
+    heads, lines = _heads_and_lines(table, lambda text: escape_latex(_flat(text)), r"\textbf{{{}}}")
+    return _LATEX.format(
+        caption=escape_latex(caption),
+        name=name,
+        columns="l" + "r" * (len(heads) - 1),
+        heads=" & ".join(map(escape_latex, heads)),
+        lines="".join(f"    {' & '.join(line)} \\\\\n" for line in lines),
+        note=_NOTE.format(escape_latex(note)) if note else "",
     )
 
 
 def _heads_and_lines(
-    table: Table, escape: Callable[[str], str], bold: str
+    table: "pandas.DataFrame", escape: Callable[[str], str], bold: str
 ) -> tuple[list[str], list[list[str]]]:
     """Return titles and escaped cells, the best of a column in the format `bold`."""
-    best = table.best_lines
-    lines = [
-        [
-            bold.format(escape(cell.text)) if k in best[column] else escape(cell.text)
-            for column, cell in enumerate(line)
-        ]
-        for k, line in enumerate(table.lines)
-    ]
-    return [_flat(column.title) for column in table.columns], lines
+    texts = table.map(lambda cell: escape(cell.text))
+    texts = texts.mask(best_cells(table), texts.map(bold.format))
+    return [_flat(column.title) for column in table], texts.to_numpy().tolist()
 
 
 def _flat(text: str) -> str:

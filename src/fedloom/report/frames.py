@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import escape
 
-from fedloom.errors import import_extra
-from fedloom.report.cells import Table
+from fedloom.report.cells import best_cells
 from fedloom.report.summary import RunSummary, best, bytes_down, bytes_up, final, personal, seconds
 from fedloom.report.units import byte_text, time_text
 
@@ -15,12 +14,10 @@ if TYPE_CHECKING:
 
 
 def data_frame(lines: Iterable[Mapping[str, Any]]) -> "pandas.DataFrame":
-    """Return lines as a frame, tables in them as several columns. Raises `MissingExtra` without
-    pandas.
-    """
-    library = import_extra("pandas", "notebook", "a frame")
-    frame: pandas.DataFrame = library.json_normalize(list(lines), sep="_")
-    return frame
+    """Return lines as a frame, tables in them as several columns."""
+    import pandas
+
+    return pandas.json_normalize(list(lines), sep="_")
 
 
 def plain_records(run: RunSummary) -> list[dict[str, Any]]:
@@ -54,22 +51,28 @@ def result_lines(run: RunSummary) -> list[str]:
     ]
 
 
-def text_table(table: Table) -> str:
+def texts(table: "pandas.DataFrame") -> "pandas.DataFrame":
+    """Return the texts of a table's cells by the columns' titles on one line."""
+    return table.map(str).set_axis([column.line for column in table], axis=1)
+
+
+def text_table(table: "pandas.DataFrame") -> str:
     """Return a table as lines of text."""
-    heads = [" ".join(column.title.splitlines()) for column in table.columns]
-    lines = [heads, *([cell.text for cell in line] for line in table.lines)]
+    shown = texts(table)
+    lines = [list(shown), *shown.to_numpy().tolist()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "  ".join(f"{{:{'>' if k else '<'}{width}}}" for k, width in enumerate(widths))
     return "\n".join(form.format(*line) for line in lines)
 
 
-def html_table(table: Table, notes: Sequence[str] = ()) -> str:
+def html_table(table: "pandas.DataFrame", notes: Sequence[str] = ()) -> str:
     """Return a table for a notebook, the best of each column in bold, and notes below it."""
-    best = table.best_lines
-    heads = "".join(f"<th>{escape(column.title)}</th>" for column in table.columns)
-    cells = [[f"<b>{escape(c.text)}</b>" if row in best[k] else escape(c.text) for k, c in enumerate(line)]
-             for row, line in enumerate(table.lines)]  # fmt: skip
-    body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in cells)
+    escaped = table.map(lambda cell: escape(cell.text))
+    shown = escaped.mask(best_cells(table), escaped.map("<b>{}</b>".format))
+    heads = "".join(f"<th>{escape(column.title)}</th>" for column in table)
+    body = "".join(
+        f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in shown.to_numpy().tolist()
+    )
     return f"<table><tr>{heads}</tr>{body}</table>" + "".join(
         f"<p><small>{escape(note)}</small></p>" for note in notes
     )

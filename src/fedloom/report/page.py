@@ -21,22 +21,24 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from fedloom.errors import InvalidValue
-from fedloom.report.cells import halves, score_cell, target_text
+from fedloom.report.cells import best_cells, score_cell, target_text
 from fedloom.report.clients import client_table
 from fedloom.report.conclusions import conclusions
 from fedloom.report.contents import effect_figures, report_figures, setting_curves
 from fedloom.report.curves import AXES, POINTS
 from fedloom.report.figures import ReportFigure, styles
 from fedloom.report.sheet import Criterion, Sheet, caption, explained, faults_in, overall, reading
-from fedloom.report.sheet import sheet as sheet_of
 from fedloom.report.summary import (
     LAST,
-    Row,
     RunSummary,
     TargetValue,
+    bytes_down,
+    bytes_up,
     dotted,
     elapsed_seconds,
     faults,
+    seconds,
+    target_key,
 )
 from fedloom.report.units import byte_text, percent, time_text
 from fedloom.state.files import write_text
@@ -68,8 +70,8 @@ class ReportOptions:
     @classmethod
     def of(cls, title: str, sheet: Sheet, command: str) -> "ReportOptions":
         """Return the options of a page about this setting, or about several that begin with it."""
-        targets = tuple(reach.target for reach in sheet.rows[0].reaches)
-        return cls(title, targets, command, sheet.requested, sheet.against, sheet.measure)
+        targets = tuple(sheet.targets)
+        return cls(title, targets, command, sheet.last, sheet.against, sheet.measure)
 
 
 def options_of(path: Path) -> ReportOptions | None:
@@ -114,7 +116,7 @@ def render(
             if settings.get("personal_every") and any(run.clients for run in runs)
             else "last"
         )
-        sheet = sheet_of(
+        sheet = Sheet(
             runs, list(settings.get("targets", ()) if targets is None else targets), measure=measure
         )
     sections = report_figures(runs, by or sheet.criterion)
@@ -128,7 +130,7 @@ def render(
         opening=opening,
         several=len(sheet.rows) > 1,
         conclusions=conclusions([sheet]),
-        tables=halves(sheet.table),
+        tables=sheet.halves(),
         captions=[*explained([sheet]), _sentence(faults_in(sheet)), *reading([sheet])],
         differences=sheet.differences,
         figures=sections,
@@ -151,8 +153,7 @@ def render_overview(
     """
     runs = [run for group in by_setting.values() for run in group]
     curves = setting_curves(by_setting)
-    rows = [row for sheet in sheets for row in sheet.rows]
-    counts = {"Settings": len(sheets), "Methods": len({row.algorithm for row in rows})}
+    counts = {"Settings": len(sheets), "Methods": len({run.algorithm for run in runs})}
     drawn = effect_figures(runs, sheets[0].criterion)
     return _page(
         "overview.html",
@@ -163,7 +164,7 @@ def render_overview(
         conclusions=conclusions(sheets),
         tiles=[
             *((name, str(count), "") for name, count in counts.items()),
-            *_cost_tiles(runs, rows),
+            *_cost_tiles(runs),
         ],
         table=overall(sheets),
         captions=[caption(sheets), *explained(sheets)[:1], *reading(sheets)],
@@ -183,6 +184,7 @@ def templates() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.globals["best_cells"] = best_cells
     environment.globals["asset"] = lambda name: Markup(
         (files("fedloom.report") / "assets" / name).read_text("utf-8")
     )
@@ -239,50 +241,35 @@ def _with_signs(text: str) -> str:
 
 
 def _result_tiles(runs: Sequence[RunSummary], sheet: Sheet) -> list[Tile]:
-    rows, tiles, metric = sheet.rows, [], sheet.metric
-    for title, spread in (
-        (("Final", rows[0].final), ("Best", rows[0].best)) if len(rows) == 1 else ()
-    ):
-        if spread is not None:
+    rows, metric = sheet.rows, sheet.metric
+    tiles = []
+    for name in ("final", "best") if len(rows) == 1 else ():
+        if (spread := rows[name].iloc[0]) is not None:
             score = f"{score_cell(spread, metric).text}{metric.unit}"
-            tiles.append((f"{title} {metric.noun}", score.replace(" ", NO_BREAK), ""))
-    for k, target in enumerate(reach.target for reach in rows[0].reaches):
-        costs = {
-            row.algorithm: row.reaches[k].rounds
-            for row in rows
-            if row.reaches[k].reached == row.seeds
-        }
-        if rounds := {method: spread for method, spread in costs.items() if spread}:
-            fewest = min(rounds.values(), key=lambda spread: spread.mean)
+            tiles.append((f"{name.capitalize()} {metric.noun}", score.replace(" ", NO_BREAK), ""))
+    for target in sheet.targets:
+        key = target_key(target)
+        complete = rows[rows[f"reached_{key}"] == rows["seeds"]]
+        rounds = complete[f"rounds_to_{key}"]
+        if len(rounds):
+            fewest = min(rounds, key=lambda spread: spread.mean)
             methods = [method for method, spread in rounds.items() if spread.mean == fewest.mean]
             number = f"{fewest.mean:.1f}" if fewest.count > 1 else f"{fewest.mean:.0f}"
             title = _with_signs(f"Fewest rounds to {target_text(metric, target)}")
             tiles.append((title, number, _listed(methods, 2) if len(rows) > 1 else ""))
-    return tiles + _cost_tiles(runs, rows)
+    return tiles + _cost_tiles(runs)
 
 
-def _cost_tiles(runs: Sequence[RunSummary], rows: Sequence[Row]) -> list[Tile]:
+def _cost_tiles(runs: Sequence[RunSummary]) -> list[Tile]:
     """Return the bytes of all runs and their time: by the clock on the wall, and summed over them."""
-    sent = sum(
-        spread.mean * row.seeds
-        for row in rows
-        for spread in (row.bytes_down, row.bytes_up)
-        if spread
-    )
+    sent = sum(bytes_down(run) + bytes_up(run) for run in runs)
     tiles = [("Sent in all", byte_text(sent), "down and up")]
-    if any(row.seconds for row in rows):
-        total = time_text(sum(row.seconds.mean * row.seconds.count for row in rows if row.seconds))
-        elapsed = elapsed_seconds(runs)
-        summed = (
-            f"{len(runs)} runs, {'summed' if elapsed is None else f'{total} one after another'}"
-        )
-        tiles.append(
-            (
-                "Time",
-                total if elapsed is None else time_text(elapsed),
-                summed if len(runs) > 1 else "",
-            )
-        )
+    times = [time for run in runs if (time := seconds(run)) is not None]
+    if times:
+        total, elapsed = time_text(sum(times)), elapsed_seconds(runs)
+        summed = "summed" if elapsed is None else f"{total} one after another"
+        more = f"{len(runs)} runs, {summed}" if len(runs) > 1 else ""
+        tiles.append(("Time", total if elapsed is None else time_text(elapsed), more))
     return tiles
 
 

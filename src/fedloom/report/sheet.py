@@ -3,9 +3,10 @@ significant.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from fedloom.objectives import ACCURACY, Metric
 from fedloom.report.cells import (
@@ -13,10 +14,8 @@ from fedloom.report.cells import (
     SOME,
     Cell,
     Column,
-    Filled,
-    Table,
-    comparison,
     score_cell,
+    table_of,
     target_text,
 )
 from fedloom.report.significance import (
@@ -29,18 +28,23 @@ from fedloom.report.significance import (
 from fedloom.report.summary import (
     LAST,
     MEASURES,
+    REAL_SITES,
     TO_TARGET,
-    Row,
     RunSummary,
     Spread,
+    Target,
     TargetValue,
     accuracies,
     averaged,
     by_algorithm,
     measured,
     summarise,
+    target_key,
 )
-from fedloom.report.units import byte_text
+from fedloom.report.units import byte_text, time_text
+
+if TYPE_CHECKING:
+    import pandas
 
 NOT_SIGNIFICANT, T_TEST_ONLY = "ⁿ", "ᵗ"
 """Follow an accuracy whose difference from the reference is not significant, or is so by the t-test
@@ -51,6 +55,20 @@ RANKED = 3  # settings from which on the ranks of a method have a mean
 
 DIFFERENCE_HEADS = ("Difference", "95 % interval", "p (t), Holm", "p (exact), Holm", "Verdict")
 """Titles of the `difference_cells`: both p are corrected by Holm's method, the interval is not."""
+
+
+_BEST, _SMALLEST = ("largest", "descending"), ("smallest", "ascending")
+
+_MEANS: dict[str, tuple[str, Callable[[float], str], str]] = {
+    "epsilon": ("Epsilon", "{:.3g}".format, "ascending"),
+    "simulated_seconds": ("Simulated time", time_text, "descending"),
+    "bytes_down": ("Bytes down", byte_text, "descending"),
+    "bytes_up": ("Bytes up", byte_text, "descending"),
+    "seconds": ("Time", time_text, "descending"),
+}
+"""Columns of means: title, text of a value, and order."""
+
+_OPTIONAL = ("epsilon", "simulated_seconds")  # columns that are left out where no run has a value
 
 
 @dataclass(frozen=True)
@@ -71,19 +89,63 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Sheet:
-    """The methods of one setting. `tests` holds, by measure, the differences from the reference
-    (`against`); `last` is the number of evaluations that are averaged, `requested` the number that
-    was asked for.
+    """The comparison of the runs of one setting.
+
+    The reference of the differences (`against`) is the `best` method or the `first`. A table over
+    several settings shows the `measure`. The setting has a label and the configuration keys that it
+    `changes`.
     """
 
-    rows: tuple[Row, ...]
-    tests: Mapping[str, Sequence[Difference]]
-    last: int = LAST
+    runs: Sequence[RunSummary]
+    targets: Sequence[TargetValue] = ()
+    last: int = LAST  # evaluations that were requested for the mean
     against: str = "best"
-    measure: str = "last"  # the one that a single table shows
+    measure: str = "last"
     setting: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    requested: int = LAST
+
+    @cached_property
+    def _groups(self) -> dict[str, list[RunSummary]]:
+        return by_algorithm(self.runs)
+
+    @cached_property
+    def rows(self) -> "pandas.DataFrame":
+        """The figures of each method (see `summarise`)."""
+        return summarise(self.runs, self.targets, self.last)
+
+    @cached_property
+    def averaged(self) -> int:
+        """The number of evaluations that the mean of the last ones covers."""
+        counts = (averaged(run, self.last) for run in self.runs if accuracies(run))
+        return max(counts, default=self.last)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric that the methods are judged by."""
+        return self.runs[0].metric if self.runs else ACCURACY
+
+    @property
+    def criterion(self) -> Criterion:
+        """The measure as a criterion of single runs."""
+        return self._criterion(self.measure)
+
+    def _criterion(self, measure: str) -> Criterion:
+        return criterion(measure, self.averaged, self.metric, next(iter(self.targets), None))
+
+    @cached_property
+    def tests(self) -> Mapping[str, Sequence[Difference]]:
+        """The differences from the reference, by measure."""
+        tests = {}
+        for name in dict.fromkeys((*MEASURES, self.measure)):
+            judge = self._criterion(name)
+            values = {
+                method: {run.seed: value for run in group if (value := judge.of(run)) is not None}
+                for method, group in self._groups.items()
+                if name not in TO_TARGET or all(judge.of(run) is not None for run in group)
+            }
+            tested = differences(values, self.against, judge.metric.higher_is_better)
+            tests[name] = [test for test in tested if test.seeds > 1]
+        return tests
 
     @property
     def marks(self) -> dict[str, dict[str, str]]:
@@ -96,78 +158,137 @@ class Sheet:
             for name, tests in self.tests.items()
         }
 
-    @property
-    def criterion(self) -> Criterion:
-        """The measure as a criterion of single runs."""
-        target = self.rows[0].reaches[0].target if self.rows and self.rows[0].reaches else None
-        return criterion(self.measure, self.last, self.metric, target)
+    def spreads(self, measure: str) -> "dict[str, Spread | None]":
+        """Return one of the `MEASURES`, or a cost until the first target, by method; None for a
+        method that did not reach the target with every seed.
+        """
+        rows = self.rows
+        if measure not in TO_TARGET:
+            return dict(rows["mean_of_last" if measure == "last" else measure])
+        if not self.targets:
+            return dict.fromkeys(rows.index)
+        key = target_key(self.targets[0])
+        complete = rows[f"reached_{key}"] == rows["seeds"]
+        return dict(rows[f"{measure}_to_{key}"].where(complete, None))
+
+    @cached_property
+    def table(self) -> "pandas.DataFrame":
+        """The comparison of the methods: per cent, bytes in decimal units, seconds; mean ± std over
+        seeds.
+        """
+        rows = self.rows
+        columns = {Column("Method", order="ascending"): [Cell(name, name) for name in rows.index]}
+        for name in ("seeds", "rounds"):
+            columns[Column(name.capitalize())] = _counts(rows[name])
+        columns |= self._scores() | self._costs()
+        for name, (title, text, order) in _MEANS.items():
+            if name not in _OPTIONAL or rows[name].notna().any():
+                columns[Column(title, order=order)] = [
+                    Cell(text(spread.mean), spread.mean) if spread else Cell("–")
+                    for spread in rows[name]
+                ]
+        return table_of(columns | {Column("Faults"): _counts(rows["faults"])})
+
+    def _scores(self) -> dict[Column, list[Cell]]:
+        """Return the columns of the metric, with marks."""
+        best = _BEST if self.metric.higher_is_better else _SMALLEST
+        measures = {
+            "final": (f"Final {self.metric.noun}", best),
+            "best": (f"Best {self.metric.noun}", best),
+            "last": (f"Mean of last {self.averaged}", best),
+        }
+        if self.rows["personal"].notna().any():
+            measures |= {
+                "personal": ("Clients' own", best),
+                "client_spread": ("Std over clients", _SMALLEST),
+                "client_worst": ("Worst tenth", best),
+            }
+        unit = ", %" if self.metric.share else ""
+        return {
+            Column(title + unit, *order, score=True): self.score_cells(name)
+            for name, (title, order) in measures.items()
+        }
+
+    def score_cells(self, measure: str) -> list[Cell]:
+        """Return the cells of a measure with its marks, method by method."""
+        metric = self.criterion.metric if measure in TO_TARGET else self.metric
+        marks = self.marks.get(measure, {})
+        return [
+            score_cell(spread, metric, marks.get(method, ""))
+            for method, spread in self.spreads(measure).items()
+        ]
+
+    def _costs(self) -> dict[Column, list[Cell]]:
+        """Return the columns of the costs until each target; seconds only where they describe the
+        methods, not this machine.
+        """
+        timed = any(map(self.timed, self.rows.index))
+        return {
+            Column(f"{cost.capitalize()} to {target_text(self.metric, target)}", *_SMALLEST): [
+                self._cost(cost, target, method) for method in self.rows.index
+            ]
+            for cost in (TO_TARGET if timed else TO_TARGET[:-1])
+            for target in self.targets
+        }
+
+    def _cost(self, cost: str, target: TargetValue, method: str) -> Cell:
+        """Return the cost until a target; rounds with their speed-up over the first method."""
+        key = target_key(target)
+        columns = [f"{cost}_to_{key}", f"reached_{key}", "seeds"]
+        spread, reached, seeds = self.rows.loc[method, columns]
+        if spread is None:
+            return Cell(NEVER if self.measured(target, method) else "–")
+        mean, several, partial = spread.mean, spread.count > 1, reached < seeds
+        if cost == "bytes":
+            text = byte_text(mean)
+        elif cost == "seconds":
+            text = f"{mean:.3g}" + (f" ± {spread.std:.2g}" if several else "")
+        else:
+            text = f"{mean:.1f} ± {spread.std:.1f}" if several else f"{mean:.0f}"
+            first, reached_first, seeds_first = self.rows[columns].iloc[0]
+            if partial:
+                return Cell(f"{text} ({reached} of {seeds} seeds)", mean, partial=True)
+            if method != self.rows.index[0] and reached_first == seeds_first:
+                text += f" ({first.mean / mean:.1f}×)"
+        return Cell(text + (SOME if partial else ""), mean, partial)
+
+    def measured(self, target: TargetValue, method: str) -> bool:
+        """Return True if a run of the method recorded the figure of a target."""
+        return self._recorded(Target.of(target, self.metric).figure, method)
+
+    def timed(self, method: str) -> bool:
+        """Return True if a method's seconds are those of a simulated clock or of real sites."""
+        real = any(REAL_SITES in run.environment for run in self._groups[method])
+        return real or self._recorded("simulated_seconds", method)
+
+    def _recorded(self, figure: str, method: str) -> bool:
+        return any(figure in record for run in self._groups[method] for record in run.records)
+
+    def halves(self) -> "tuple[pandas.DataFrame, pandas.DataFrame]":
+        """Split the table into accuracies and costs, without seeds and rounds, which a caption has,
+        and without faults if there are none.
+        """
+        method, _, _, *others, faults = self.table
+        costs = [column for column in others if not column.score]
+        if self.rows["faults"].any():
+            costs.append(faults)
+        scores = [column for column in others if column.score]
+        return self.table[[method, *scores]], self.table[[method, *costs]]
 
     @property
-    def metric(self) -> Metric:
-        """The metric that the methods are judged by."""
-        return self.rows[0].metric if self.rows else ACCURACY
-
-    @property
-    def table(self) -> Table:
-        """The comparison of the methods, marked."""
-        return comparison(self.rows, self.marks, self.last)
-
-    @property
-    def differences(self) -> tuple[str, Table]:
+    def differences(self) -> "tuple[str, pandas.DataFrame]":
         """The title and the table of the differences in the measure, without lines where nothing
         was tested.
         """
         tests, name, metric = self.tests[self.measure], self.criterion.name, self.criterion.metric
-        title = (
-            f"Differences from {tests[0].other} in the {name}{', in points' * metric.share}"
-            if tests
-            else ""
-        )
-        lines = [(test.method, *difference_cells(test, metric)) for test in tests]
-        columns = tuple(Column(head, order="") for head in ("Method", *DIFFERENCE_HEADS))
-        return title, Table(
-            columns, tuple(tuple(Cell(text, None) for text in line) for line in lines)
-        )
-
-
-def sheet(
-    runs: Sequence[RunSummary],
-    targets: Sequence[TargetValue] = (),
-    *,
-    last: int = LAST,
-    against: str = "best",
-    measure: str = "last",
-    setting: str = "",
-    changes: Mapping[str, Any] | None = None,
-) -> Sheet:
-    """Compare the runs of one setting, which is labelled `setting` and sets the configuration keys
-    `changes`.
-
-    The reference of the differences is the `best` method or the `first`; a single table shows the
-    `measure`.
-    """
-    rows = summarise(runs, targets, last)
-    requested, last = (
-        last,
-        max((averaged(run, last) for run in runs if accuracies(run)), default=last),
-    )
-    metric, target = rows[0].metric if rows else ACCURACY, next(iter(targets), None)
-    tests: dict[str, Sequence[Difference]] = {}
-    for name in dict.fromkeys((*MEASURES, measure)):
-        judge = criterion(name, last, metric, target)
-        values = {
-            method: {run.seed: value for run in group if (value := judge.of(run)) is not None}
-            for method, group in by_algorithm(runs).items()
-            if name not in TO_TARGET or all(judge.of(run) is not None for run in group)
+        points = ", in points" * metric.share
+        title = f"Differences from {tests[0].other} in the {name}{points}" if tests else ""
+        lines = [[test.method, *difference_cells(test, metric)] for test in tests]
+        columns = {
+            Column(head, order=""): [Cell(line[k]) for line in lines]
+            for k, head in enumerate(("Method", *DIFFERENCE_HEADS))
         }
-        tests[name] = [
-            test
-            for test in differences(values, against, judge.metric.higher_is_better)
-            if test.seeds > 1
-        ]
-    return Sheet(
-        tuple(rows), tests, last, against, measure, setting, dict(changes or {}), requested
-    )
+        return title, table_of(columns)
 
 
 def measure_name(measure: str, evaluations: int, metric: Metric = ACCURACY) -> str:
@@ -200,35 +321,38 @@ def criterion(
     return Criterion(name, lambda run: measured(run, measure, evaluations), metric)
 
 
+def _counts(counts: Iterable[int]) -> list[Cell]:
+    return [Cell(str(count), count) for count in counts]
+
+
 def explained(sheets: Sequence[Sheet]) -> list[str]:
     """Return the meaning of the figures, in the same words on the page, on the terminal and in the
     files.
     """
-    rows = [row for sheet in sheets for row in sheet.rows]
-    if not rows:
+    sheets = [sheet for sheet in sheets if sheet.runs]
+    if not sheets:
         return []
-    counts = sorted({choose(row.seeds for row in rows) for choose in (min, max)})
-    seeds = (
-        ""
-        if counts == [1]
-        else f"Mean ± standard deviation over {' to '.join(map(str, counts))} seeds. "
-    )
+    first = sheets[0]
+    seeds = [count for sheet in sheets for count in sheet.rows["seeds"]]
+    rounds = max(rounds for sheet in sheets for rounds in sheet.rows["rounds"])
+    counts = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+    spread = "" if counts == "1" else f"Mean ± standard deviation over {counts} seeds. "
     texts = [
-        f"{seeds}{rows[0].metric.title} on the test set: final after {max(row.rounds for row in rows)} rounds, best of any "
-        f"evaluation (chosen on the test data), mean of the {_last(sheets[0].last)}."
+        f"{spread}{first.metric.title} on the test set: final after {rounds} rounds, best of any "
+        f"evaluation (chosen on the test data), mean of the {_last(first.averaged)}."
     ]
-    if sheets[0].last < sheets[0].requested and rows[0].rounds > 1:
+    if first.averaged < first.last and first.rows["rounds"].iloc[0] > 1:
         texts.append(
-            f"Warning: last = {sheets[0].requested} covers every evaluation, the first ones too: the mean is over the last "
+            f"Warning: last = {first.last} covers every evaluation, the first ones too: the mean is over the last "
             "tenth of them instead."
         )
-    if any(row.personal is not None for row in rows):
+    if any(sheet.rows["personal"].notna().any() for sheet in sheets):
         texts.append(
-            f"Clients' own: {rows[0].metric.noun} of each client's own model on its own test data, over all samples (where not "
+            f"Clients' own: {first.metric.noun} of each client's own model on its own test data, over all samples (where not "
             "evaluated, of the global model); std over clients: unweighted; worst tenth: mean over that tenth of the clients."
         )
-    if rows[0].reaches:
-        faster = f"; 2×: in half as many rounds as {rows[0].algorithm}" if len(rows) > 1 else ""
+    if first.targets:
+        faster = f"; 2×: in half as many rounds as {first.rows.index[0]}" if len(seeds) > 1 else ""
         texts.append(
             "Rounds, bytes (down and up) and seconds until the first evaluation that is as good as the target; "
             f"{NEVER} never reached, {SOME} not with every seed{faster}."
@@ -265,54 +389,42 @@ def faults_in(sheet: Sheet) -> str:
     """Return how often a client was absent, failed or was refused in this setting; empty where none
     ever was.
     """
-    count = sum(row.faults for row in sheet.rows)
-    return (
-        f"{'once' if count == 1 else f'{count:,} times'} a client was absent, failed or was refused"
-        if count
-        else ""
-    )
+    count = sum(sheet.rows["faults"])
+    times = "once" if count == 1 else f"{count:,} times"
+    return f"{times} a client was absent, failed or was refused" if count else ""
 
 
-def overall(sheets: Sequence[Sheet]) -> Table:
+def overall(sheets: Sequence[Sheet]) -> "pandas.DataFrame":
     """Return a table of one measure of every method (a line) in every setting (a column).
 
     From three settings on, the last column is the mean of a method's ranks, without settings in
     which some method has no value; a method that did not reach the target with every seed comes
     last.
     """
-    from scipy.stats import rankdata
+    import pandas
 
-    methods = list(dict.fromkeys(row.algorithm for sheet in sheets for row in sheet.rows))
-    columns: list[Filled] = [
-        (Column("Method", order="ascending"), [Cell(method, method) for method in methods])
-    ]
-    ranks = []
-    for sheet in sheets:
-        metric, marks = sheet.criterion.metric, sheet.marks[sheet.measure]
-        by_method = {row.algorithm: spread_of(row, sheet.measure) for row in sheet.rows}
-        spreads = [by_method.get(method) for method in methods]
-        cells = [
-            score_cell(spread, metric, marks.get(name, ""))
-            for name, spread in zip(methods, spreads, strict=True)
-        ]
-        values = [
-            str(value).lower() if isinstance(value, bool) else str(value)
-            for value in sheet.changes.values()
-        ]
-        best, sign = ("largest", -1) if metric.higher_is_better else ("smallest", 1)
-        columns.append((Column("\n".join(values), best), cells))
-        if sheet.measure in TO_TARGET or all(spreads):
-            ranks.append(
-                rankdata([sign * spread.mean if spread else math.inf for spread in spreads])
-            )
+    methods = list(dict.fromkeys(run.algorithm for sheet in sheets for run in sheet.runs))
+    columns = {Column("Method", order="ascending"): [Cell(method, method) for method in methods]}
+    ranks = pandas.DataFrame(index=methods)
+    for number, sheet in enumerate(sheets):
+        higher = sheet.criterion.metric.higher_is_better
+        cells = dict(zip(sheet.rows.index, sheet.score_cells(sheet.measure), strict=True))
+        shown = [cells.get(method, Cell("–")) for method in methods]
+        title = "\n".join(map(_value_text, sheet.changes.values()))
+        columns[Column(title, "largest" if higher else "smallest")] = shown
+        values = pandas.Series([cell.value for cell in shown], methods, dtype=float)
+        if sheet.measure in TO_TARGET or values.notna().all():
+            ranks[number] = values.rank(ascending=not higher, na_option="bottom")
     if len(sheets) >= RANKED:
-        means = [
-            sum(float(rank[k]) for rank in ranks) / len(ranks) if ranks else None
-            for k in range(len(methods))
+        columns[Column("Mean rank", "smallest", "ascending")] = [
+            Cell("–") if math.isnan(mean) else Cell(f"{mean:.1f}", mean)
+            for mean in ranks.mean(axis=1)
         ]
-        cells = [Cell("–" if mean is None else f"{mean:.1f}", mean) for mean in means]
-        columns.append((Column("Mean rank", "smallest", "ascending"), cells))
-    return Table.of(columns)
+    return table_of(columns)
+
+
+def _value_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def caption(sheets: Sequence[Sheet]) -> str:
@@ -332,14 +444,10 @@ def difference_cells(test: Difference, metric: Metric) -> list[str]:
             return f"{'+' if value >= 0 else '-'}{byte_text(abs(value))}"
         return f"{100 * value:+.2f}" if metric.share else f"{value:+.3g}"
 
-    interval = (
-        "–"
-        if test.low is None or test.high is None
-        else f"{signed(test.low)} to {signed(test.high)}"
-    )
+    ends = [signed(end) for end in (test.low, test.high) if end is not None]
     return [
         signed(test.mean),
-        interval,
+        " to ".join(ends) or "–",
         p_text(test.t_test_corrected),
         p_text(test.exact_corrected),
         test.verdict,
@@ -348,20 +456,13 @@ def difference_cells(test: Difference, metric: Metric) -> list[str]:
 
 def p_text(p: float | None) -> str:
     """Return a p-value with two digits; a dash where it is undefined."""
-    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.2g}" if p < 0.995 else "1"
+    if p is None:
+        return "–"
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.2g}" if p < 0.995 else "1"
 
 
 def keys(sheets: Sequence[Sheet]) -> list[str]:
     """Return the configuration keys that the settings vary."""
     return list(dict.fromkeys(key for sheet in sheets for key in sheet.changes))
-
-
-def spread_of(row: Row, measure: str) -> Spread | None:
-    """Return one of the `MEASURES` of a method, or its cost `TO_TARGET`, the first, only where
-    every seed reached that.
-    """
-    if measure in TO_TARGET:
-        reach = next(iter(row.reaches), None)
-        return None if reach is None or reach.reached < reach.seeds else getattr(reach, measure)
-    spread: Spread | None = getattr(row, measure)
-    return spread

@@ -9,14 +9,16 @@ displayed text has per cent.
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedloom.config.fields import require_at_least, require_between
 from fedloom.errors import InvalidValue, quoted
 from fedloom.objectives import ACCURACY, Metric
+
+if TYPE_CHECKING:
+    import pandas
 
 LAST = 10  # evaluations that `mean_of_last` averages by default
 
@@ -116,59 +118,77 @@ class Target:
         return value is not None and (value >= self.value if self.upwards else value <= self.value)
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Costs until a target: spreads over the `reached` of `seeds` runs that reached it, None when
-    none did; `measured` is False where its figure was never recorded.
-    """
-
-    target: TargetValue
-    rounds: Spread | None
-    bytes: Spread | None
-    seconds: Spread | None
-    reached: int
-    seeds: int
-    measured: bool = True
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method's line of a comparison; every spread is over its seeds and None where nothing was
+def figures_of(
+    run: RunSummary, targets: Sequence[TargetValue] = (), evaluations: int = LAST
+) -> dict[str, float | None]:
+    """Return the figures of a run by their names in `comparison.csv`; None where one was not
     measured.
 
-    `personal`, `client_std` and `client_worst` are those of `personal`, `epsilon` is the
-    differential privacy used up, and `simulated` the seconds of the simulated clock; `timed` is
-    True where seconds are not those of this machine.
+    `client_spread` and `client_worst` describe the clients' accuracies (see `personal`).
     """
-
-    algorithm: str
-    seeds: int
-    rounds: int
-    final: Spread | None
-    best: Spread | None
-    last: Spread | None
-    reaches: tuple[Reach, ...]
-    bytes_down: Spread | None
-    bytes_up: Spread | None
-    seconds: Spread | None
-    faults: int
-    personal: Spread | None = None
-    client_std: Spread | None = None
-    client_worst: Spread | None = None
-    metric: Metric = ACCURACY
-    epsilon: Spread | None = None
-    simulated: Spread | None = None
-    timed: bool = False
+    scores = {
+        "final": final(run),
+        "best": best(run),
+        "mean_of_last": mean_of_last(run, evaluations),
+        "personal": personal(run),
+        "client_spread": personal(run, "_std"),
+        "client_worst": personal(run, "_worst"),
+    }
+    costs = {
+        f"{cost}_to_{target_key(target)}": measured(run, cost, target=target)
+        for target in targets
+        for cost in TO_TARGET
+    }
+    totals = {
+        "bytes_down": bytes_down(run),
+        "bytes_up": bytes_up(run),
+        "seconds": seconds(run),
+        "epsilon": epsilon(run),
+        "simulated_seconds": simulated_seconds(run),
+    }
+    return {**scores, **costs, **totals}
 
 
 def summarise(
     runs: Sequence[RunSummary], targets: Sequence[TargetValue] = (), evaluations: int = LAST
-) -> list[Row]:
-    """Return one `Row` a method, in the order in which the methods first appear, with the mean of
-    the last `evaluations`.
+) -> "pandas.DataFrame":
+    """Return a row for each method, in the order in which the methods first appear.
+
+    Args:
+        runs: Runs of one setting.
+        targets: Limits; each has a column `reached_*` and one for each of the costs `TO_TARGET`.
+        evaluations: Evaluations that `mean_of_last` averages.
+
+    Returns:
+        A frame by method. `seeds`, `rounds`, `reached_*` (seeds that reached a target) and `faults`
+        are numbers; every other column, named as in `figures_of`, holds a `Spread` over the seeds,
+        or None where no run has the figure.
     """
+    import pandas
+
     require_at_least("last", evaluations, 1)
-    return [_row(name, group, targets, evaluations) for name, group in by_algorithm(runs).items()]
+    rows = []
+    for method, group in by_algorithm(runs).items():
+        figures = [figures_of(run, targets, evaluations) for run in group]
+        spreads = {
+            name: Spread.of([float(value) for line in figures if (value := line[name]) is not None])
+            for name in figures[0]
+        }
+        rounds = {key: spreads[f"rounds_to_{key}"] for key in map(target_key, targets)}
+        rows.append(
+            {
+                "algorithm": method,
+                "seeds": len(group),
+                "rounds": max(len(run.records) for run in group),
+                **{
+                    f"reached_{key}": spread.count if spread else 0
+                    for key, spread in rounds.items()
+                },
+                **spreads,
+                "faults": sum(len(faults(run)) for run in group),
+            }
+        )
+    return pandas.DataFrame(rows, dtype=object).set_index("algorithm", drop=True)
 
 
 def by_algorithm(runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
@@ -348,43 +368,3 @@ def faults(run: RunSummary) -> list[tuple[int, int, str]]:
 def _total(lines: Sequence[dict[str, Any]], until: int | None, *names: str) -> float:
     counted = (line for line in lines if until is None or line["round"] <= until)
     return sum(float(line.get(name, 0)) for line in counted for name in names)
-
-
-def _row(
-    name: str, runs: Sequence[RunSummary], targets: Sequence[TargetValue], evaluations: int
-) -> Row:
-    def spread(measure: Callable[[RunSummary], float | None]) -> Spread | None:
-        return Spread.of([float(value) for run in runs if (value := measure(run)) is not None])
-
-    def reach(target: TargetValue) -> Reach:
-        figure = Target.of(target, runs[0].metric).figure
-        recorded = any(figure in record for run in runs for record in run.records)
-        rounds, sent, lasted = (
-            spread(partial(cost, target=target)) for cost in (rounds_to, bytes_to, seconds_to)
-        )
-        return Reach(
-            target, rounds, sent, lasted, rounds.count if rounds else 0, len(runs), recorded
-        )
-
-    return Row(
-        algorithm=name,
-        seeds=len(runs),
-        rounds=max(len(run.records) for run in runs),
-        final=spread(final),
-        best=spread(best),
-        last=spread(partial(mean_of_last, count=evaluations)),
-        reaches=tuple(map(reach, targets)),
-        bytes_down=spread(bytes_down),
-        bytes_up=spread(bytes_up),
-        seconds=spread(seconds),
-        faults=sum(len(faults(run)) for run in runs),
-        personal=spread(personal),
-        client_std=spread(partial(personal, statistic="_std")),
-        client_worst=spread(partial(personal, statistic="_worst")),
-        metric=runs[0].metric,
-        epsilon=spread(epsilon),
-        simulated=spread(simulated_seconds),
-        timed=any(
-            simulated_seconds(run) is not None or REAL_SITES in run.environment for run in runs
-        ),
-    )

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,16 +15,18 @@ from fedloom.engines.base import Choice
 from fedloom.errors import InvalidValue
 from fedloom.recording.run_recording import Recording
 from fedloom.report import summary as figures
-from fedloom.report.cells import Table
 from fedloom.report.frames import result_lines
 from fedloom.report.page import render, write_page
-from fedloom.report.sheet import sheet
+from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary
 from fedloom.rounds.evaluation import Record
 from fedloom.rounds.federation import Federation
 from fedloom.runs.identity import environment
 from fedloom.runs.run_figures import RunFigures, costs, scores
 from fedloom.task import Task
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,9 +48,9 @@ class Result(RunFigures):
     recording: Recording | None = None
 
     @property
-    def shown(self) -> Table:
+    def shown(self) -> pandas.DataFrame:
         """The table of this run."""
-        return sheet([self.summary]).table
+        return Sheet([self.summary]).table
 
     @property
     def notes(self) -> list[str]:

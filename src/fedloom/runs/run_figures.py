@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from fedloom.report import summary as figures
-from fedloom.report.cells import Table
 from fedloom.report.curves import learning_curves
-from fedloom.report.frames import data_frame, html_table, plain_records, text_table
+from fedloom.report.frames import data_frame, html_table, plain_records, text_table, texts
 from fedloom.report.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ class RunFigures(ABC):
 
     @property
     @abstractmethod
-    def shown(self) -> Table:
+    def shown(self) -> pandas.DataFrame:
         """The table as a terminal shows it."""
 
     @property
@@ -39,17 +38,13 @@ class RunFigures(ABC):
 
         `frame` has numbers. With several settings, the columns are the settings.
         """
-        table = self.shown
-        titles = [" ".join(column.title.splitlines()) for column in table.columns]
-        lines = [
-            dict(zip(titles, [cell.text for cell in line], strict=True)) for line in table.lines
-        ]
-        return data_frame(lines).set_index(titles[0])
+        shown = texts(self.shown)
+        return shown.set_index(shown.columns[0])
 
     def curves(self) -> pandas.DataFrame:
         """Return a row for each round of each run, with every figure that was recorded.
 
-        A figure that a round does not have is NaN. Needs pandas.
+        A figure that a round does not have is NaN.
         """
         return data_frame(
             {**name, **record} for name, run in self._named_runs() for record in plain_records(run)

@@ -269,7 +269,7 @@ class Gathering:
                 "statistics with noise are those of %s: other ones would cost as much again", path
             )
         table = statistics_table(statistics)
-        lines = ([escape_markdown(cell.text) for cell in line] for line in table.lines)
+        lines = ([escape_markdown(cell.text) for cell in line] for line in table.to_numpy())
         text = markdown_table([column.title for column in table.columns], lines)
         told = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
         _logger.info(f"{told}\nall numbers, and a page: {folder}")  # several lines on purpose

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import InvalidValue
 from fedloom.report import summary as figures
-from fedloom.report.cells import Table
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame
 from fedloom.report.page import ReportOptions
@@ -125,7 +124,7 @@ class ComparisonResult(RunFigures):
             write_reports(folder, self.runs, self.options)
 
     @property
-    def shown(self) -> Table:
+    def shown(self) -> pandas.DataFrame:
         """The table as a terminal shows it."""
         if not self.sheets:
             raise InvalidValue(

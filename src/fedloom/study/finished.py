@@ -12,7 +12,7 @@ from typing import Any
 from fedloom.errors import CheckpointError, FedloomError, InvalidValue
 from fedloom.recording.landscape import Landscape
 from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
-from fedloom.report.sheet import Sheet, sheet
+from fedloom.report.sheet import Sheet
 from fedloom.report.summary import RunSummary
 from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import (
@@ -102,7 +102,7 @@ def by_setting(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
 def compared(runs: Sequence[StoredRun], options: ReportOptions) -> list[Sheet]:
     """Return a sheet for each setting: its methods, and which of their differences are significant."""
     return [
-        sheet(
+        Sheet(
             [run.summary for run in group],
             options.targets,
             last=options.last,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedloom.method import Method
-from fedloom.report.cells import Cell, Column, Table, score_cell
+from fedloom.report.cells import Cell, Column, score_cell, table_of
 from fedloom.runs.settings import label, plain_text
 from fedloom.study.comparison_result import ComparisonResult
 from fedloom.study.search import Trial, best_of
+
+if TYPE_CHECKING:
+    import pandas
 
 _SHOWN = 20  # trials in a terminal or a notebook
 
@@ -40,22 +44,21 @@ class TuneResult(ComparisonResult):
         return self.best.configuration.method(self.best.algorithm)
 
     @property
-    def shown(self) -> Table:
+    def shown(self) -> pandas.DataFrame:
         """The best trials with their values, the best first."""
         ranked = sorted(
             self.trials,
             key=lambda trial: (trial.score is None, -(trial.score or 0.0), trial.number),
         )
-        lines = []
-        for trial in ranked[:_SHOWN]:
-            texts = [str(trial.number), *map(plain_text, trial.changes.values())]
-            lines.append(
-                (*(Cell(text, text) for text in texts), score_cell(trial.spread, trial.metric))
-            )
+        shown = ranked[:_SHOWN]
+        numbers = [str(trial.number) for trial in shown]
+        columns = {Column("Trial"): [Cell(number, number) for number in numbers]}
+        for key in self.best.changes:
+            values = [plain_text(trial.changes[key]) for trial in shown]
+            columns[Column(key)] = [Cell(value, value) for value in values]
         best = "largest" if self.best.metric.higher_is_better else "smallest"
-        return Table(
-            (*map(Column, ["Trial", *self.best.changes]), Column("Validation", best)), tuple(lines)
-        )
+        scores = [score_cell(trial.spread, trial.metric) for trial in shown]
+        return table_of(columns | {Column("Validation", best): scores})
 
     @property
     def notes(self) -> list[str]:

@@ -19,7 +19,7 @@ from fedloom.config.fields import Count, Positive, require_fields
 from fedloom.data.formats.limits import reading
 from fedloom.errors import InvalidValue, quoted, shortened
 from fedloom.parts.privacy import OpenShare
-from fedloom.report.cells import Cell, Column, Table
+from fedloom.report.cells import Cell, Column, table_of
 from fedloom.report.figures import COLOURS
 from fedloom.report.frames import data_frame, html_table
 from fedloom.state.files import write_text
@@ -228,25 +228,25 @@ td, th {{ padding: 2px 10px; text-align: right; white-space: nowrap; }} td:first
 """
 
 
-def statistics_table(statistics: Statistics) -> Table:
+def statistics_table(statistics: Statistics) -> "pandas.DataFrame":
     """Return a line for each column of the data, without quantities that none of them has."""
     columns = statistics.columns.values()
     quantities = {"Rows": [c.count for c in columns], "Empty": [c.empty for c in columns], "Mean": [c.mean for c in columns],
                   "Deviation": [c.deviation for c in columns]}  # fmt: skip
     quantities |= {f"{share:.0%}": [c.quantile(share) for c in columns] for share in QUANTILES}
-    filled = [(Column("Column"), [Cell(shortened(name), name) for name in statistics.columns])]
+    filled = {Column("Column"): [Cell(shortened(name), name) for name in statistics.columns]}
     for title, values in quantities.items():
         if any(value == value and value for value in values):
-            filled.append(
-                (Column(title), [_cell(value, c) for value, c in zip(values, columns, strict=True)])
-            )
+            filled[Column(title)] = [
+                _cell(value, c) for value, c in zip(values, columns, strict=True)
+            ]
     if any(c.categories for c in columns):
         texts = [
             ", ".join(f"{shortened(text)} ({rows:,.0f})" for text, rows in _frequent(c)[:3])
             for c in columns
         ]
-        filled.append((Column("Most frequent", order=""), [Cell(text, None) for text in texts]))
-    return Table.of(filled)
+        filled[Column("Most frequent", order="")] = [Cell(text) for text in texts]
+    return table_of(filled)
 
 
 def caption(statistics: Statistics) -> str:
