@@ -31,11 +31,11 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.local.cohort import Cohort
 from fedloom.method import Facts
-from fedloom.papers.paper_file import paper, printed
-from fedloom.papers.protocols import Setting
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Inner, Part
 from fedloom.records import Message, Replies, Selection, started_from, uniform
+from fedloom.reviews.papers.paper_file import paper, printed
+from fedloom.reviews.papers.protocols import Setting
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -33,12 +33,12 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import Diverged
 from fedloom.models.build import build_model
-from fedloom.papers.ledger import ExhibitRecord, today
-from fedloom.papers.measure import Measured
-from fedloom.papers.paper_file import exhibit
-from fedloom.papers.result_table import CellResult
 from fedloom.parts.building import build
 from fedloom.randomness import stream
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
+from fedloom.reviews.papers.measure import Measured
+from fedloom.reviews.papers.paper_file import exhibit
+from fedloom.reviews.papers.result_table import CellResult
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.identity import environment

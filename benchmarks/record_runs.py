@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.config.expression import Call, parse
-from fedloom.papers.ledger import ExhibitRecord, today
-from fedloom.papers.measure import measured
-from fedloom.papers.paper_file import exhibit
-from fedloom.papers.plan import PLACES
-from fedloom.papers.protocols import Exhibit, PaperCell
-from fedloom.papers.result_table import CellResult
 from fedloom.report.summary import RunSummary, dotted
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
+from fedloom.reviews.papers.measure import measured
+from fedloom.reviews.papers.paper_file import exhibit
+from fedloom.reviews.papers.plan import PLACES
+from fedloom.reviews.papers.protocols import Exhibit, PaperCell
+from fedloom.reviews.papers.result_table import CellResult
 from fedloom.runs.config_file import configuration
 from fedloom.state.files import slug, write_text
 

@@ -17,13 +17,13 @@ import fedloom as fl
 import wrong_methods
 from every_method import EVERY_METHOD
 from fedloom.algorithm import Algorithm, algorithms
-from fedloom.checker.check import examine, own_task, sample_of
 from fedloom.cli import main
 from fedloom.engines.client_work import _portable
 from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue, RefusedReply, error_location
 from fedloom.parts.building import build
+from fedloom.reviews.checker.check import examine, own_task, sample_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from small_task import KeepsClientMemory, small_task

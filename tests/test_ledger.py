@@ -14,10 +14,11 @@ import mcmahan
 import record_runs
 import successors
 from fedloom.errors import InvalidValue
-from fedloom.papers.ledger import STATES, ExhibitRecord, LedgerEntry, ledger, to_markdown
-from fedloom.papers.measure import Measured
-from fedloom.papers.paper_file import exhibit, exhibits
-from fedloom.papers.result_table import CellResult
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord
+from fedloom.reviews.papers.measure import Measured
+from fedloom.reviews.papers.paper_file import exhibit, exhibits
+from fedloom.reviews.papers.result_table import CellResult
+from ledger import STATES, LedgerEntry, ledger, to_markdown
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 RECORDS = BENCHMARKS / "records" / "papers"

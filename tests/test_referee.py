@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 import fedloom as fl
 from fedloom.errors import DataError
-from fedloom.evidence.referee import compare
-from fedloom.evidence.trace import Trace
 from fedloom.recording.run_recording import models_file
+from fedloom.reviews.evidence.referee import compare
+from fedloom.reviews.evidence.trace import Trace
 from forking_cli import main
 from json_lines import json_lines
 from small_task import KeepsClientMemory, small_task

@@ -28,7 +28,8 @@ from fedloom.config.expression import parse
 from fedloom.data.dataset import datasets
 from fedloom.data.partition import partitions
 from fedloom.errors import DataError, InvalidValue
-from fedloom.evidence.bundle import (
+from fedloom.models import models
+from fedloom.reviews.evidence.bundle import (
     _LOCATIONS,
     MOST_FILES,
     _own_modules,
@@ -37,8 +38,7 @@ from fedloom.evidence.bundle import (
     unpack,
     write_bundle,
 )
-from fedloom.evidence.replay import Replay, _offline
-from fedloom.models import models
+from fedloom.reviews.evidence.replay import Replay, _offline
 from fedloom.runs.directory import to_json
 from fedloom.state.digest import digest
 from fedloom.state.tensors import read_tensors, write_tensors

@@ -20,11 +20,11 @@ import torch
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.papers.estimate import cost, estimate, work
-from fedloom.papers.ledger import ExhibitRecord
-from fedloom.papers.paper_data import at_hand, facts
-from fedloom.papers.paper_file import exhibit, exhibits, paper, titles
-from fedloom.papers.plan import ReproduceOptions, plan
+from fedloom.reviews.papers.estimate import cost, estimate, work
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord
+from fedloom.reviews.papers.paper_data import at_hand, facts
+from fedloom.reviews.papers.paper_file import exhibit, exhibits, paper, titles
+from fedloom.reviews.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
 from forking_cli import Say, saying
 from report_support import ablations_drawn

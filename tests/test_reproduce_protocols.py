@@ -15,13 +15,13 @@ import pytest
 
 from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
-from fedloom.papers.measure import Measured, deviations, difference, judged, measured
-from fedloom.papers.paper_data import facts
-from fedloom.papers.paper_file import exhibit, exhibits, paper, printed
-from fedloom.papers.plan import ReproduceOptions, plan
-from fedloom.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
+from fedloom.reviews.papers.measure import Measured, deviations, difference, judged, measured
+from fedloom.reviews.papers.paper_data import facts
+from fedloom.reviews.papers.paper_file import exhibit, exhibits, paper, printed
+from fedloom.reviews.papers.plan import ReproduceOptions, plan
+from fedloom.reviews.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.runs.config_file import configuration
 
 FEDMR, FEDUMF, FEDALA = paper("fedmr"), paper("fedumf"), paper("fedala")
@@ -113,7 +113,9 @@ def test_columns_that_compare_two_runs_hold_what_is_printed(
 def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
     papers = {"000": "fedmr", "001": "fedumf", "002": "fedmr-kdd", "003": "fedala"}
     specified = [{"paper": papers[n.pop("seed")], **n} for n in json.loads(NUMBERS.read_text())]
-    shipped = json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8"))
+    shipped = json.loads(
+        (files("fedloom.reviews.papers") / "numbers.json").read_text(encoding="utf-8")
+    )
     assert [number for number in shipped if number["paper"] in papers.values()] == specified
 
 

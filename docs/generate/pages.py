@@ -30,16 +30,18 @@ from fedloom.data.shift import shifts
 from fedloom.method import Method, algorithms
 from fedloom.models import models
 from fedloom.objectives import objectives
-from fedloom.papers.ledger import ledger, to_markdown
 from fedloom.parts.families import FAMILIES, family_of
 from fedloom.parts.moments import MOMENTS, parts_by_hook
 from fedloom.recording.recorder import recorders
 from fedloom.runs.trackers.tracker import trackers
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from formulas import GREEK, with_formulas
 from lengths import lengths, median
+
+from ledger import ledger, to_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -253,8 +253,8 @@ def task_for(method: str) -> fl.Task:
 
 
 def main() -> None:
-    from fedloom.evidence.referee import compare
-    from fedloom.evidence.trace import Trace
+    from fedloom.reviews.evidence.referee import compare
+    from fedloom.reviews.evidence.trace import Trace
 
     for method, loop in LOOPS.items():
         with tempfile.TemporaryDirectory() as folder:

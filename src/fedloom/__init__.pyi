@@ -49,7 +49,6 @@ from .algorithms.scaffold_feddc import ScaffoldFedDC as ScaffoldFedDC
 from .algorithms.server_optimizers import FedAdam as FedAdam
 from .algorithms.server_optimizers import FedAvgM as FedAvgM
 from .algorithms.server_optimizers import FedYogi as FedYogi
-from .checker.check import check as check
 from .data import Dataset as Dataset
 from .data import DataSpec as DataSpec
 from .data import Partition as Partition
@@ -85,6 +84,7 @@ from .parts.sign_flip import SignFlip as SignFlip
 from .parts.sparse import Sparse as Sparse
 from .parts.stages import Stages as Stages
 from .parts.umf import Umf as Umf
+from .reviews.checker.check import check as check
 from .rounds.clock import Clock as Clock
 from .rounds.federation import Federation as Federation
 from .rounds.schedule import Schedule as Schedule

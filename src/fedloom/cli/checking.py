@@ -19,8 +19,8 @@ def check(subject: Subject, overrides: Overrides = None) -> None:
     small part of its task; KEY=VALUE changes one of its keys. Each finding names the line and how
     to mend it. The exit code is 1 where there are any.
     """
-    from fedloom.checker.check import examine
     from fedloom.report.units import byte_text
+    from fedloom.reviews.checker.check import examine
     from fedloom.runs.config_file import load
 
     if subject.endswith(".toml"):
@@ -63,8 +63,8 @@ def referee(
     round, client, step and tensor that differ are named, and what that often means. The exit code
     is 1 where there are any.
     """
-    from fedloom.evidence.referee import compare
-    from fedloom.evidence.trace import Trace
+    from fedloom.reviews.evidence.referee import compare
+    from fedloom.reviews.evidence.trace import Trace
 
     traces = Trace(a), Trace(b)
     single = {

@@ -11,7 +11,7 @@ from fedloom.cli.options import Folder, Places, Quiet, RunsFailed, folders_of, o
 from fedloom.errors import InvalidValue
 
 if TYPE_CHECKING:
-    from fedloom.evidence.replay import Replay
+    from fedloom.reviews.evidence.replay import Replay
 
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", hidden=True)]
 Trust = Annotated[
@@ -29,8 +29,8 @@ def bundle(
     runs/reproduce/fedumf.table-a2. The file has configurations, figures, final models and modules
     of your own; of data only digests.
     """
-    from fedloom.evidence.bundle import write_bundle
     from fedloom.report.units import byte_text
+    from fedloom.reviews.evidence.bundle import write_bundle
 
     path = to or Path(f"{folder.resolve().name}.zip")
     bundled = write_bundle(folder, path)
@@ -65,8 +65,8 @@ def replay(
     from contextlib import nullcontext
 
     from fedloom.config.plugins import refused_code
-    from fedloom.evidence.bundle import unpack
-    from fedloom.evidence.replay import Replay
+    from fedloom.reviews.evidence.bundle import unpack
+    from fedloom.reviews.evidence.replay import Replay
     from fedloom.runs.directory import readable
 
     folder = directory or Path("runs/replay") / file.stem
@@ -100,7 +100,7 @@ def _run_again(replayed: Replay, quiet: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fedloom.evidence.replay import ANSWERS
+    from fedloom.reviews.evidence.replay import ANSWERS
     from fedloom.study.jobs import Tasks, attempt
 
     tasks, rounds = Tasks(), {job.name: job.configuration.rounds for job in replayed.jobs}

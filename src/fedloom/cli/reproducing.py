@@ -23,7 +23,7 @@ from fedloom.cli.options import (
 from fedloom.errors import InvalidValue, quoted
 
 if TYPE_CHECKING:
-    from fedloom.papers.plan import ReproducePlan
+    from fedloom.reviews.papers.plan import ReproducePlan
     from fedloom.study.jobs import Tasks
 
 Which = Annotated[str | None, typer.Argument(metavar="[ID]", hidden=True)]
@@ -68,9 +68,9 @@ def reproduce(
     the paper prints. KEY=VALUE changes a key of the configuration. The same command goes on after
     an interruption; finished runs are never repeated.
     """
-    from fedloom.papers.execute import require_data
-    from fedloom.papers.paper_file import exhibit, paper
-    from fedloom.papers.plan import ReproduceOptions, plan
+    from fedloom.reviews.papers.execute import require_data
+    from fedloom.reviews.papers.paper_file import exhibit, paper
+    from fedloom.reviews.papers.plan import ReproduceOptions, plan
 
     if which is None:
         if hour:
@@ -114,8 +114,8 @@ def reproduce(
 def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
     from rich.console import Console
 
-    from fedloom.papers import execute
-    from fedloom.papers.result_table import to_table
+    from fedloom.reviews.papers import execute
+    from fedloom.reviews.papers.result_table import to_table
     from fedloom.study.pools import make_pool
 
     jobs = plan.waiting(fresh)
@@ -134,8 +134,8 @@ def _run(plan: ReproducePlan, tasks: Tasks, fresh: bool, quiet: bool) -> None:
 def _print_estimate(plan: ReproducePlan) -> None:
     from rich.console import Console
 
-    from fedloom.papers.estimate import estimate
     from fedloom.report.units import time_text
+    from fedloom.reviews.papers.estimate import estimate
     from fedloom.study.cores import threads_each
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -173,8 +173,8 @@ def _list(folders: dict[str, str]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from fedloom.papers.paper_data import at_hand, data_of, facts, family
-    from fedloom.papers.paper_file import exhibits, titles
+    from fedloom.reviews.papers.paper_data import at_hand, data_of, facts, family
+    from fedloom.reviews.papers.paper_file import exhibits, titles
 
     columns = (
         Column("Table or figure", no_wrap=True),

@@ -28,7 +28,7 @@ class DataFacts:
 @cache
 def facts() -> dict[str, DataFacts]:
     """Return the papers' data sets by name."""
-    text = (package_files("fedloom.papers") / "datasets.toml").read_text(encoding="utf-8")
+    text = (package_files("fedloom.reviews.papers") / "datasets.toml").read_text(encoding="utf-8")
     by_name = {}
     for name, table in tomllib.loads(text).items():
         spec = DataSpec(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedloom.checker.findings import Finding, calling_location, drawing_location
+from fedloom.reviews.checker.findings import Finding, calling_location, drawing_location
 from fedloom.state.store import ClientStore, Memory
 
 DRAWS = frozenset({

@@ -5,27 +5,20 @@ departures from the protocol, the versions and the machine. `reasons.toml` besid
 by name or pattern, why a table or figure was not reproduced.
 """
 
-import datetime
 import itertools
-import json
 import math
-import re
-import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from fedloom.errors import InvalidValue
-from fedloom.papers.measure import Measured, deviations
-from fedloom.papers.paper_file import exhibit, exhibits, not_run, titles
-from fedloom.papers.protocols import Exhibit, Printed
-from fedloom.papers.result_table import CellResult, cells_of
 from fedloom.report.export import escape_markdown, markdown_table
-from fedloom.runs.directory import to_json
-from fedloom.state.files import read_file
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord
+from fedloom.reviews.papers.measure import Measured, deviations
+from fedloom.reviews.papers.paper_file import exhibits, not_run, titles
+from fedloom.reviews.papers.protocols import Exhibit, Printed
+from fedloom.reviews.papers.result_table import CellResult, cells_of
 
 STATES = {
     "within": "reproduced within two standard deviations",
@@ -37,72 +30,6 @@ STATES = {
 }
 
 _HEADS = ("table or figure", "shows", "state", "cells", "within 2 std", "order", "why not more")
-
-
-@dataclass(frozen=True)
-class ExhibitRecord:
-    """The cells of a table or figure that one command measured; `source` names the page that they
-    were transcribed from, if they were.
-    """
-
-    exhibit: str
-    command: str
-    date: str
-    environment: Mapping[str, Any]
-    results: tuple[CellResult, ...]
-    source: str = ""
-
-    def to_json(self) -> str:
-        """Return the contents of the record's file. Folders of this machine are left out of the
-        command.
-        """
-        cells = []
-        for line in (line for line in self.results if line.result is not None):
-            figures = {
-                name: value for name, value in vars(line.result).items() if value is not None
-            }
-            cells.append(
-                {
-                    "row": line.cell.row,
-                    "column": line.cell.column,
-                    **figures,
-                    "left_out": line.left_out,
-                }
-            )
-        words = shlex.split(self.command)
-        anywhere = [
-            re.sub(r"^(\w+=)?.*", r"\1FOLDER", word)
-            if option in ("--data", "--directory")
-            else word
-            for option, word in zip(("", *words), words, strict=False)
-        ]
-        fields = {name: value for name, value in vars(self).items() if name != "results"}
-        return to_json({**fields, "command": shlex.join(anywhere), "cells": cells})
-
-    @classmethod
-    def read(cls, path: Path) -> "ExhibitRecord":
-        """Return the record in a file; raises `InvalidValue` for another file, or a cell that the
-        table does not have.
-        """
-        try:
-            table = json.loads(read_file(path))
-            cells = {(cell.row, cell.column): cell for cell in exhibit(table["exhibit"]).cells}
-            results = [
-                CellResult(
-                    cells[entry.pop("row"), entry.pop("column")],
-                    left_out=tuple(entry.pop("left_out")),
-                    result=Measured(**entry),
-                )
-                for entry in table.pop("cells")
-            ]
-            return cls(**table, results=tuple(results))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidValue(f"{path} is no record of a table or figure ({error})") from None
-
-
-def today() -> str:
-    """Return today's date, for a record."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 @dataclass(frozen=True)

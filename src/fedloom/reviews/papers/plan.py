@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fedloom.config.expression import Call, parse
 from fedloom.errors import InvalidValue, UnknownName, suggestion
-from fedloom.papers.paper_data import data_of, facts, families, family
-from fedloom.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
+from fedloom.reviews.papers.paper_data import data_of, facts, families, family
+from fedloom.reviews.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
 from fedloom.runs.config_file import configuration, put
 from fedloom.runs.configuration import Configuration

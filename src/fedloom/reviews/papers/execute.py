@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedloom.errors import InvalidValue
-from fedloom.papers.ledger import ExhibitRecord, today
-from fedloom.papers.measure import judged, measured
-from fedloom.papers.paper_data import at_hand, data_of, facts, family
-from fedloom.papers.plan import ReproducePlan
-from fedloom.papers.result_table import CellResult, to_csv
 from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
+from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
+from fedloom.reviews.papers.measure import judged, measured
+from fedloom.reviews.papers.paper_data import at_hand, data_of, facts, family
+from fedloom.reviews.papers.plan import ReproducePlan
+from fedloom.reviews.papers.result_table import CellResult, to_csv
 from fedloom.runs.directory import write_json
 from fedloom.runs.events import RunName
 from fedloom.runs.identity import environment

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.algorithm import Algorithm
-from fedloom.checker.findings import Finding, kinds, source_match
-from fedloom.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.base import LocalEngine
@@ -47,6 +45,8 @@ from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.stages import stages_in
 from fedloom.randomness import global_stream, stream
 from fedloom.records import Specs
+from fedloom.reviews.checker.findings import Finding, kinds, source_match
+from fedloom.reviews.checker.listening import GuardedState, Listener, ListeningMemory
 from fedloom.round import Round
 from fedloom.rounds.engine import Answer, Fault, Job
 from fedloom.rounds.federation import Federation

@@ -11,11 +11,11 @@ from fedloom.data.dataset import DataSpec
 from fedloom.flat.layout import Layout
 from fedloom.models.build import build_model
 from fedloom.models.structure import block_parameters
-from fedloom.papers.paper_data import facts
-from fedloom.papers.protocols import PaperCell, Printed
 from fedloom.report import summary as figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary
+from fedloom.reviews.papers.paper_data import facts
+from fedloom.reviews.papers.protocols import PaperCell, Printed
 from fedloom.task import make_dataset
 
 LAST = 10

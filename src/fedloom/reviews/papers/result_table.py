@@ -7,10 +7,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.papers.measure import Measured, deviations, difference
-from fedloom.papers.protocols import Measure, PaperCell, Printed
 from fedloom.report.cells import NEVER
 from fedloom.report.export import csv_text
+from fedloom.reviews.papers.measure import Measured, deviations, difference
+from fedloom.reviews.papers.protocols import Measure, PaperCell, Printed
 
 PARTIAL = "PARTIAL"
 HEADS = ("Method", "Paper", "Here", "Difference", "In std", "Status")

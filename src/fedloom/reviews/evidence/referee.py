@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fedloom.errors import DataError
-from fedloom.evidence.trace import Array, Key, Trace
+from fedloom.reviews.evidence.trace import Array, Key, Trace
 
 _ROUNDING = 4e-6  # relative error of numbers that were computed in float32 in another order
 _UNEXPLAINED = 0.1  # the largest share of a difference that may be left where a vector explains it

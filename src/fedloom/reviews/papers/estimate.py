@@ -13,8 +13,8 @@ from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.work import using_threads
-from fedloom.papers.paper_data import DataFacts, data_of, facts
-from fedloom.papers.plan import ReproducePlan
+from fedloom.reviews.papers.paper_data import DataFacts, data_of, facts
+from fedloom.reviews.papers.plan import ReproducePlan
 from fedloom.rounds.evaluation import TRAINING_PASSES
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.configuration import Configuration

@@ -33,7 +33,7 @@ from itertools import product
 from typing import Any
 
 from fedloom.errors import InvalidValue, UnknownName, suggestion
-from fedloom.papers.protocols import Exhibit, Measure, PaperCell, PaperRun, Printed, Setting
+from fedloom.reviews.papers.protocols import Exhibit, Measure, PaperCell, PaperRun, Printed, Setting
 
 FILES = ("fedmr", "fedumf", "fedala", "mcmahan", "niid-bench")
 
@@ -170,7 +170,9 @@ def paper(name: str) -> Paper:
     if name not in FILES:
         raise UnknownName("paper", name, FILES)
     return Paper(
-        tomllib.loads((files("fedloom.papers") / f"{name}.toml").read_text(encoding="utf-8"))
+        tomllib.loads(
+            (files("fedloom.reviews.papers") / f"{name}.toml").read_text(encoding="utf-8")
+        )
     )
 
 
@@ -207,7 +209,9 @@ def exhibit(name: str) -> Exhibit:
 
 @cache
 def _numbers() -> tuple[Toml, ...]:
-    return tuple(json.loads((files("fedloom.papers") / "numbers.json").read_text(encoding="utf-8")))
+    return tuple(
+        json.loads((files("fedloom.reviews.papers") / "numbers.json").read_text(encoding="utf-8"))
+    )
 
 
 def printed(version: str, table: str) -> list[Toml]:

@@ -18,10 +18,10 @@ import torch
 from fedloom.config.expression import Call
 from fedloom.data.dataset import datasets
 from fedloom.errors import FedloomError, InvalidValue, one_line, quoted
-from fedloom.evidence.bundle import Bundle, relocated, rewritten
-from fedloom.evidence.referee import compare
-from fedloom.evidence.trace import Trace
 from fedloom.report.units import time_text
+from fedloom.reviews.evidence.bundle import Bundle, relocated, rewritten
+from fedloom.reviews.evidence.referee import compare
+from fedloom.reviews.evidence.trace import Trace
 from fedloom.rounds.checkpoint import RoundLog
 from fedloom.rounds.schedule import Schedule
 from fedloom.runs.config_file import configuration

@@ -1,5 +1,5 @@
 """Bundles: the runs of a folder in one zip file, which somebody else can run again
-(`fedloom.evidence.replay`).
+(`fedloom.reviews.evidence.replay`).
 
 bundle.json         title, runs, and the SHA-256 of every other file
 runs/0/...          files of the first run, as in its directory; where its data lie is left out, and no file holds data

@@ -1,0 +1,1 @@
+"""Reviews of results and methods: the papers' tables, bundles that are run again, and the checker."""
