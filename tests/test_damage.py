@@ -35,7 +35,8 @@ from fedloom.state.client_files import ClientFiles
 from fedloom.state.store import ClientStore
 from fedloom.state.tensors import read_tensors, write_tensors
 from fedloom.study.comparison import Comparison
-from fedloom.study.finished import add_landscapes, landscape_of, read_runs
+from fedloom.study.final_landscape import add_landscapes, landscape_of
+from fedloom.study.stored_runs import read_runs
 from fedloom.study.watch.live import Watched
 from small_task import KeepsClientMemory, small_task
 

@@ -37,7 +37,7 @@ from fedloom.sites.node_config import NodeConfig
 from fedloom.sites.site import Site
 from fedloom.sites.site_data import DataAgreement, own_data
 from fedloom.state.tensors import read_tensors
-from fedloom.study.finished import read_runs, rewrite_reports
+from fedloom.study.comparison_result import read_comparison
 from fedloom.task import Task, make_dataset, make_task
 from flower_support import CLIENTS, RUN, LocalGrid, NormNet, nodes, run_config, schedule, site
 from json_lines import json_lines
@@ -73,8 +73,7 @@ def test_a_run_leaves_what_a_run_on_one_machine_leaves(tmp_path: Path) -> None:
     # The seconds to a target, of the real clock; those of a simulation on one machine say nothing
     # of the method.
     pages = [
-        rewrite_reports(tmp_path / folder, read_runs(tmp_path / folder))[0]
-        for folder in ("sites", "here")
+        read_comparison(tmp_path / folder).rewrite_reports()[0] for folder in ("sites", "here")
     ]
     assert ["Seconds to" in page.read_text() for page in pages] == [True, False]
     for name_, tensor in read_tensors(tmp_path / "here" / "model.safetensors")[0].items():

@@ -16,7 +16,7 @@ import pytest
 from fedloom.errors import FedloomError
 from fedloom.runs.config_file import configuration
 from fedloom.study.comparison import Comparison
-from fedloom.study.finished import read_runs, rewrite_reports
+from fedloom.study.comparison_result import read_comparison
 from fedloom.study.watch.live import Watched
 
 FILES = (
@@ -66,7 +66,7 @@ def require_report_or_line(folder: Path) -> str:
     line.
     """
     try:
-        assert rewrite_reports(folder, read_runs(folder))
+        assert read_comparison(folder).rewrite_reports()
     except FedloomError as error:
         text = str(error)
         assert "\n" not in text

@@ -45,9 +45,9 @@ from fedloom.runs.config_file import configuration
 from fedloom.runs.configured import run_configured
 from fedloom.runs.events import Event, RunName
 from fedloom.study.comparison import Comparison
-from fedloom.study.finished import read_runs
 from fedloom.study.pools import SerialPool
 from fedloom.study.search import Search, best_of
+from fedloom.study.stored_runs import read_runs
 from fedloom.study.trials import run_trials
 from objective_support import KINDS, absolute, draw, make
 

@@ -26,7 +26,8 @@ from fedloom.runs.config_file import configuration
 from fedloom.runs.configuration import Configuration
 from fedloom.runs.directory import folder_name
 from fedloom.study.comparison import Comparison
-from fedloom.study.finished import StoredRun, read_runs, with_trajectories
+from fedloom.study.comparison_result import read_comparison
+from fedloom.study.stored_runs import StoredRun, read_runs
 from json_lines import json_lines
 from report_support import CHROMIUM, Browser
 
@@ -352,10 +353,8 @@ def test_a_task_of_ones_own_has_no_landscape_later(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path (Debian's package: chromium)")
-def test_the_page_draws_all_of_it_in_a_browser(
-    folder: Path, runs: list[StoredRun], tmp_path: Path
-) -> None:
-    summaries = [run.summary for run in with_trajectories(folder, runs)]
+def test_the_page_draws_all_of_it_in_a_browser(folder: Path, tmp_path: Path) -> None:
+    summaries = [run.summary for run in read_comparison(folder).with_trajectories()]
     with Browser(tmp_path / "profile") as browser:
         browser.open(folder / "report.html")
         assert browser.errors == []

@@ -55,7 +55,8 @@ from fedloom.report.significance import (
     t_test,
 )
 from fedloom.report.summary import RunSummary, measured
-from fedloom.study.finished import StoredRun, write_reports
+from fedloom.study.comparison_result import ComparisonResult
+from fedloom.study.stored_runs import StoredRun
 
 differing = st.lists(st.integers(-50, 50).map(lambda k: k / 100), min_size=2, max_size=8)
 
@@ -318,9 +319,8 @@ def test_every_setting_says_how_often_clients_failed_where_any_did(
         for comparison, runs in comparisons_and_runs
         for run in runs
     ]
-    overview, *pages = [
-        page.read_text() for page in write_reports(tmp_path, stored, ReportOptions("Epochs"))
-    ]
+    result = ComparisonResult(tmp_path, stored, ReportOptions("Epochs"))
+    overview, *pages = [page.read_text() for page in result.write_reports(tmp_path)]
     for page, comparison, text in zip(pages, sheets, expected, strict=True):
         assert ("a client was absent" in page) is bool(text)
         assert not text or f"{text[0].upper()}{text[1:]}." in page

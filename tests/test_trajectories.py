@@ -18,7 +18,7 @@ from fedloom.report.contents import image_figures
 from fedloom.runs.config_file import configuration
 from fedloom.runs.directory import read_json, write_json
 from fedloom.study.comparison import Comparison
-from fedloom.study.finished import read_runs, with_trajectories
+from fedloom.study.comparison_result import read_comparison
 
 PLACES = {"fedavg": "fedavg", "ala(fedavg)": "ala-fedavg"}
 
@@ -83,7 +83,7 @@ def test_the_page_draws_both_trajectories_once_also_when_rewritten(folder: Path)
     drawn = {
         slot.name: slot
         for slot in image_figures(
-            [run.labelled for run in with_trajectories(folder, read_runs(folder))]
+            [run.labelled for run in read_comparison(folder).with_trajectories()]
         )
     }
     named = [trace.name for trace in drawn["trajectories-1"].variants[""].data if trace.name]
@@ -95,7 +95,7 @@ def test_trajectories_of_other_runs_are_not_shown(folder: Path) -> None:
     original = file.read_text()
     write_json(file, read_json(file, dict) | {"of": "others"})
     try:
-        shown = with_trajectories(folder, read_runs(folder))
+        shown = read_comparison(folder).with_trajectories()
     finally:
         file.write_text(original)
     assert not any(

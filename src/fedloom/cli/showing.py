@@ -61,32 +61,25 @@ def report(
     from fedloom.recording.landscape import Landscape
     from fedloom.recording.recorder import recorders
     from fedloom.report.image_files import require_images, write_images
-    from fedloom.study.finished import (
-        add_landscapes,
-        compared,
-        read_runs,
-        report_options,
-        rewrite_reports,
-        with_trajectories,
-    )
+    from fedloom.study.comparison_result import read_comparison
+    from fedloom.study.final_landscape import add_landscapes
 
     formats = [name.strip() for name in images.split(",") if name.strip()]
     if formats:
         require_images(formats)
     recorder = recorders.build(record) if record else None
-    runs = read_runs(folder)
+    result = read_comparison(folder)
     if isinstance(recorder, Landscape):
-        add_landscapes(
-            runs, recorder, Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True).print
-        )
-        runs = read_runs(folder)
+        console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        add_landscapes(result.runs, recorder, console.print)
+        result = read_comparison(folder)
     elif recorder is not None:
         raise InvalidValue(f"--record {quoted(record)}: only landscape can be recorded afterwards")
-    for page in rewrite_reports(folder, runs):
+    for page in result.rewrite_reports():
         print(f"report: {page}")
     if formats:
-        by = compared(runs, report_options(folder, runs))[0].criterion
-        shown = [run.labelled for run in with_trajectories(folder, runs)]
+        by = result.sheets[0].criterion
+        shown = [run.labelled for run in result.with_trajectories()]
         files = write_images(folder / "images", shown, formats, by, captions=not no_captions)
         print(f"images: {folder / 'images'} ({len(files)} files)")
 

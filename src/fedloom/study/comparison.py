@@ -14,9 +14,9 @@ from fedloom.runs.directory import finished_runs
 from fedloom.runs.events import RunName, Watch
 from fedloom.study.comparison_result import ComparisonResult
 from fedloom.study.cores import runs_side_by_side
-from fedloom.study.finished import StoredRun
 from fedloom.study.jobs import RunJob, Tasks, job_of, require_possible, unfinished
 from fedloom.study.pools import make_pool
+from fedloom.study.stored_runs import StoredRun
 
 
 @dataclass(frozen=True)

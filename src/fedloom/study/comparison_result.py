@@ -4,6 +4,7 @@ pages.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,27 +15,28 @@ from fedloom.errors import InvalidValue
 from fedloom.report import summary as figures
 from fedloom.report.export import differences_to_csv, to_csv, to_data, to_latex, to_markdown
 from fedloom.report.frames import data_frame
-from fedloom.report.page import ReportOptions
+from fedloom.report.page import ReportOptions, options_of, render, render_overview, write_page
 from fedloom.report.sheet import Sheet, overall, reading
 from fedloom.report.summary import RunSummary
 from fedloom.runs.configuration import Configuration
-from fedloom.runs.directory import locked, setting_folder, write_json
+from fedloom.runs.directory import locked, readable, setting_folder, write_json
 from fedloom.runs.events import RunName
 from fedloom.runs.run_figures import RunFigures, costs, scores
 from fedloom.state.files import remove_unfinished, write_text
-from fedloom.study.finished import (
-    REPORT_LOCK,
-    StoredRun,
-    by_setting,
-    compared,
-    read_runs,
-    report_options,
-    write_reports,
+from fedloom.study.stored_runs import StoredRun, by_setting, read_runs
+from fedloom.study.trajectories import (
+    context_of,
+    draw_joint_trajectories,
+    with_joint_trajectories,
 )
-from fedloom.study.trajectories import context_of, draw_joint_trajectories
 
 if TYPE_CHECKING:
     import pandas
+
+PAGE = "report.html"
+
+REPORT_LOCK = ".report.lock"
+"""Held for seconds in a folder while its tables and reports are written."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,14 +60,26 @@ class ComparisonResult(RunFigures):
         """A sheet for each setting with at least one run: its methods, and which differences are
         significant.
         """
-        return compared(self.runs, self.options)
+        options = self.options
+        return [
+            Sheet(
+                [run.summary for run in group],
+                options.targets,
+                last=options.last,
+                against=options.against,
+                measure=options.measure,
+                setting=setting,
+                changes=group[0].changes if setting else {},
+            )
+            for setting, group in by_setting(self.runs).items()
+        ]
 
     def frame(self) -> pandas.DataFrame:
         """Return a row for each run: its method, seed, setting and figures, accuracies as shares."""
-        return data_frame({**_name(run), **self._figures(run)} for run in self.runs)
+        return data_frame({**run.name, **run.changes, **self._figures(run)} for run in self.runs)
 
     def _named_runs(self) -> list[tuple[dict[str, Any], RunSummary]]:
-        return [(_name(run), run.labelled) for run in self.runs]
+        return [({**run.name, **run.changes}, run.labelled) for run in self.runs]
 
     def differences(self) -> pandas.DataFrame:
         """Return the differences between methods in every measure, with the p of both tests and
@@ -80,48 +94,81 @@ class ComparisonResult(RunFigures):
         return to_latex(self.sheets, self.options.title)
 
     def report(self, folder: str | Path | None = None) -> Path:
-        """Write the report, and one for each setting, to a folder (by default that of the runs);
-        return its page.
+        """Write the report, and one for each setting.
+
+        Args:
+            folder: Where to write it; by default the folder of the runs.
+
+        Returns:
+            The file.
         """
-        return write_reports(
-            self.folder if folder is None else Path(folder), self.runs, self.options
-        )[0]
+        return self.write_reports(self.folder if folder is None else Path(folder))[0]
+
+    def with_trajectories(self) -> list[StoredRun]:
+        """Return the runs, with the trajectories of clients with several methods in one plane."""
+        return [
+            run
+            for setting, group in by_setting(self.runs).items()
+            for run in with_joint_trajectories(setting_folder(self.folder, setting), group)
+        ]
+
+    def write_reports(self, folder: Path) -> list[Path]:
+        """Write `report.html`, and with several settings one in the folder of each. Return the
+        files, the main one first.
+        """
+        runs = {
+            setting: [run.summary for run in group]
+            for setting, group in by_setting(self.with_trajectories()).items()
+        }
+        sheets = [entry for entry in self.sheets if entry.setting] or self.sheets
+        title, command = self.options.title, self.options.command
+        pages = {entry.setting: setting_folder(folder, entry.setting) / PAGE for entry in sheets}
+        with readable(folder):
+            for entry in sheets:
+                heading = f"{title}, {entry.setting}" if entry.setting else title
+                page = render(heading, runs[entry.setting], command=command, sheet=entry)
+                write_page(pages[entry.setting], page)
+            if "" in pages or not pages:
+                return list(pages.values())
+            links = {name: path.relative_to(folder).as_posix() for name, path in pages.items()}
+            groups = {name: runs[name] for name in pages}
+            overview = render_overview(title, sheets, groups, links, command)
+            write_page(folder / PAGE, overview)
+        return [folder / PAGE, *pages.values()]
+
+    def rewrite_reports(self) -> list[Path]:
+        """Write the reports of the folder again and return the files."""
+        with locked(self.folder / REPORT_LOCK, wait=True):
+            return self.write_reports(self.folder)
 
     def write(self, configuration: Configuration) -> None:
-        """Write tables, tests and reports. One process at a time does, so that the files belong
-        together.
-        """
+        """Write tables, tests and reports. The lock keeps the files of one process together."""
         folder, title, sheets = self.folder, self.options.title, self.sheets
         with locked(folder / REPORT_LOCK, wait=True):
             remove_unfinished(folder)
-            failures = [
-                {
-                    **name._asdict(),
-                    "setting": configuration.settings[name.setting].changes,
-                    "reason": text,
-                }
-                for name, text in self.failed.items()
-            ]
             runs = [
                 {
-                    **_name(run, setting=dict(run.changes)),
+                    **run.name,
+                    "setting": dict(run.changes),
                     **self._figures(run),
                     "directory": str(run.path),
                 }
                 for run in self.runs
             ]
-            write_json(
-                folder / "comparison.json", {**to_data(sheets), "runs": runs, "failed": failures}
-            )
+            failed = []
+            for name, reason in self.failed.items():
+                changes = configuration.settings[name.setting].changes
+                failed.append({**name._asdict(), "setting": changes, "reason": reason})
+            table = {**to_data(sheets), "runs": runs, "failed": failed}
+            write_json(folder / "comparison.json", table)
             write_text(folder / "comparison.csv", to_csv(sheets))
             write_text(folder / "comparison.md", to_markdown(sheets, title))
             write_text(folder / "comparison.tex", to_latex(sheets, title))
             write_text(folder / "differences.csv", differences_to_csv(sheets))
             for setting, group in by_setting(self.runs).items():
                 context = partial(context_of, configuration.settings[setting])
-                summaries = [(run.path, run.summary) for run in group]
-                draw_joint_trajectories(setting_folder(folder, setting), summaries, context)
-            write_reports(folder, self.runs, self.options)
+                draw_joint_trajectories(setting_folder(folder, setting), group, context)
+            self.write_reports(folder)
 
     @property
     def shown(self) -> pandas.DataFrame:
@@ -157,17 +204,6 @@ class ComparisonResult(RunFigures):
         }
 
 
-def _name(run: StoredRun, **setting: Any) -> dict[str, Any]:
-    """Return the method, the seed and the setting of a run, by default with a column for each of
-    its keys.
-    """
-    return {
-        "algorithm": run.summary.algorithm,
-        "seed": run.summary.seed,
-        **(setting or run.changes),
-    }
-
-
 def read_comparison(folder: str | Path) -> ComparisonResult:
     """Read a folder of runs, that of `fl.compare` or of `fedloom compare`, finished or not; nothing
     is trained.
@@ -184,4 +220,19 @@ def read_comparison(folder: str | Path) -> ComparisonResult:
     """
     path = Path(folder)
     runs = read_runs(path)
-    return ComparisonResult(path, runs, report_options(path, runs))
+    return ComparisonResult(path, runs, _options(path, runs))
+
+
+def _options(folder: Path, runs: Sequence[StoredRun]) -> ReportOptions:
+    """Return the options of the reports in the folder of these runs, or the usual ones."""
+    first_run = runs[0].summary
+    single = (folder / "configuration.json").exists()
+    title = f"{first_run.algorithm}, seed {first_run.seed}" if single else folder.resolve().name
+    options = ReportOptions(title)
+    for setting in ("", *by_setting(runs)):
+        if stored := options_of(setting_folder(folder, setting) / PAGE):
+            title = stored.title.removesuffix(f", {setting}")
+            options = dataclasses.replace(stored, title=title)
+            break
+    targets = options.targets or tuple(first_run.configuration.get("targets", ()))
+    return dataclasses.replace(options, targets=targets)

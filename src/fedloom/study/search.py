@@ -34,8 +34,8 @@ from fedloom.runs.settings import (
     values_of,
     with_changes,
 )
-from fedloom.study.finished import StoredRun
 from fedloom.study.parameters import PREFIX, parameter_keys, with_parameters
+from fedloom.study.stored_runs import StoredRun
 
 SHARE = 0.2
 """Share of each client's training samples that is held out for validation unless `data.validation`

@@ -17,10 +17,10 @@ from fedloom.runs.settings import (
     plain_text,
 )
 from fedloom.state.files import write_text
-from fedloom.study.finished import StoredRun
 from fedloom.study.jobs import RunJob, job_of, unfinished
 from fedloom.study.pools import RunPool
 from fedloom.study.search import Search, Trial, best_of
+from fedloom.study.stored_runs import StoredRun
 
 
 def jobs_of(trials: Sequence[Trial]) -> dict[RunName, RunJob]:

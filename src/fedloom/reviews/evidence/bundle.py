@@ -35,7 +35,7 @@ from fedloom.models import models
 from fedloom.runs.directory import RunDirectory, to_json
 from fedloom.state.digest import digest
 from fedloom.state.files import make_folder, remove, write_bytes
-from fedloom.study.finished import read_runs
+from fedloom.study.stored_runs import read_runs
 
 LARGEST, UNPACKED, MOST_FILES = 64 << 20, 512 << 20, 10_000
 """Bytes of a bundle, bytes of all that it holds, and the number of its files, at most."""
