@@ -57,7 +57,7 @@ def taken(
     for group in lock_steps(
         loaders(sizes), jobs(sizes, batch, epochs), [None] * len(sizes), in_step=in_step, pad=pad
     ):
-        members, steps = group.members(), 0
+        members, steps = group.members, 0
         for group_batch in group.batches:
             steps += 1
             assert torch.equal(group_batch.inputs[..., 0], group_batch.labels.float())

@@ -93,14 +93,20 @@ class Samples:
 
     def to(self, device: torch.device) -> "Samples":
         """Return the samples on `device`."""
-        groups = None if self.groups is None else self.groups.to(device)
-        return replace(
-            self, inputs=self.inputs.to(device), labels=self.labels.to(device), groups=groups
-        )
+        return self._mapped(lambda tensor: tensor.to(device))
 
     def __getitem__(self, index: Tensor | slice) -> "Samples":
-        groups = None if self.groups is None else self.groups[index]
-        return replace(self, inputs=self.inputs[index], labels=self.labels[index], groups=groups)
+        return self._mapped(lambda tensor: tensor[index])
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Samples":
+        """Return samples with `function` applied to each tensor; they need no second check."""
+        mapped = object.__new__(Samples)
+        vars(mapped).update(vars(self))
+        for name in ("inputs", "labels", "groups"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                vars(mapped)[name] = function(tensor)
+        return mapped
 
     def concatenate(self, samples: "Samples") -> "Samples":
         """Return these samples followed by `samples`; groups stay only if both have them."""

@@ -62,9 +62,8 @@ class Net:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs, such as logits `[b, classes]`."""
-        outputs: Tensor = self.intact.call(
-            partial(self._outputs, self.module, ""), inputs, self.module.training
-        )
+        forward = self.module if self.tensors is None else partial(self._outputs, self.module, "")
+        outputs: Tensor = self.intact.call(forward, inputs, self.module.training)
         return outputs
 
     def head(self, features: Tensor) -> Tensor:
@@ -320,7 +319,8 @@ class FlatModule:
             raise (
                 InvalidValue(error_text(error)) if GRAPH_IS_GONE in str(error) else error
             ) from error
-        self._keep_assigned(rows[0])
+        if self._buffers:
+            self._keep_assigned(rows[0])
         return loss.detach().to(rows).unsqueeze(0), [
             gradient.unsqueeze(0) for gradient in gradients
         ]

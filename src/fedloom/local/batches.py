@@ -9,6 +9,7 @@ still. Padding never contributes to the loss.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, repeat
 
 import torch
@@ -31,13 +32,18 @@ Epochs = Iterable[tuple[Tensor, list[int]]]
 
 @dataclass(frozen=True)
 class LockStep:
-    """Batches that some of a cohort's `count` clients (None: all) take together; `orders` their
-    samples in order.
+    """Batches that some clients of a cohort take together.
+
+    Attributes:
+        clients: Their rows in the cohort; None for all.
+        members: The numbers of these rows.
+        batches: The batches.
+        orders: The samples of each of these clients in their order.
     """
 
     clients: Rows | None
+    members: list[int]
     batches: Iterator[Batch]
-    count: int
     orders: Sequence[Tensor]
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,12 +62,6 @@ class LockStep:
             for name, rows in taken.items():
                 if tensors[name].stride(0):
                     tensors[name][self.clients] = rows
-
-    def members(self) -> list[int]:
-        """Return the row numbers of these clients in the cohort."""
-        cohort = torch.arange(self.count)
-        rows: list[int] = (cohort if self.clients is None else cohort[self.clients]).tolist()
-        return rows
 
 
 class ClientLoader:
@@ -87,10 +87,10 @@ class ClientLoader:
         raw = in_memory(self.samples.inputs[index])
         inputs.copy_(self.dataset.prepare(raw if drawn is None else apply_flip_crop(raw, drawn)))
 
-    def empty(self, *size: int) -> Tensor:
-        """Return uninitialised memory for inputs `[*size, ...]`."""
-        like = self.dataset.prepare(self.samples.inputs[:0])
-        return like.new_empty(*size, *like.shape[1:])
+    @cached_property
+    def like(self) -> Tensor:
+        """No inputs, `[0, ...]`, with the shape and type of prepared ones."""
+        return self.dataset.prepare(self.samples.inputs[:0])
 
 
 class _ClientPlan:
@@ -177,9 +177,8 @@ def lock_steps(
             sources = [(plans[k], plans[k].starts[done[k]]) for k in members]
             clients, size = _rows(members, len(plans)), plans[members[0]].sizes[done[members[0]]]
             batches = _batches(sources, clients, size, min(done[k] for k in members), steps)
-            yield LockStep(
-                clients, batches, len(plans), [plan.index[start:] for plan, start in sources]
-            )
+            orders = [plan.index[start:] for plan, start in sources]
+            yield LockStep(clients, members, batches, orders)
             for k in members:
                 done[k] += steps
 
@@ -215,10 +214,9 @@ def _batches(
         # A list of sizes, since `split(0)` gives one part, however many batches are empty.
         sizes = [size] * min(at_once, steps - done)
         count = sum(sizes)
-        inputs = loader.empty(len(sources), count)
-        labels = loader.samples.labels.new_empty(
-            len(sources), count, *loader.samples.labels.shape[1:]
-        )
+        like, targets = loader.like, loader.samples.labels
+        inputs = like.new_empty(len(sources), count, *like.shape[1:])
+        labels = targets.new_empty(len(sources), count, *targets.shape[1:])
         shares = [
             plan.share[start + done * size :][:count]
             for plan, start in sources

@@ -28,7 +28,7 @@ from fedloom.local.optimizer import LocalOptimizer, StepRates
 from fedloom.models.structure import head_name
 from fedloom.round import Round
 from fedloom.state.store import Memory
-from fedloom.training import PassOptions, Training
+from fedloom.training import Passes, PassOptions, Training
 
 Step = Callable[[dict[str, Tensor], Batch], Tensor]
 """(state, batch) -> loss `[k]`; it changes the tensors of the state, `[k, ...]`, in place."""
@@ -197,7 +197,8 @@ class Cohort:
         """Raise `InvalidValue` unless the model's outputs are those of its classifier, which
         `method` changes or deploys. No sample is read.
         """
-        inputs = self._loaders[0].empty(2)
+        like = self._loaders[0].like
+        inputs = like.new_empty(2, *like.shape[1:])
         numbers = torch.zeros_like(inputs)
         if inputs.is_floating_point():
             numbers = torch.linspace(0, 1, inputs.numel()).to(inputs).view(inputs.shape)
@@ -268,15 +269,19 @@ class Cohort:
         """Set the model that the method starts from, `[1, P]`."""
         self._initial = initial
 
+    def _passes(self, **options: Unpack[PassOptions]) -> Passes:
+        """Return the length of a local training, with a method's values in place of the settings."""
+        return self.training.passes(**options, smallest=self.flat_module.smallest_batch)
+
     def _lock_steps(
         self,
+        passes: Passes,
         *,
         purpose: str = "batches",
         shuffle: bool = True,
         active: Tensor | None = None,
         in_step: bool = True,
         pad: bool = False,
-        **options: Unpack[PassOptions],
     ) -> Iterator[LockStep]:
         """Yield the batches of local training, of all clients together or, where sizes differ, of
         some and then of others.
@@ -285,7 +290,6 @@ class Cohort:
         it only marks the first. `pad` allows padding, for steps that use `Batch.share`. Without
         `shuffle`, samples come as they lie.
         """
-        passes = self.training.passes(**options, smallest=self.flat_module.smallest_batch)
         takes_part = [True] * len(self.clients) if active is None else active.tolist()
         orders = [
             passes.orders(len(samples), self.round.stream(purpose, client) if shuffle else None)
@@ -370,7 +374,7 @@ class Cohort:
         """
         settings = self.training
         rate = self.round.learning_rate if learning_rate is None else learning_rate
-        passes = settings.passes(**options, smallest=self.flat_module.smallest_batch)
+        passes = self._passes(**options)
         totals = (
             torch.zeros_like(self.sizes)
             if settings.local_schedule == CONSTANT
@@ -389,11 +393,11 @@ class Cohort:
                 self.flat_module, settings, rates, weights, only, loss_fn, gradient_fn, correction
             )
             for group in self._lock_steps(
+                passes,
                 purpose=purpose,
                 active=active,
                 in_step=gradient_fn is not None or loss_fn is not data_loss,
                 pad=(pad or gradient_fn is None) and self.flat_module.heeds_share(loss_fn),
-                **options,
             ):
                 taken = group.take(moving)
                 client_context = {
@@ -404,9 +408,9 @@ class Cohort:
                 group.put(moving, taken)
         finally:
             self.flat_module.train_only(None)
-        counts = _step_counts(steps, len(self.clients))
-        self.metrics["training_loss"] = _mean_loss(steps, counts, weights)
-        return Trained(weights, counts, self.metrics["training_loss"])
+        counts, loss = _counts_and_loss(steps, weights)
+        self.metrics["training_loss"] = loss
+        return Trained(weights, counts, loss)
 
     def each_batch(
         self,
@@ -440,10 +444,9 @@ class Cohort:
         self.flat_module.train_only(only)
         try:
             for group in self._lock_steps(
+                self._passes(epochs=1, drop_last=False) if in_order else self._passes(),
                 purpose=purpose,
-                epochs=1 if in_order else None,
                 shuffle=not in_order,
-                drop_last=False if in_order else None,
                 active=active,
                 pad=pad and self.flat_module.heeds_share(data_loss),
             ):
@@ -452,11 +455,12 @@ class Cohort:
                 group.put(state, taken)
         finally:
             self.flat_module.train_only(None)
-        return _mean_loss(steps, _step_counts(steps, len(self.clients)), self.initial)
+        rows = self.initial.expand(len(self.clients), -1)
+        return _counts_and_loss(steps, rows)[1]
 
     def batches(self, purpose: str = "batches") -> Iterator[Batch]:
         """Yield all batches of local training."""
-        for group in self._lock_steps(purpose=purpose):
+        for group in self._lock_steps(self._passes(), purpose=purpose):
             yield from group.batches
 
     @torch.no_grad()
@@ -482,19 +486,22 @@ class Cohort:
         return torch.stack(losses).to(rows)
 
 
-def _step_counts(steps: GroupLosses, clients: int) -> Tensor:
-    """Return the number of steps of each of so many clients, `[k]`."""
-    counts = torch.zeros(clients, dtype=torch.int64)
+def _counts_and_loss(steps: GroupLosses, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of steps and the mean loss of each client.
+
+    Args:
+        steps: The losses of the steps.
+        rows: A row for each client, `[k, P]`, for the type and the device of the losses.
+
+    Returns:
+        Numbers `[k]` and losses `[k]`, which are NaN for a client without a step.
+    """
+    counts = torch.zeros(len(rows), dtype=torch.int64)
     for group, losses in steps:
-        counts[group.members()] += len(losses)
-    return counts
-
-
-def _mean_loss(steps: GroupLosses, counts: Tensor, like: Tensor) -> Tensor:
-    """Return the mean loss of each client's steps, `[k]`; NaN for a client without a step."""
+        counts[group.members] += len(losses)
     if steps and all(group.clients is None for group, _ in steps):
-        return torch.stack([loss for _, losses in steps for loss in losses]).mean(0)
-    total = like.new_zeros(len(counts))
+        return counts, torch.stack([loss for _, losses in steps for loss in losses]).mean(0)
+    total = rows.new_zeros(len(rows))
     for group, losses in steps:
-        total[group.members()] += torch.stack(losses).sum(0)
-    return total / counts.to(total)
+        total[group.members] += torch.stack(losses).sum(0)
+    return counts, total / counts.to(total)

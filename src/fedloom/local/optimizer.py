@@ -107,7 +107,7 @@ class LocalOptimizer:
         if self.folded is not None:
             step = partial(self.folded, rows, velocity)
         else:
-            moved, members = self._moved(rows), group.members()
+            moved, members = self._moved(rows), group.members
             if self.optimizers is not None:
                 update: Update = self.optimizers.of(members, moved, self.rates.alike(members))
             else:

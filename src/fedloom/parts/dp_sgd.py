@@ -15,6 +15,7 @@ from fedloom.parts.gaussian_noise import clip_factors, normal, secret_uniforms
 from fedloom.parts.hooks import Inner
 from fedloom.parts.privacy import AccountedByClient
 from fedloom.records import Message, Plan, Selection
+from fedloom.training import Passes
 
 NUMBERS = 1 << 24
 """Floats of samples' gradients in memory at a time: 64 MiB."""
@@ -179,7 +180,7 @@ class PrivateCohort(Cohort):
         finally:
             self._fitting = False
 
-    def _lock_steps(self, **options: Any) -> Iterator[LockStep]:
+    def _lock_steps(self, passes: Passes, **options: Any) -> Iterator[LockStep]:
         """Return the batches of `fit`, which each sample enters by chance."""
         if not self._fitting:
             _ = self._samples

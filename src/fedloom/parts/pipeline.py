@@ -15,7 +15,7 @@ from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Unit
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
-from fedloom.parts.hooks import Part
+from fedloom.parts.hooks import HOOKS, Part
 from fedloom.records import (
     INTEGERS,
     NOTHING,
@@ -115,16 +115,13 @@ class Pipeline:
         return inside
 
     @cached_property
-    def _by_hook(self) -> dict[str, list[Part]]:
-        by_hook: dict[str, list[Part]] = {}
+    def acting(self) -> dict[str, list[Part]]:
+        """The parts that act in each hook, outermost first."""
+        acting: dict[str, list[Part]] = {name: [] for name in HOOKS}
         for part in self.parts:
             for name in part.hooks():
-                by_hook.setdefault(name, []).append(part)
-        return by_hook
-
-    def acting(self, hook: str) -> "list[Part]":
-        """Return the parts that act in a hook, outermost first."""
-        return self._by_hook.get(hook, [])
+                acting[name].append(part)
+        return acting
 
     # --- facts ---
 
@@ -146,18 +143,18 @@ class Pipeline:
     @property
     def personal(self) -> bool:
         """True if clients may use other models than the one that they receive."""
-        parts = self.acting("personalise") or self.acting("deploy")
+        parts = self.acting["personalise"] or self.acting["deploy"]
         return is_personal(self.algorithm) or bool(parts)
 
     @property
     def waits(self) -> bool:
         """True if a round ends before all replies are in."""
-        return bool(self.acting("close"))
+        return bool(self.acting["close"])
 
     @property
     def step_replies(self) -> int | None:
         """Number of replies with which the server makes a step; None where a round waits for all."""
-        return next((int(getattr(part, "k", 1)) for part in self.acting("close")), None)
+        return next((int(getattr(part, "k", 1)) for part in self.acting["close"]), None)
 
     @property
     def spent(self) -> bool:
@@ -172,10 +169,10 @@ class Pipeline:
     @property
     def folds(self) -> bool:
         """True if replies may be folded as they arrive, so that not all of them are stored."""
-        if self.acting("release"):
+        if self.acting["release"]:
             return True
         reading = ("exchange", "close", "observe", "rewrite")
-        reads = any(self.acting(hook) for hook in reading)
+        reads = any(self.acting[hook] for hook in reading)
         return not reads and not overrides(type(self.algorithm), Algorithm, ("receive",))
 
     @property
@@ -195,7 +192,7 @@ class Pipeline:
     @cached_property
     def _selecting(self) -> list[Part]:
         """The parts that select in the order of calls: a sampler chooses before others add to it."""
-        return sorted(self.acting("select"), key=lambda part: not part.facts.independent)
+        return sorted(self.acting["select"], key=lambda part: not part.facts.independent)
 
     def _after(self, part: Part) -> "Pipeline":
         """Return the selection without `part` and the parts that select outside of it."""
@@ -217,14 +214,14 @@ class Pipeline:
         """Return the record of a round with its messages: as made, as moved, and as they travel."""
         sent = self._checked_names(round, dict(self.algorithm.send(round)))
         moved = self._with_stage(sent)
-        for part in reversed(self.acting("message")):
+        for part in reversed(self.acting["message"]):
             moved = part.message(round, moved)
         if selection.receivers is not None:
             moved = self._with_idle_row(round, moved)
-        for part in reversed(self.acting("move")):
+        for part in reversed(self.acting["move"]):
             moved = part.move(round, moved)
         wire = dict(moved)
-        for part in reversed(self.acting("encode_down")):
+        for part in reversed(self.acting["encode_down"]):
             wire = part.encode_down(round, wire, self.inside(part))
         return Exchange(round, selection, sent, moved, wire)
 
@@ -303,7 +300,7 @@ class Pipeline:
         layout = self.plan.layout
         expects = self.algorithm.expects(round).items()
         specs: Specs = {name: as_spec(value, layout) for name, value in expects}
-        for part in reversed(self.acting("expects")):
+        for part in reversed(self.acting["expects"]):
             specs = part.expects(round, specs)
         return specs
 
@@ -312,12 +309,12 @@ class Pipeline:
         """The parts that code replies in the order of coding: noise first, then codes, innermost
         first.
         """
-        coders = list(reversed(self.acting("encode")))
+        coders = list(reversed(self.acting["encode"]))
         return sorted(coders, key=lambda part: "coded" in part.hooks())
 
     def decoded(self, round: Round, message: Message) -> Message:
         """Return what coded replies contain, with updates instead of models."""
-        if not self.acting("decode"):
+        if not self.acting["decode"]:
             return message
         specs, chain = self._specs(round), []
         for part in self._coders:
@@ -329,7 +326,7 @@ class Pipeline:
         return message
 
     def _decoded(self, round: Round, replies: Replies) -> Replies:
-        if not self.acting("decode") or not len(replies):
+        if not self.acting["decode"] or not len(replies):
             return replies
         coded = "model" not in replies.matrices
         matrices = dict(self.decoded(round, dict(replies.matrices)))
@@ -340,14 +337,14 @@ class Pipeline:
     def fold(self, round: Round, replies: Replies) -> Aggregate:
         """Return what the server's step needs of some replies."""
         replies = self._decoded(round, replies)
-        for part in self.acting("release"):
+        for part in self.acting["release"]:
             return part.fold(round, replies)
         return self.algorithm.fold(round, replies)
 
     def close(self, exchange: Exchange, outcome: Replies | Aggregate | None) -> None:
         """Make the server's step with the replies, or with their aggregate where they were folded."""
         round = exchange.round
-        if self.acting("release"):
+        if self.acting["release"]:
             self._release(exchange, outcome)
         elif isinstance(outcome, Aggregate):
             self.algorithm.update(round, replace(outcome, exchange=exchange))
@@ -355,7 +352,7 @@ class Pipeline:
             self._step(exchange, outcome)
 
     def _release(self, exchange: Exchange, outcome: Replies | Aggregate | None) -> None:
-        (part,) = self.acting("release")
+        (part,) = self.acting["release"]
         if isinstance(outcome, Replies):
             blocks = outcome.blocks(self.block_size)
             folded = (self.fold(exchange.round, block) for block in blocks)
@@ -367,18 +364,18 @@ class Pipeline:
         round, replies = exchange.round, outcome
         if replies is not None:
             replies = self._decoded(round, replies)
-            for part in self.acting("exchange"):
+            for part in self.acting["exchange"]:
                 replies = part.exchange(round, replies)
-        for part in self.acting("close"):
+        for part in self.acting["close"]:
             replies = part.close(exchange, replies)
         if replies is not None:
-            for part in reversed(self.acting("observe")):
+            for part in reversed(self.acting["observe"]):
                 part.observe(round, replies)
             self._receive(round, replies)
 
     def _receive(self, round: Round, replies: Replies) -> None:
         rewritten: Replies | None = replies
-        for part in self.acting("rewrite"):
+        for part in self.acting["rewrite"]:
             if rewritten is not None:
                 rewritten = part.rewrite(round, rewritten)
         if rewritten is not None:
@@ -386,14 +383,14 @@ class Pipeline:
 
     def finish(self, exchange: Exchange) -> None:
         """End a round, also one without replies: mix models and count what was used."""
-        for part in reversed(self.acting("mix")):
+        for part in reversed(self.acting["mix"]):
             part.mix(exchange.round, self.algorithm)
-        for part in reversed(self.acting("account")):
+        for part in reversed(self.acting["account"]):
             part.account(exchange.round, exchange.selection)
 
     def merge_integers(self, rows: Tensor, current: Tensor) -> Tensor:
         """Return the server's integer buffers `[Z]` from those of the replies, `[r, Z]`."""
-        for part in self.acting("integers"):
+        for part in self.acting["integers"]:
             return part.integers(rows, current)
         return merged_integers(rows, current)
 
@@ -404,7 +401,7 @@ class Pipeline:
     def deploy(self, round: Round, clients: tuple[int, ...]) -> Message:
         """Return the message from which clients personalise before `round`."""
         message = self._with_stage(dict(self.algorithm.deploy(round, clients)))
-        for part in reversed(self.acting("deploy")):
+        for part in reversed(self.acting["deploy"]):
             message = part.deploy(round, clients, message)
         return message
 
@@ -418,7 +415,7 @@ class Pipeline:
     def report(self) -> dict[str, float]:
         """Return figures that are recorded after every round."""
         figures: dict[str, float] = {}
-        for part in reversed(self.acting("report")):
+        for part in reversed(self.acting["report"]):
             figures |= part.report()
         return figures
 
@@ -447,10 +444,10 @@ class Pipeline:
 
     def _work(self, cohort: Cohort, inbox: Message) -> Message:
         received = self._without_stage(cohort, inbox)
-        for part in self.acting("decode_down"):
+        for part in self.acting["decode_down"]:
             received = part.decode_down(cohort.round, received, self.inside(part))
         reply = self.train(cohort, received)
-        for part in reversed(self.acting("corrupt")):
+        for part in reversed(self.acting["corrupt"]):
             reply = part.corrupt(cohort, received, reply, self.inside(part))
         for part in self._coders:
             reply = part.encode(cohort, received, reply, self.inside(part))
@@ -458,13 +455,13 @@ class Pipeline:
 
     def train(self, cohort: Cohort, inbox: Message) -> Message:
         """Train a cohort; the replies are not coded."""
-        for part in self.acting("train"):
+        for part in self.acting["train"]:
             return part.train(cohort, inbox, self.inside(part))
         return self.algorithm.train(cohort, inbox)
 
     def personalise(self, cohort: Cohort, inbox: Message) -> Tensor:
         """Return the model `[k, P]` that each client would use."""
         inbox = self._without_stage(cohort, inbox)
-        for part in self.acting("personalise"):
+        for part in self.acting["personalise"]:
             return part.personalise(cohort, inbox, self.inside(part))
         return self.algorithm.personalise(cohort, inbox)

@@ -90,7 +90,7 @@ def _one_fit(pipeline: Pipeline) -> str:
 
 
 def _anonymous(pipeline: Pipeline) -> str:
-    estimates = any(part.facts.anonymous for part in pipeline.acting("rewrite"))
+    estimates = any(part.facts.anonymous for part in pipeline.acting["rewrite"])
     if pipeline.algorithm.facts.anonymous or estimates:
         return ""
     hint = ": give it weighted=false" if getattr(pipeline.algorithm, "weighted", False) else ""
@@ -191,7 +191,7 @@ def require_stages(method: Method, pipelines: list[Pipeline]) -> None:
     if len(pipelines) == 1:
         return
     for pipeline in pipelines:
-        for part in pipeline.acting("close"):
+        for part in pipeline.acting["close"]:
             raise InvalidValue(
                 f"{part} decides who trains when: it cannot be in stages or around them"
             )
@@ -237,7 +237,7 @@ def _one_sampler(pipeline: Pipeline) -> None:
 
 
 def _closing_is_outermost(pipeline: Pipeline) -> None:
-    for part in pipeline.acting("close"):
+    for part in pipeline.acting["close"]:
         position = _position(pipeline, part)
         changing = {"select", "poll", "move", "exchange", "release", "observe", "close"}
         for k, other in enumerate(pipeline.parts):
@@ -250,20 +250,20 @@ def _closing_is_outermost(pipeline: Pipeline) -> None:
 
 
 def _codes(pipeline: Pipeline) -> None:
-    coders = pipeline.acting("coded")
+    coders = pipeline.acting["coded"]
     for outer, inner in pairwise(coders):
         if not getattr(outer, "recodes", False):
             raise InvalidValue(
                 f"{name_of(outer)}: {inner} is coded already; only quantised goes around it"
             )
-    exchanging = pipeline.acting("exchange")
+    exchanging = pipeline.acting["exchange"]
     if coders and exchanging:
         reason = f"clients of {exchanging[0]} upload layers of each other, no updates"
         raise InvalidValue(f"{name_of(coders[0])}: {reason}")
 
 
 def _exchange_hides_names(pipeline: Pipeline) -> None:
-    for part in pipeline.acting("exchange"):
+    for part in pipeline.acting["exchange"]:
         for other in pipeline.parts:
             reads = other.hooks() & {"observe", "rewrite"}
             if reads and not other.facts.anonymous:
@@ -277,14 +277,14 @@ def _privacy(pipeline: Pipeline) -> None:
         outer, inner = name_of(accounts[0]), name_of(accounts[1])
         raise InvalidValue(f"{outer}: {inner} counts an epsilon of its own: take one of them")
     for part in accounts:
-        for poll in pipeline.acting("poll"):
+        for poll in pipeline.acting["poll"]:
             raise InvalidValue(
                 f"{name_of(poll)}: losses of clients would pass by the privacy of {part}"
             )
 
 
 def _release_is_outermost(pipeline: Pipeline) -> None:
-    for part in pipeline.acting("release"):
+    for part in pipeline.acting["release"]:
         for other in pipeline.parts:
             if "exchange" in other.hooks():
                 reason = f"in {other} an upload holds layers of several clients, unclipped"
@@ -302,7 +302,7 @@ def _release_is_outermost(pipeline: Pipeline) -> None:
 
 
 def _mixing_is_the_only_step(pipeline: Pipeline) -> None:
-    for part in pipeline.acting("mix"):
+    for part in pipeline.acting["mix"]:
         for other in pipeline.parts:
             if other.hooks() & {"rewrite", "release", "close", "exchange", "coded"}:
                 reason = f"nodes mix their models without a server, so {name_of(other)} has nothing to act on"

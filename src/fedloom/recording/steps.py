@@ -103,7 +103,7 @@ class _Trace:
         def watch(
             step: Callable[[Batch], Tensor], rows: Tensor, group: LockStep
         ) -> Callable[[Batch], Tensor]:
-            members, batches = group.members(), count()
+            members, batches = group.members, count()
 
             def watched(batch: Batch) -> Tensor:
                 weights, size = rows.clone(), batch.labels.shape[1]

@@ -93,7 +93,7 @@ class Post:
 
     def poll(self, pipeline: Pipeline, round: Round) -> Polled:
         """Ask clients what a part wants to know before the selection."""
-        for part in pipeline.acting("poll"):
+        for part in pipeline.acting["poll"]:
             poll = part.poll(round)
             if poll is None:
                 continue
