@@ -171,14 +171,14 @@ def _kill(patch: pytest.MonkeyPatch, when: str) -> None:
         raise Killed
 
     if when == "training":
-        training = RowsEngine.train_one
+        training = RowsEngine.train_chunk
 
-        def train_one(self: RowsEngine, *about: Any) -> Answer | Fault:
-            if about[2].slot == 3:
+        def train_chunk(self: RowsEngine, *about: Any) -> list[Answer | Fault]:
+            if about[3][0].slot == 3:
                 raise Killed
             return training(self, *about)
 
-        patch.setattr(RowsEngine, "train_one", train_one)
+        patch.setattr(RowsEngine, "train_chunk", train_chunk)
     elif when == "recombination":
         patch.setattr(fedloom.algorithms.fedmr, "recombine_", half)
     else:

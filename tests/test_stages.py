@@ -126,8 +126,10 @@ class AtSites(RowsEngine):
         Course(method).setup(plan)
         return client_pipeline(method, round.number, dict(jobs[0].inbox))
 
-    def _answers(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Any) -> Any:
-        return super()._answers(self.at_site(round, jobs), round, jobs, expected)
+    def train_chunk(
+        self, pipeline: Pipeline, round: Round, expected: Any, jobs: Sequence[Job]
+    ) -> Any:
+        return super().train_chunk(self.at_site(round, jobs), round, expected, jobs)
 
     def personalised(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Any:
         return super().personalised(self.at_site(round, jobs), round, jobs)

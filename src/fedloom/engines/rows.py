@@ -87,17 +87,16 @@ class RowsEngine(LocalEngine):
     def train_block(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
     ) -> Iterator[Answer | Fault]:
-        """Train the clients of a block, whose replies are `expected` to hold this. A worker lacks
-        the server's half to ask.
+        """Train the clients of a block.
+
+        Args:
+            pipeline: The pipeline of the round.
+            round: The round.
+            jobs: The clients' jobs.
+            expected: What replies must contain. A worker cannot ask the server's half of a method.
         """
-
-        def answers(chunk: Sequence[Job]) -> list[Answer | Fault]:
-            if len(chunk) == 1:
-                return [self.train_one(pipeline, round, chunk[0], expected)]
-            with self._drawing_layers(round, chunk):
-                return self._answers(pipeline, round, chunk, expected)
-
-        return self._results(pipeline, jobs, answers)
+        train = partial(self.train_chunk, pipeline, round, expected)
+        return self._results(pipeline, jobs, train)
 
     def _results(
         self, pipeline: Pipeline, jobs: Sequence[Job], work: Callable[[Sequence[Job]], list[T]]
@@ -106,34 +105,37 @@ class RowsEngine(LocalEngine):
         for job in jobs:
             yield from work([job])
 
-    def train_one(
-        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
-    ) -> Answer | Fault:
-        """Train one client. A mistake in the configuration is raised, since it is not the client's
-        fault.
+    def train_chunk(
+        self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
+    ) -> list[Answer | Fault]:
+        """Train clients that advance together.
+
+        The error of a client that trains by itself becomes its `Fault`. A mistake in the
+        configuration is raised, since it is not the client's fault.
         """
         try:
-            with self._drawing_layers(round, [job]):
-                (answer,) = self._answers(pipeline, round, [job], expected)
-            return answer
+            return self._answers(pipeline, round, expected, jobs)
         except FedloomError:
             raise
         except Exception as error:
+            if len(jobs) > 1:
+                raise
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the failed step
-            return Fault(job, f"{type(error).__name__}: {error}", error)
+            return [Fault(jobs[0], f"{type(error).__name__}: {error}", error)]
 
     @torch.enable_grad()
     def _answers(
-        self, pipeline: Pipeline, round: Round, jobs: Sequence[Job], expected: Specs
+        self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
     ) -> list[Answer | Fault]:
         """Train clients that advance together. Those whose reply is refused keep their memory from
         before the round.
         """
-        cohort = self.cohort(round, jobs)
-        inbox = joined_inbox(jobs)
-        sent = load_integers(cohort, inbox, self.task.initial_integers)
-        message = run_training(pipeline, cohort, inbox)
-        keep_integers(cohort, message, sent)
+        with self._drawing_layers(round, jobs):
+            cohort = self.cohort(round, jobs)
+            inbox = joined_inbox(jobs)
+            sent = load_integers(cohort, inbox, self.task.initial_integers)
+            message = run_training(pipeline, cohort, inbox)
+            keep_integers(cohort, message, sent)
         answers: list[Answer | Fault] = []
         accepted = []
         metrics = {name: values.tolist() for name, values in cohort.metrics.items()}

@@ -117,6 +117,7 @@ class Course:
         self.method = method
         self.watch: Watch | None = None
         self._made: dict[int, Pipeline] = {}  # pipelines of the present rounds, by number
+        self._has_stages = any(stages_in(method))
 
     def setup(self, plan: Plan) -> None:
         """Set up the first stage. Raises `InvalidValue` if the parts of any stage do not fit
@@ -145,6 +146,8 @@ class Course:
 
     def at(self, number: int) -> Pipeline:
         """Return the pipeline of a round; where the run chooses stages, that of the present stage."""
+        if not self._has_stages:
+            number = 0  # all rounds have one pipeline
         if number not in self._made:
             self._made[number] = _pipeline_of(self.method, number)
         pipeline = self._made[number]
@@ -153,6 +156,8 @@ class Course:
 
     def next(self, number: int) -> None:
         """Begin the stage of the round after `number`, if it is another one."""
+        if not self._has_stages:
+            return
         self._made = {}
         for stages in reversed(self._leading_stages()):
             successor = stages.successor(number)
@@ -229,7 +234,8 @@ def _pipeline_of(method: Method, number: int) -> Pipeline:
         return _present_stage(stages) if stages.automatic else stages.stage_of(number)
 
     pipeline = flatten(method, choose, number)
-    pipeline.following = partial(_pipeline_of, method)
+    if number:
+        pipeline.following = partial(_pipeline_of, method)
     return pipeline
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedloom.algorithm import Algorithm, as_spec, is_personal, overrides
 from fedloom.algorithms.sharing import complement, put, take
-from fedloom.errors import InvalidValue, code_location, in_brackets
 from fedloom.flat.layout import Unit
 from fedloom.local.cohort import Cohort
 from fedloom.method import Method
@@ -212,7 +211,7 @@ class Pipeline:
 
     def open(self, round: Round, selection: Selection) -> Exchange:
         """Return the record of a round with its messages: as made, as moved, and as they travel."""
-        sent = self._checked_names(round, dict(self.algorithm.send(round)))
+        sent = dict(self.algorithm.send(round))
         moved = self._with_stage(sent)
         for part in reversed(self.acting["message"]):
             moved = part.message(round, moved)
@@ -224,17 +223,6 @@ class Pipeline:
         for part in reversed(self.acting["encode_down"]):
             wire = part.encode_down(round, wire, self.inside(part))
         return Exchange(round, selection, sent, moved, wire)
-
-    def _checked_names(self, round: Round, message: Message) -> Message:
-        for name in (*message, *self.algorithm.expects(round)):
-            if name.startswith("@"):
-                kind = type(self.algorithm)
-                location = in_brackets(
-                    code_location(kind.send if name in message else kind.expects)
-                )
-                reason = f"names that begin with @ are fedloom's own{location}"
-                raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
-        return message
 
     def _with_stage(self, message: Message) -> Message:
         """Add what clients must know of their stage."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm
+from fedloom.algorithm import Algorithm, overrides
 from fedloom.errors import Diverged, InvalidValue, RefusedReply, code_location, in_brackets
 from fedloom.method import Method, components
 from fedloom.parts.pipeline import Pipeline
@@ -20,13 +20,21 @@ repair it.
 """
 
 
-def require_rows(exchange: Exchange, algorithm: Algorithm) -> None:
-    """Raise `InvalidValue` unless the message has one row for all receivers, or one for each."""
+def require_message(exchange: Exchange, algorithm: Algorithm) -> None:
+    """Raise `InvalidValue` unless the names of the tensors are free, and the message has one row for
+    all receivers or one for each.
+    """
+    kind = type(algorithm)
+    for name in (*exchange.sent, *algorithm.expects(exchange.round)):
+        if name.startswith("@"):
+            function = kind.send if name in exchange.sent else kind.expects
+            location = in_brackets(code_location(function))
+            reason = f"names that begin with @ are fedloom's own{location}"
+            raise InvalidValue(f"{kind.__name__} names a tensor {name!r}: {reason}")
     selected, idle = len(exchange.selection.clients), exchange.selection.idle
     allowed = (1, selected + 1) if idle else (1, selected, selected + 1)
     for name, rows in exchange.wire.items():
         if len(rows) not in allowed:
-            kind = type(algorithm)
             others = " and those that only train" if idle else ""
             choices = (
                 "one for all, such as model.unsqueeze(0), "
@@ -37,12 +45,23 @@ def require_rows(exchange: Exchange, algorithm: Algorithm) -> None:
             raise InvalidValue(f"{text}{location}")
 
 
-def checked_model(pipeline: Pipeline, method: Method, hook: str, initial: Tensor) -> Tensor:
-    """Return the global model `[P]`.
+def checked_model(
+    pipeline: Pipeline, method: Method, initial: Tensor, function: str = ""
+) -> Tensor:
+    """Return the global model after the server's step.
+
+    Args:
+        pipeline: The pipeline of the next round.
+        method: The expression as written.
+        initial: A model of the same shape and type, `[P]`.
+        function: Name of the function that made the model; by default the server's step.
+
+    Returns:
+        The model, `[P]`.
 
     Raises:
-        InvalidValue: If `hook` left no model like `initial`, or a state that a checkpoint cannot
-            save.
+        InvalidValue: If the function left no model like `initial`, or a state that a checkpoint
+            cannot save.
     """
     wrong = _wrong_state(method)
     algorithm = pipeline.algorithm
@@ -56,8 +75,11 @@ def checked_model(pipeline: Pipeline, method: Method, hook: str, initial: Tensor
         remedy = "convert it, such as model.float()"
         wrong = f"left a global model of {model.dtype}, not {initial.dtype}: {remedy}"
     if wrong:
-        location = in_brackets(code_location(getattr(type(algorithm), hook)))
-        raise InvalidValue(f"{type(algorithm).__name__}.{hook} {wrong}{location}")
+        kind = type(algorithm)
+        receives = overrides(kind, Algorithm, ("receive",))
+        name = function or ("receive" if receives else "update")
+        location = in_brackets(code_location(getattr(kind, name)))
+        raise InvalidValue(f"{kind.__name__}.{name} {wrong}{location}")
     for component in components(method):  # no graph is kept longer than its round
         component.state = {
             name: tensor if tensor.grad_fn is None else tensor.detach()

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.flat.population import capped
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.poll import poll_pipeline
-from fedloom.records import INTEGERS, Exchange, Message, Specs
+from fedloom.records import INTEGERS, Exchange, Message
 from fedloom.round import Round
 from fedloom.rounds.checks import raise_unless_absent
 from fedloom.rounds.engine import (
@@ -55,7 +55,7 @@ class Delivery:
         faults: Selected clients that dropped out or are late, later also those whose reply is
             missing.
         finish: Simulated time of each reply, by slot.
-        seconds: Simulated time at the end of the round.
+        seconds: Simulated time at the end of the round; None without a simulated clock.
     """
 
     exchange: Exchange
@@ -63,7 +63,7 @@ class Delivery:
     jobs: list[Job]
     faults: list[Fault]
     finish: dict[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float | None = None
 
     def bytes_down(self, under_way: int) -> int:
         """Return the bytes that were sent; `under_way` clients were sent nothing."""
@@ -107,42 +107,47 @@ class Post:
             return Polled(message, len(poll.clients), answers.bytes)
         return Polled()
 
-    def address(self, exchange: Exchange, expected: Specs, integers: Tensor) -> Delivery:
-        """Return the work of all clients that take part, and those that drop out."""
+    def address(
+        self, pipeline: Pipeline, exchange: Exchange, integers: Tensor, now: float
+    ) -> Delivery:
+        """Return the jobs of all clients that take part, and the clients that drop out or are late.
+
+        Args:
+            pipeline: The pipeline of the round.
+            exchange: The record of the round.
+            integers: The server's integer buffers, `[Z]`.
+            now: Simulated time at the beginning of the round.
+        """
         round, selection, message = exchange.round, exchange.selection, dict(exchange.wire)
+        expected = pipeline.expected(round)
         if INTEGERS in expected:
             message[INTEGERS] = integers.unsqueeze(0)
         delivery = Delivery(exchange, message, [], [])
         for slot, client in enumerate(selection.clients):
             weight = None if selection.weights is None else selection.weights[slot]
             job = Job(client, slot, inbox_of(message, slot), weight)
-            if self._drops_out(round, client):
+            chance = self.schedule.dropout
+            if chance and float(torch.rand((), generator=round.stream("dropout", client))) < chance:
                 delivery.faults.append(Fault(job, "dropped out", sent=False))
             else:
                 delivery.jobs.append(job)
         shared = inbox_of(message, len(selection.clients))
         delivery.jobs += [Job(client, None, shared) for client in selection.idle]
+        if self.schedule.clock.runs:
+            upload = sum(spec.bytes for spec in expected.values())
+            delivery.finish = self._finish_times(delivery.jobs, upload, now)
+            delivery.seconds = now
+            if not pipeline.waits:
+                self._leave_out_late(delivery, now)
         return delivery
 
-    def _drops_out(self, round: Round, client: int) -> bool:
-        chance = self.schedule.dropout
-        return (
-            bool(chance)
-            and float(torch.rand((), generator=round.stream("dropout", client))) < chance
+    def _leave_out_late(self, delivery: Delivery, now: float) -> None:
+        """Let the simulated clock decide which replies are late."""
+        round, selection, finish = (
+            delivery.exchange.round,
+            delivery.exchange.selection,
+            delivery.finish,
         )
-
-    def time(self, delivery: Delivery, expected: Specs, now: float, waits: bool) -> None:
-        """Let the simulated clock decide when replies arrive and, unless a part waits, which are
-        late.
-        """
-        round, selection = delivery.exchange.round, delivery.exchange.selection
-        delivery.seconds = now
-        if not self.schedule.clock.runs:
-            return
-        upload = sum(spec.bytes for spec in expected.values())
-        delivery.finish = finish = self._finish_times(delivery.jobs, upload, now)
-        if waits:
-            return
         numbers = [self.numbers[selection.clients[slot]] for slot in finish]
         taken, delivery.seconds = round.on_time([*finish.values()], numbers, self.awaited, now)
         late = {slot: time - now for k, (slot, time) in enumerate(finish.items()) if k not in taken}

@@ -1,5 +1,6 @@
 """A federation: one method on one task in one engine, round after round, with checkpoints."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +9,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedloom.algorithm import Algorithm, overrides
 from fedloom.errors import CheckpointError, InvalidValue
 from fedloom.flat.device import moved_back
 from fedloom.method import Method
 from fedloom.parts.course import Course, pipelines
 from fedloom.parts.pipeline import Pipeline
 from fedloom.parts.requirements import require_participation
-from fedloom.records import INTEGERS, Aggregate, Exchange, Plan, Replies
+from fedloom.records import INTEGERS, Aggregate, Plan, Replies
 from fedloom.round import Round
 from fedloom.rounds.accounts import Accounts
 from fedloom.rounds.checkpoint import Checkpoint, Checkpoints, RoundLog
-from fedloom.rounds.checks import checked_model, require_converging, require_rows
-from fedloom.rounds.delivery import Delivery, Polled, Post
+from fedloom.rounds.checks import checked_model, require_converging, require_message
+from fedloom.rounds.delivery import Delivery, Post
 from fedloom.rounds.engine import Engine, Job, RemoteClients
 from fedloom.rounds.evaluation import (
     Evaluation,
@@ -31,7 +31,7 @@ from fedloom.rounds.evaluation import (
 )
 from fedloom.rounds.pool_watch import PoolWatch
 from fedloom.rounds.replies import RoundReplies
-from fedloom.rounds.round_record import Stopwatch, finite, round_record
+from fedloom.rounds.round_record import finite, round_record, timing
 from fedloom.rounds.schedule import Schedule as Schedule
 from fedloom.rounds.termination import sigterm_interrupts, uninterrupted
 from fedloom.state.files import remove_unfinished
@@ -156,7 +156,7 @@ class Federation:
         self.course.setup(plan)
         for part in self.pipeline.parts:
             part.require_resources()
-        checked_model(self.pipeline, self.algorithm, "setup", task.initial)
+        checked_model(self.pipeline, self.algorithm, task.initial, "setup")
         self._untrained = [
             *untrained(self.pipeline, list(pipelines(self.algorithm))),
             *clients_without_steps(task),
@@ -270,35 +270,27 @@ class Federation:
 
     def _round(self, round: Round) -> Lines:
         """Return the figures of a new round, its times, and the figures by client if measured."""
-        watch = Stopwatch()
+        times = {"began": time.perf_counter()}
         pipeline = self.course.at(round.number)
         round = replace(round, closes=self.schedule.clock.closes(self._now))
         polled = self._post.poll(pipeline, round)
         selection = pipeline.select(round)
         exchange = pipeline.open(replace(round, selected=selection.clients), selection)
-        delivery = self._addressed(pipeline, exchange)
+        require_message(exchange, pipeline.algorithm)
+        delivery = self._post.address(pipeline, exchange, self.integers, self._now)
         self._accounts.note(exchange)
-        under_way = self._under_way()
+        engine = self.engine
+        under_way = engine.under_way if isinstance(engine, RemoteClients) else frozenset()
         answers = self._post.deliver(pipeline, delivery, bool(self.observers))
-        watch.lap("trained")
+        times["trained"] = time.perf_counter()
         outcome = self._outcome(delivery, answers)
-        watch.lap("observed")
+        times["observed"] = time.perf_counter()
         model = self._close(pipeline, delivery, answers, outcome)
-        watch.lap("received")
-        record = self._figures(pipeline, delivery, answers, polled, under_way)
+        times["received"] = time.perf_counter()
+        reported = pipeline.report()
+        record = round_record(delivery, answers, polled, reported, self.numbers, under_way)
         clients = self._evaluate(delivery.exchange.round, record, model)
-        return record, watch.timing(round.number, bool(self.observers)), clients
-
-    def _addressed(self, pipeline: Pipeline, exchange: Exchange) -> Delivery:
-        """Return the work of the clients, timed by the simulated clock."""
-        require_rows(exchange, pipeline.algorithm)
-        expected = pipeline.expected(exchange.round)
-        delivery = self._post.address(exchange, expected, self.integers)
-        self._post.time(delivery, expected, self._now, pipeline.waits)
-        return delivery
-
-    def _under_way(self) -> frozenset[int]:
-        return self.engine.under_way if isinstance(self.engine, RemoteClients) else frozenset()
+        return record, timing(round.number, times, bool(self.observers)), clients
 
     def _outcome(self, delivery: Delivery, answers: RoundReplies) -> Replies | Aggregate | None:
         """Return the replies after the observers have read them, or the aggregate of folded ones."""
@@ -332,26 +324,8 @@ class Federation:
         pipeline.finish(exchange)
         self._accounts.count()
         self.course.next(exchange.round.number)
-        receives = overrides(type(pipeline.algorithm), Algorithm, ("receive",))
-        hook = "receive" if receives else "update"
         present = self.course.at(exchange.round.number + 1)
-        return checked_model(present, self.algorithm, hook, self.task.initial)
-
-    def _figures(
-        self,
-        pipeline: Pipeline,
-        delivery: Delivery,
-        answers: RoundReplies,
-        polled: Polled,
-        under_way: frozenset[int],
-    ) -> Record:
-        record = round_record(delivery, answers, polled, self.numbers, under_way)
-        record |= {"simulated_seconds": delivery.seconds} | pipeline.report()
-        if not self.schedule.clock.runs:
-            del record["simulated_seconds"]
-        for name, values in answers.metrics.items():
-            record.setdefault(name, float(values[~values.isnan()].mean()))
-        return record
+        return checked_model(present, self.algorithm, self.task.initial)
 
     def _evaluate(self, round: Round, record: Record, model: Tensor) -> Record | None:
         """Evaluate the models and add the figures to the record. Return the figures by client."""
@@ -449,8 +423,8 @@ class Federation:
         history, timings, _ = [log.resume(finished) for log in self._logs]
         self.finished = self._saved = finished
         self._now = history[-1].get("simulated_seconds", 0.0) if history else 0.0
-        for timing in timings:
-            self._noted.update(timing.get("notices", ()))
+        for line in timings:
+            self._noted.update(line.get("notices", ()))
         for record in history:
             self._pool_watch.see(record)
             self.evaluation.patience.see(record["round"], record)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.rounds.checkpoint import Record
@@ -10,45 +10,48 @@ from fedloom.rounds.delivery import Delivery, Polled
 from fedloom.rounds.replies import RoundReplies
 
 
-class Stopwatch:
-    """Takes the times of a round: training, recording, the server's step, evaluation."""
+def timing(number: int, times: Mapping[str, float], observed: bool) -> Record:
+    """Return the durations of a round that ends now, in seconds.
 
-    def __init__(self) -> None:
-        self._laps = {"began": time.perf_counter()}
+    Args:
+        number: The round.
+        times: Times by `time.perf_counter` at which the round `began`, and clients had `trained`,
+            observers had `observed` and the server had `received` the replies.
+        observed: True if there are observers.
 
-    def lap(self, name: str) -> None:
-        """Note the end of a phase."""
-        self._laps[name] = time.perf_counter()
-
-    def timing(self, number: int, observed: bool) -> Record:
-        """Return the times of a round that ends now, in seconds."""
-        laps, ended = self._laps, time.perf_counter()
-        timing: Record = {
-            "round": number,
-            "ended": time.time(),
-            "seconds": ended - laps["began"],
-            "train_seconds": laps["trained"] - laps["began"],
-            "server_seconds": laps["received"] - laps["observed"],
-            "evaluate_seconds": ended - laps["received"],
-        }
-        if observed:
-            timing["record_seconds"] = laps["observed"] - laps["trained"]
-        return timing
+    Returns:
+        The line of `timings.jsonl`.
+    """
+    ended = time.perf_counter()
+    line: Record = {
+        "round": number,
+        "ended": time.time(),
+        "seconds": ended - times["began"],
+        "train_seconds": times["trained"] - times["began"],
+        "server_seconds": times["received"] - times["observed"],
+        "evaluate_seconds": ended - times["received"],
+    }
+    if observed:
+        line["record_seconds"] = times["observed"] - times["trained"]
+    return line
 
 
 def round_record(
     delivery: Delivery,
     answers: RoundReplies,
     polled: Polled,
+    reported: Mapping[str, float],
     numbers: Sequence[int],
     under_way: frozenset[int],
 ) -> Record:
-    """Return who took part in a round, what travelled, and who did not reply.
+    """Return who took part in a round, what was sent, which clients did not reply, and the means of
+    the clients' figures.
 
     Args:
-        delivery: The work that went out.
+        delivery: The jobs of the round.
         answers: The replies.
         polled: The poll before the selection.
+        reported: Figures of the parts.
         numbers: The clients' numbers for the user.
         under_way: Clients that have trained since an earlier round, over real sites.
 
@@ -57,7 +60,7 @@ def round_record(
     """
     selection = delivery.exchange.selection
     asked = polled.bytes_down(delivery.exchange.wire, len(selection.clients))
-    return {
+    record: Record = {
         "round": delivery.exchange.round.number,
         "clients": [numbers[client] for client in selection.clients if client not in under_way],
         "bytes_down": delivery.bytes_down(len(under_way)) + asked,
@@ -67,6 +70,13 @@ def round_record(
             for fault in delivery.faults
         ],
     }
+    figures = {"simulated_seconds": delivery.seconds, **reported}
+    if delivery.seconds is None:
+        del figures["simulated_seconds"]
+    record |= figures
+    for name, values in answers.metrics.items():
+        record.setdefault(name, float(values[~values.isnan()].mean()))
+    return record
 
 
 def finite(value: Any) -> Any:

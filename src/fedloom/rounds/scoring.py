@@ -137,20 +137,6 @@ class Evaluator:
         index: Tensor | None = None,
         owner: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the counts of `_counts`; layers that draw even in evaluation mode draw from a
-        stream.
-        """
-        with torch.no_grad(), global_stream(0, "evaluation", device=row.device):
-            return self._counts(row, samples, integers, index, owner)
-
-    def _counts(
-        self,
-        row: Tensor,
-        samples: Samples,
-        integers: Tensor | None,
-        index: Tensor | None = None,
-        owner: Tensor | None = None,
-    ) -> dict[str, Tensor]:
         """Return the objective's statistics of each sample (of `index`, or of all), `[n, ...]`
         float64 by name. The data set's metrics are of the samples of each `owner [n]`, or of all.
         """
@@ -158,16 +144,19 @@ class Evaluator:
         # of products.
         self.layout.load(self.module, row, integers)
         dataset, blocks, pairs = self.dataset, [], []
-        for start in range(0, len(samples) if index is None else len(index), self.batch_size):
-            span = slice(start, start + self.batch_size)
-            batch = (
-                samples[span] if index is None else samples[index[span].to(samples.labels.device)]
-            )
-            outputs = self._inputs.call(self.module, dataset.prepare(batch.inputs))
-            statistics = partial(dataset.objective.statistics, outputs)
-            blocks.append(self._labels.call(statistics, batch.labels))
-            if dataset.metrics:
-                pairs.append((prediction(outputs), batch.labels))
+        count = len(samples) if index is None else len(index)
+        # Layers that draw in evaluation mode, too, draw from a stream.
+        with torch.no_grad(), global_stream(0, "evaluation", device=row.device):
+            for start in range(0, count, self.batch_size):
+                span: slice | Tensor = slice(start, start + self.batch_size)
+                if index is not None:
+                    span = index[span].to(samples.labels.device)
+                batch = samples[span]
+                outputs = self._inputs.call(self.module, dataset.prepare(batch.inputs))
+                statistics = partial(dataset.objective.statistics, outputs)
+                blocks.append(self._labels.call(statistics, batch.labels))
+                if dataset.metrics:
+                    pairs.append((prediction(outputs), batch.labels))
         names = blocks[0] if blocks else {}
         counts = {name: torch.cat([block[name].double() for block in blocks]) for name in names}
         if pairs:

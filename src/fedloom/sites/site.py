@@ -150,7 +150,7 @@ class Site:
             _require_sound(engine.task, inbox)
         job = Job(client, None if expected is None else 0, dict(inbox))
         with using_threads(step_threads(engine.task)):
-            result = engine.train_one(pipeline, round, job, expected or {})
+            (result,) = engine.train_chunk(pipeline, round, expected or {}, [job])
         if isinstance(result, Fault):
             _logger.error(
                 "site %d: round %d: %s",

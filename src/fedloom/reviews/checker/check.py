@@ -342,13 +342,14 @@ class _ListeningEngine(RowsEngine):
         super().__init__(task, proof)
         self.listener = listener
 
-    def train_one(
-        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
-    ) -> Answer | Fault:
+    def train_chunk(
+        self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
+    ) -> list[Answer | Fault]:
+        (job,) = jobs
         inbox = {f"inbox[{name!r}]": rows for name, rows in job.inbox.items()}
         self.listener.watch(inbox)
         with self._client_half(pipeline):
-            result = super().train_one(pipeline, round, job, expected)
+            (result,) = super().train_chunk(pipeline, round, expected, jobs)
         self.listener.unwatch(list(inbox))
         for name, location in self.client_memory.lost().items():
             self.listener.note("lost", name, location)
@@ -358,7 +359,7 @@ class _ListeningEngine(RowsEngine):
                 type(pipeline.algorithm).train
             )
             self.listener.faults.append(Finding(f"a client fails: {result.reason}", location))
-        return result
+        return [result]
 
     def personalised(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
@@ -473,10 +474,10 @@ class _ElsewhereEngine(RowsEngine):
     process.
     """
 
-    def train_one(
-        self, pipeline: Pipeline, round: Round, job: Job, expected: Specs
-    ) -> Answer | Fault:
-        return super().train_one(self._sent(pipeline), round, job, expected)
+    def train_chunk(
+        self, pipeline: Pipeline, round: Round, expected: Specs, jobs: Sequence[Job]
+    ) -> list[Answer | Fault]:
+        return super().train_chunk(self._sent(pipeline), round, expected, jobs)
 
     def personalised(
         self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]
