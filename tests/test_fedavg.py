@@ -76,7 +76,6 @@ def naive_client(module: nn.Module, task: Task, round: int, client: int, seed: i
         epochs=settings.epochs,
         steps=settings.steps,
         drop_last=settings.drop_last,
-        smallest=2,
     )
     order = list(order)
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(order))
@@ -179,7 +178,7 @@ def test_any_elementwise_optimiser_equals_torchs_on_separate_tensors(optimizer: 
     separate = kind(module.parameters(), lr=0.01, weight_decay=0.01, eps=1e-6)
     samples = task.samples(client)
     generator = stream(4, "batches", round=1, client=client)
-    for index in batch_order(len(samples), generator, batch_size=8, epochs=2, smallest=2):
+    for index in batch_order(len(samples), generator, batch_size=8, epochs=2):
         separate.zero_grad()
         # as the engine lays them: small gradients tell the two apart
         images = channels_last(samples.inputs[index])

@@ -110,6 +110,54 @@ class Net(nn.Module):
         return result
 
 
+class PictureNet(nn.Module):
+    """A network with batch norm over pictures, which accepts a single one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(inputs)
+        return result
+
+
+def test_pictures_train_one_by_one_with_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch accepts such batches, so that all samples take part: three clients of 7 samples make
+    7 steps in batches of one, and 4 in batches of two.
+    """
+    numbers = np.random.default_rng(0)
+    samples = fl.Samples(numbers.normal(size=(21, 1, 6, 6)), np.arange(21) % 3)
+    dataset = fl.Dataset("pictures", samples, samples)
+    for batch_size, steps in ((1, 7), (2, 4)):
+        task = fl.make_task(
+            dataset,
+            clients=3,
+            partition="iid",
+            model=PictureNet(),
+            training={"batch_size": batch_size},
+        )
+        with caplog.at_level(logging.WARNING, "fedloom"):
+            result = fl.run("fedavg", task, rounds=1, participation=1.0, engine="rows")
+        counts = [int(value) for name, value in result.model.state_dict().items() if "batches" in name]
+        assert counts == [steps]
+    assert not [text for text in caplog.messages if "batch norm" in text]
+
+
+def test_samples_that_batch_norm_leaves_out_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    samples = fl.Samples(np.random.default_rng(0).normal(size=(27, 4)), np.arange(27) % 3)
+    dataset = fl.Dataset("d", samples, samples)
+    task = fl.make_task(
+        dataset, clients=3, partition="iid", model=Net(), training={"batch_size": 4}
+    )
+    with caplog.at_level(logging.WARNING, "fedloom"):
+        fl.run("fedavg", task, rounds=1, participation=1.0, engine="rows")
+    notices = [text for text in caplog.messages if "skip the last sample" in text]
+    assert [text[: len("3 of 3 clients skip")] for text in notices] == ["3 of 3 clients skip"]
+
+
 @pytest.mark.parametrize(("batch_size", "idle"), [(1, 3), (4, 0)])
 def test_clients_without_a_step_are_told(
     batch_size: int, idle: int, caplog: pytest.LogCaptureFixture

@@ -16,7 +16,7 @@ from fedloom.errors import GRAPH_IS_GONE, InvalidValue, error_text
 from fedloom.flat.intact import IntactInputs
 from fedloom.flat.layout import Layout, TensorSlice, Unit
 from fedloom.flat.vmap_modes import autocast, stacked_autocast
-from fedloom.models.structure import head_name
+from fedloom.models.structure import head_name, smallest_batch
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.randomness import preserved_generator
@@ -206,7 +206,7 @@ class FlatModule:
         self.needs_pairs = any(
             isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in trained
         )
-        self.smallest_batch = 2 if self.needs_pairs else 1
+        self._smallest_batch = 0 if self.needs_pairs else 1  # 0: not known yet
         self._row: Tensor | None = None
         self._head_gives_outputs: bool | None = None
         self._gradient = torch.zeros(
@@ -226,6 +226,17 @@ class FlatModule:
     def initial(self) -> Tensor:
         """The model that the task starts from, `[P]`."""
         return self.layout.flatten(self.original)
+
+    def smallest_batch(self, empty: Tensor) -> int:
+        """Return the fewest samples with which the module can train.
+
+        Args:
+            empty: No inputs, `[0, ...]`, with the shape and type of the module's inputs.
+        """
+        if not self._smallest_batch:
+            sample = empty.new_zeros(1, *empty.shape[1:])
+            self._smallest_batch = smallest_batch(self.original, sample)
+        return self._smallest_batch
 
     def bind(self, rows: Tensor) -> None:
         """Make the module a view of `rows [1, P]`, unless it is already."""

@@ -271,7 +271,8 @@ class Cohort:
 
     def _passes(self, **options: Unpack[PassOptions]) -> Passes:
         """Return the length of a local training, with a method's values in place of the settings."""
-        return self.training.passes(**options, smallest=self.flat_module.smallest_batch)
+        smallest = self.flat_module.smallest_batch(self._loaders[0].like)
+        return self.training.passes(**options, smallest=smallest)
 
     def _lock_steps(
         self,

@@ -5,12 +5,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedloom.errors import InvalidValue, suggestion
+from fedloom.randomness import preserved_generator
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_REFUSAL = "more than 1 value per channel"
+"""Words of PyTorch's refusal of a batch of one sample."""
 
 
 def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) -> Module:
@@ -44,6 +49,29 @@ def drawn_again(module: Module) -> Module:
 def has_batch_norm(module: nn.Module) -> bool:
     """Return True if a layer normalises by the samples of a batch."""
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+
+
+def smallest_batch(module: nn.Module, sample: Tensor) -> int:
+    """Return the fewest samples with which a module can train.
+
+    Batch norm refuses a batch of one sample if it has one value per channel. Images have more.
+
+    Args:
+        module: The module, which stays as it is.
+        sample: Any sample, as the module takes it, `[1, ...]`.
+
+    Returns:
+        2 if a layer refuses the sample, else 1.
+    """
+    if not has_batch_norm(module):
+        return 1
+    trial = copied(module).train()
+    with torch.no_grad(), preserved_generator(sample.device):
+        try:
+            trial(sample)
+        except ValueError as error:
+            return 2 if _REFUSAL in str(error) else 1
+    return 1
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:

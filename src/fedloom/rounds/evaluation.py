@@ -25,7 +25,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.config.fields import require_one_of
 from fedloom.errors import InvalidValue
-from fedloom.models.structure import has_batch_norm, head_name
+from fedloom.models.structure import has_batch_norm, head_name, smallest_batch
 from fedloom.parts.pipeline import Pipeline
 from fedloom.randomness import stream
 from fedloom.records import INTEGERS, Message
@@ -284,19 +284,32 @@ def untrained(pipeline: Pipeline, stages: Sequence[Pipeline] = ()) -> list[str]:
 
 
 def clients_without_steps(task: Task) -> list[str]:
-    """Return a notice if clients take no training step, since batch norm skips batches of one
-    sample.
+    """Return notices of the clients that take no training step, and of those that leave out samples,
+    since batch norm cannot normalise a batch of one sample.
     """
-    if not has_batch_norm(task.model):
+    if not has_batch_norm(task.model) or not len(task.train):
         return []
-    steps = task.training.local_steps(task.sizes(torch.arange(task.clients)), smallest=2)
+    smallest = smallest_batch(task.model, task.dataset.prepare(task.train.inputs[:1]).clone())
+    if smallest == 1 or not bool(task.training.local_steps(torch.ones(1)).any()):
+        return []
+    sizes = task.sizes(torch.arange(task.clients))
+    steps = task.training.local_steps(sizes, smallest)
     idle = int((steps == 0).sum())
-    if not idle or not bool(task.training.local_steps(torch.ones(1)).any()):
-        return []
-    return [
-        f"{idle} of {task.clients} clients take 0 training steps, since batch norm cannot normalise a batch of one sample: "
-        f"set batch_size to 2 or more (it is {task.training.batch_size}), or give these clients more samples"
-    ]
+    shorter = int(((steps > 0) & (steps < task.training.local_steps(sizes))).sum())
+    reason = "since batch norm cannot normalise a batch of one sample"
+    size = task.training.batch_size
+    remedy = f"set batch_size to 2 or more (it is {size}), or give these clients more samples"
+    notices = []
+    if idle:
+        notices.append(
+            f"{idle} of {task.clients} clients take 0 training steps, {reason}: {remedy}"
+        )
+    if shorter:
+        notices.append(
+            f"{shorter} of {task.clients} clients skip the last sample of each epoch, {reason}: "
+            "choose another batch_size to use all samples"
+        )
+    return notices
 
 
 def _chosen(able: Any, schedule: Schedule) -> tuple[int, ...]:
