@@ -30,7 +30,8 @@ from fedloom.flat.layout import Layout
 from fedloom.objectives import Objective, objectives, prediction
 from fedloom.objectives.classification import CLASSIFICATION, Classification
 from fedloom.objectives.custom import Custom, build_objective, expression_of
-from fedloom.objectives.metrics import build_metrics
+from fedloom.objectives.metrics import build_metrics, counted, require_defined
+from fedloom.objectives.metrics import figures as figures_of
 from fedloom.objectives.multilabel import Multilabel
 from fedloom.objectives.regression import Regression
 from fedloom.objectives.sequence import NextToken, Segmentation
@@ -667,3 +668,29 @@ def test_a_mean_over_classes_leaves_out_those_that_a_client_lacks(name: str) -> 
     (metric,) = build_metrics([name], build_objective("multilabel"), 6)
     expected = [area(outputs[:, k], targets == k) for k in range(3)]
     assert metric.value(outputs, labels.float()) == pytest.approx(sum(expected) / 3, abs=1e-6)
+
+
+def test_clients_without_a_defined_metric_are_left_out_of_the_mean() -> None:
+    """Three clients of 30, 20 and 10 samples, the last of one class, which ranks nothing."""
+    generator = torch.Generator().manual_seed(3)
+    outputs, targets = torch.randn(60, 2, generator=generator), torch.arange(60) % 2
+    targets[50:] = 1
+    owner = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)
+    metrics = build_metrics(["auroc"], CLASSIFICATION, 2)
+    counts = counted(metrics, outputs, targets, owner) | {
+        name: values.double()
+        for name, values in CLASSIFICATION.statistics(outputs, targets).items()
+    }
+    totals = {name: values.sum(0, keepdim=True) for name, values in counts.items()}
+    figures_of_all = figures_of(CLASSIFICATION, totals | {"samples": torch.tensor([60.0])})
+    areas = [area(outputs[owner == k].softmax(1)[:, 1], targets[owner == k] == 1) for k in range(2)]
+    expected = (30 * areas[0] + 20 * areas[1]) / 50
+    assert float(figures_of_all["auroc"]) == pytest.approx(expected, abs=1e-6)
+    assert float(figures_of_all["auroc_defined"]) == pytest.approx(50 / 60)
+    assert "auroc_defined" not in figures_of(
+        CLASSIFICATION,
+        {name: values[:50].sum(0, keepdim=True) for name, values in counts.items()}
+        | {"samples": torch.tensor([50.0])},
+    )
+    with pytest.raises(InvalidValue, match="auroc of 61 samples"):
+        require_defined({"defined/auroc": torch.tensor([61.0])}, 60)

@@ -280,3 +280,22 @@ def test_mistakes_are_told_in_one_line(action: Callable[[], Any], text: str) -> 
     with pytest.raises(FedloomError, match=text) as caught:
         action()
     assert "\n" not in str(caught.value)
+
+
+def detached(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return losses without gradient."""
+    return focal(outputs, targets).detach()
+
+
+@pytest.mark.parametrize("metrics", [(), ("accuracy",)])
+def test_a_loss_without_gradient_is_refused(metrics: tuple[str, ...]) -> None:
+    with pytest.raises(FedloomError, match="a loss without gradient: compute it with torch"):
+        fl.run("fedavg", task(detached, metrics), **OPTIONS)
+
+
+def test_the_label_that_losses_ignore_is_refused() -> None:
+    labels = torch.arange(30) % 3
+    labels[4] = -100
+    samples = fl.Samples(torch.randn(30, 4), labels)
+    with pytest.raises(FedloomError, match="labels contain -100, which PyTorch's losses ignore"):
+        fl.Dataset("some", samples, samples)

@@ -141,7 +141,9 @@ def test_pictures_train_one_by_one_with_batch_norm(caplog: pytest.LogCaptureFixt
         )
         with caplog.at_level(logging.WARNING, "fedloom"):
             result = fl.run("fedavg", task, rounds=1, participation=1.0, engine="rows")
-        counts = [int(value) for name, value in result.model.state_dict().items() if "batches" in name]
+        counts = [
+            int(value) for name, value in result.model.state_dict().items() if "batches" in name
+        ]
         assert counts == [steps]
     assert not [text for text in caplog.messages if "batch norm" in text]
 

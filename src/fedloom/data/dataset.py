@@ -1,7 +1,7 @@
 """Data sets: tensors of samples, and a description for models and reports."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,6 +257,11 @@ class Dataset:
             int(f(torch.stack([f(values) for values in labels]))) if labels else 0
             for f in (torch.min, torch.max)
         )
+        if lowest == _IGNORED and _only_negative(labels, _IGNORED):
+            remedy = "leave these samples out, or take objective='segmentation' or 'next_token'"
+            raise InvalidValue(
+                f"labels contain {_IGNORED}, which PyTorch's losses ignore: {remedy}"
+            )
         if classes and not 0 <= lowest <= highest < classes:
             outlier = highest if highest >= classes else lowest
             raise InvalidValue(
@@ -314,6 +319,15 @@ class Dataset:
                 outputs, mean=tuple(objective.mean), deviation=tuple(objective.deviation)
             )
         return Preprocessing(encoding, outputs)
+
+
+# the label of samples that PyTorch's losses ignore
+_IGNORED = -100
+
+
+def _only_negative(labels: Sequence[Tensor], value: int) -> bool:
+    """Return True if all negative labels are `value`."""
+    return all(bool(((values >= 0) | (values == value)).all()) for values in labels)
 
 
 # labels of which at least this many times more are absent than present are numbered anew

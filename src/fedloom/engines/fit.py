@@ -1,12 +1,14 @@
 """Checks that a model takes the data and has the outputs that the objective needs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, Samples
 from fedloom.errors import InvalidValue, error_text
 from fedloom.models.structure import copied
-from fedloom.objectives import kind_of, prediction
+from fedloom.objectives import Objective, kind_of, prediction
 from fedloom.objectives.custom import Custom
 from fedloom.randomness import preserved_generator
 
@@ -30,7 +32,7 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
     data += f" and {dataset.classes} classes" if dataset.classes else ""
     kind = type(module).__name__
     trial = copied(module, {id(tensor): tensor for tensor in module.parameters()}).eval()
-    with torch.no_grad(), preserved_generator(inputs.device):
+    with torch.enable_grad(), preserved_generator(inputs.device):
         try:
             outputs = trial(inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -40,6 +42,7 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
         predicted = prediction(outputs)
         if isinstance(dataset.objective, Custom):
             _require_losses_by_sample(dataset.objective, predicted, few.labels)
+        _require_gradient(dataset.objective, outputs, few.labels)
         if not dataset.objective.classes or predicted.dim() != 2:
             return
         if predicted.shape[1] < dataset.classes:
@@ -47,6 +50,16 @@ def require_fit(module: nn.Module, dataset: Dataset, samples: Samples) -> None:
             raise InvalidValue(
                 f"the model {kind} has {count} outputs, too few for the data, {data}"
             )
+
+
+def _require_gradient(objective: Objective, outputs: Any, targets: Tensor) -> None:
+    """Raise `InvalidValue` if the user's loss cannot be differentiated by the outputs."""
+    function = getattr(objective, "function", getattr(objective, "criterion", None))
+    if not callable(function) or not prediction(outputs).requires_grad:
+        return
+    if not objective.loss(outputs, targets).requires_grad:
+        remedy = "compute it with torch, without detach(), item() or no_grad()"
+        raise InvalidValue(f"the objective's function returned a loss without gradient: {remedy}")
 
 
 def _require_losses_by_sample(objective: Custom, outputs: Tensor, targets: Tensor) -> None:

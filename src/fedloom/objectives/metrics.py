@@ -34,6 +34,9 @@ _RANKINGS = ("auroc", "average_precision")
 _PREFIX = "metrics/"
 """Prefix of metrics among the names of the objective's counts."""
 
+_DEFINED = "defined/"
+"""Begins the names of the numbers of samples for which metrics are defined."""
+
 _TASK_PARAMETERS = {
     "preds",
     "target",
@@ -55,16 +58,16 @@ class NamedMetric:
     name: str
     function: Callable[[Tensor, Tensor], Any]
 
-    def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Compute the metric.
+    def value(self, outputs: Tensor, targets: Tensor) -> float | None:
+        """Return the figure of some samples.
 
         Args:
-            outputs: Outputs of a model for n samples, `[n, ...]`.
-            targets: Targets of these samples, `[n, ...]`.
+            outputs: The model's outputs, `[n, ...]`.
+            targets: The targets, `[n, ...]`.
 
         Returns:
-            The value; 0 where it is undefined (a client with only one class), NaN for a model that
-            has diverged.
+            The figure; NaN for a model that has diverged; None if the figure is undefined, such as
+            a ranking of samples of one class.
         """
         if not torch.isfinite(outputs).all():
             return math.nan
@@ -75,50 +78,69 @@ class NamedMetric:
                 f"metrics: {self.name} returned {list(figure.shape)}, not one number. "
                 "Many metrics have an option average, such as average='macro'"
             )
-        return 0.0 if math.isnan(float(figure)) else float(figure)
+        return None if math.isnan(float(figure)) else float(figure)
 
 
 def counted(
     metrics: Sequence[NamedMetric], outputs: Tensor, targets: Tensor, owner: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return metrics in the form of counts: for each of n samples, the value of its owner.
+    """Return metrics as counts that can be added up over samples.
 
     Args:
-        metrics: Metrics to compute.
-        outputs: Outputs of a model, `[n, ...]`.
-        targets: Targets, `[n, ...]`.
-        owner: Client of each sample, `[n]`; None if all belong to one.
+        metrics: The metrics.
+        outputs: The model's outputs, `[n, ...]`.
+        targets: The targets, `[n, ...]`.
+        owner: The owner of each sample, `[n]`, for a value of each owner; None for one owner.
 
     Returns:
-        Values by name, `[n]` float64.
+        For each sample its owner's value, and 1 if that is defined, else 0 for both; `[n]` float64
+        by name.
     """
     groups = torch.zeros(len(targets), dtype=torch.int64) if owner is None else owner
     counts = {
-        _PREFIX + metric.name: torch.zeros(len(targets), dtype=torch.float64) for metric in metrics
+        name: torch.zeros(len(targets), dtype=torch.float64) for name in counted_shapes(metrics)
     }
     for group in groups.unique().tolist():
         mask = groups == group
+        samples = outputs[mask.to(outputs.device)], targets[mask.to(targets.device)]
         for metric in metrics:
-            counts[_PREFIX + metric.name][mask] = metric.value(
-                outputs[mask.to(outputs.device)], targets[mask.to(targets.device)]
-            )
+            value = metric.value(*samples)
+            if value is not None:
+                counts[_PREFIX + metric.name][mask] = value
+                counts[_DEFINED + metric.name][mask] = 1.0
     return counts
 
 
 def counted_shapes(metrics: Iterable[NamedMetric]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of one sample's entries in `counted`, by name."""
-    return {_PREFIX + metric.name: () for metric in metrics}
+    """Return the shapes of one sample's counts of `counted`, by name."""
+    names = [metric.name for metric in metrics]
+    return {prefix + name: () for name in names for prefix in (_PREFIX, _DEFINED)}
+
+
+def require_defined(totals: Totals, samples: int) -> None:
+    """Raise `InvalidValue` unless metrics are defined for some of this many samples."""
+    for name, total in totals.items():
+        if name.startswith(_DEFINED) and not 0 <= float(total) <= samples:
+            raise InvalidValue(f"{name.removeprefix(_DEFINED)} of {float(total):g} samples")
 
 
 def figures(objective: Objective, totals: Totals) -> dict[str, Tensor]:
-    """Return the objective's figures and the metrics of n clients, `[n]` float64 by name."""
-    metrics = {name: total for name, total in totals.items() if name.startswith(_PREFIX)}
-    values = objective.figures(
-        {name: total for name, total in totals.items() if name not in metrics}
-    )
-    return values | {
-        name.removeprefix(_PREFIX): total / totals["samples"] for name, total in metrics.items()
+    """Return the objective's figures and the metrics of n clients, `[n]` float64 by name.
+
+    A metric is the mean over the samples for which it is defined. If these are not all,
+    `NAME_defined` is their share.
+    """
+    names = [name.removeprefix(_PREFIX) for name in totals if name.startswith(_PREFIX)]
+    counts = {
+        name: total for name, total in totals.items() if not name.startswith((_PREFIX, _DEFINED))
     }
+    values = dict(objective.figures(counts))
+    for name in names:
+        defined = totals[_DEFINED + name]
+        values[name] = totals[_PREFIX + name] / defined
+        if bool((defined < totals["samples"]).any()):
+            values[f"{name}_defined"] = defined / totals["samples"]
+    return values
 
 
 def build_metrics(

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.algorithm import Algorithm
 from fedloom.engines.base import inspect_reply
 from fedloom.errors import DamagedCheckpoint, FedloomError, InvalidValue, RefusedReply
-from fedloom.objectives.metrics import counted_shapes
+from fedloom.objectives.metrics import counted_shapes, require_defined
 from fedloom.parts.pipeline import Pipeline
 from fedloom.records import TensorSpec
 from fedloom.round import Round
@@ -213,6 +213,7 @@ class FlowerEngine(RemoteClients):
             shapes = objective.shapes(outputs) | counted_shapes(self.task.dataset.metrics)
             totals = {name: _total(counted[name], shape) for name, shape in shapes.items()}
             objective.require_totals({**totals, "samples": torch.tensor([float(samples)])})
+            require_defined(totals, samples)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidValue) as error:
             raise RefusedReply(f"the reply does not say what was counted: {error}") from None
         share = min(1.0, registered / samples)
