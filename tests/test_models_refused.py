@@ -108,3 +108,80 @@ def test_losses_of_other_samples_are_refused(loss: Any, message: str) -> None:
     task = fl.make_task(given, model=nn.Linear(6, 1), clients=3, partition="iid")
     with pytest.raises(InvalidValue, match=message):
         fl.run("fedavg", task, rounds=1, engine="rows", quiet=True)
+
+
+class ConvolutionalHead(nn.Module):
+    """A convolution over all of its input as the classifier, or the same as a linear layer."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+        head = nn.Conv2d(4, 10, 6)
+        self.head: nn.Module = nn.Linear(144, 10) if linear else head
+        with torch.no_grad():
+            for own, other in zip(self.head.parameters(), head.parameters(), strict=True):
+                own.copy_(other.view(own.shape))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.body(images)
+        logits: Tensor = self.head(features.flatten(1) if self.linear else features)
+        return logits.flatten(1)
+
+
+@pytest.mark.parametrize("method", ["fedas", "fedbabu", "fedrep"])
+def test_a_convolution_as_classifier_trains_as_the_same_linear_layer(method: str) -> None:
+    figures = []
+    for linear in (False, True):
+        task = fl.make_task("digits", model=ConvolutionalHead(linear), clients=4, local_test=0.25)
+        result = fl.run(
+            method,
+            task,
+            rounds=3,
+            participation=1.0,
+            personal_every=1,
+            engine="rows",
+            quiet=True,
+        )
+        figures.append([record["personal_loss"] for record in result.history])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+
+
+class Tied(nn.Module):
+    """A classifier that shares its weights with the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(64, 10), nn.Linear(10, 64)
+        self.head = nn.Linear(64, 10)
+        self.head.weight = self.first.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.middle(self.first(images.flatten(1))))
+        return logits
+
+
+@pytest.mark.parametrize("method", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedas", "fedgen"])
+def test_layers_with_a_common_parameter_are_not_divided(method: str) -> None:
+    with pytest.raises(InvalidValue, match=r"'first\.weight' and 'head\.weight' of Tied are one"):
+        run(Tied(), method)
+
+
+def test_wrapped_models_train_as_the_models_inside() -> None:
+    torch.manual_seed(0)
+    model = flat(nn.Linear(64, 10))
+    expected = run(model).model.state_dict()
+    for wrapped in (nn.DataParallel(model), torch.compile(model)):
+        state = run(wrapped).model.state_dict()  # type: ignore[arg-type]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_training_inside_autocast_is_refused() -> None:
+    model = flat(nn.Linear(64, 10))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InvalidValue, match=r"models cannot train inside torch\.autocast"),
+    ):
+        run(model)

@@ -26,7 +26,7 @@ from fedloom.errors import InvalidValue, quoted
 from fedloom.flat.device import find_device
 from fedloom.flat.layout import Layout, require_copyable
 from fedloom.models.build import build_model
-from fedloom.models.structure import copied
+from fedloom.models.structure import copied, unwrapped
 from fedloom.objectives import Objective
 from fedloom.objectives.classification import CLASSIFICATION
 from fedloom.objectives.custom import build_objective
@@ -261,10 +261,11 @@ def make_task(
     if local_test is not None:
         train, tests = split_train_test(partition, seed, local_test)
     if isinstance(model, nn.Module):
+        model = unwrapped(model)
         require_copyable(model)
-    module = (
-        copied(model) if isinstance(model, nn.Module) else build_model(model, dataset.spec, seed)
-    )
+        module = copied(model)
+    else:
+        module = unwrapped(build_model(model, dataset.spec, seed))
     dataset, pool, test = _fitted(dataset, pool, test, torch.from_numpy(train.indices))
     if shifted is not None:
         pool = shifted.apply(pool, partition, seed)

@@ -72,7 +72,8 @@ def misalignment(net: Net, batch: Batch, context: Mapping[str, Tensor]) -> Tenso
     """Return the sum over a batch's classes of the mean over samples and dimensions of (z - p_c)^2,
     with p_c from `means [Y, d]` of the context.
     """
-    distance = (net.both(batch.inputs)[0] - context["means"][batch.labels]).square().mean(1)
+    features = net.both(batch.inputs)[0].flatten(1)
+    distance = (features - context["means"][batch.labels]).square().mean(1)
     return (distance / (batch.labels.unsqueeze(1) == batch.labels).sum(1)).sum()
 
 

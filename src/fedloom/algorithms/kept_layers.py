@@ -9,7 +9,7 @@ from fedloom.algorithms.sharing import PartlyShared, block_layers
 from fedloom.config.fields import Count, NonNegativeInt
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Unit
-from fedloom.models.structure import head_name, layer_finder
+from fedloom.models.structure import head_name, layer_finder, require_untied_layers
 from fedloom.records import Message
 
 
@@ -102,10 +102,9 @@ class KeepsHead(PartlyShared):
         Raises:
             InvalidValue: The model has no layers below its classifier.
         """
-        name, layers = (
-            head_name(module),
-            {layer_finder(module)(name) for name, _ in module.named_parameters()},
-        )
+        require_untied_layers(module)
+        name = head_name(module)
+        layers = {layer_finder(module)(name) for name, _ in module.named_parameters()}
         head = frozenset(layer for layer in layers if layer == name or layer.startswith(f"{name}."))
         if not name or head == layers:
             model = type(module).__name__

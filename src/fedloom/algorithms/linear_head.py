@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.algorithm import Cohort
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import TensorSlice, Unit
-from fedloom.models.structure import head_name
+from fedloom.models.structure import head_name, require_untied_layers
 from fedloom.records import Plan
 
 Head = tuple[Tensor, Tensor]
@@ -62,6 +62,7 @@ class LinearHead:
             )
         if bias and head.bias is None:
             raise InvalidValue(f"{method} needs a classifier with a bias, but {shown} has none")
+        require_untied_layers(where.module)
         tensors = {tensor.name: tensor for tensor in where.layout.slices if tensor.layer == name}
         weight, offset = (tensors.get(f"{name}.{kind}".lstrip(".")) for kind in ("weight", "bias"))
         if weight is None or (bias and offset is None):

@@ -19,7 +19,7 @@ from fedloom.algorithm import (
 )
 from fedloom.errors import InvalidValue
 from fedloom.flat.layout import Layout, Unit
-from fedloom.models.structure import block_parameters, layer_finder
+from fedloom.models.structure import block_parameters, layer_finder, require_untied_layers
 from fedloom.records import Aggregate, Message, Plan
 
 
@@ -67,6 +67,7 @@ def block_layers(module: nn.Module, blocks: slice) -> frozenset[str]:
     """Return the layers in a slice of the module's blocks, which run from bottom to top (see
     `block_parameters`).
     """
+    require_untied_layers(module)
     return frozenset(map(layer_finder(module), itertools.chain(*block_parameters(module)[blocks])))
 
 

@@ -260,6 +260,9 @@ def require_copyable(module: nn.Module) -> None:
         raise InvalidValue(
             "models cannot train inside torch.inference_mode(): leave the block first"
         )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        remedy = "leave the block, and set autocast = 'bfloat16' in the settings of training"
+        raise InvalidValue(f"models cannot train inside torch.autocast(): {remedy}")
     for name, tensor in _tensors(module).items():
         if nn.parameter.is_lazy(tensor):
             raise InvalidValue(

@@ -33,6 +33,21 @@ def copied(module: Module, shared: Mapping[int, object] = MappingProxyType({})) 
     return copy.deepcopy(module, memo)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside `torch.compile`, `DataParallel` and `DistributedDataParallel`.
+
+    Clients train copies of it, and names of tensors in files have no prefix of the wrapper.
+    """
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while True:
+        inner = (
+            module.module if isinstance(module, parallel) else getattr(module, "_orig_mod", None)
+        )
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
 def drawn_again(module: Module) -> Module:
     """Return a copy of a module with new initial weights from torch's generator.
 
@@ -72,6 +87,21 @@ def smallest_batch(module: nn.Module, sample: Tensor) -> int:
         except ValueError as error:
             return 2 if _REFUSAL in str(error) else 1
     return 1
+
+
+def require_untied_layers(module: nn.Module) -> None:
+    """Raise `InvalidValue` if two layers have a parameter in common, so that a method cannot treat
+    them differently.
+    """
+    first: dict[int, str] = {}
+    layer = layer_finder(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if layer(other) != layer(name):
+            remedy = "give each layer its own parameter, or choose a method that treats them alike"
+            raise InvalidValue(
+                f"{other!r} and {name!r} of {type(module).__name__} are one parameter: {remedy}"
+            )
 
 
 def layer_finder(module: nn.Module) -> Callable[[str], str]:
