@@ -1,6 +1,7 @@
 # make setup: a virtual environment and the install;  make demo: the main job and its report;  make docs: site/index.html;
 # make quick: a cross-section of the tests in a minute;  make test: all tests but those that take minutes;
 # make chaos MINUTES=60: these, then kills (SuperNodes and Ray too), damaged files, mutated inputs, malicious sites, and every method inside every part;
+# make mutants: plants faults one by one, each of which some test must notice; minutes each;
 # make dist: a wheel and an sdist in dist/
 PYTHON ?= python3
 VENV   := .venv
@@ -17,7 +18,7 @@ MINUTES ?= 60
 # The tests start hundreds of programs: without bytecode each would compile the package anew, and each worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-dev demo quick test chaos lint docs dist clean
+.PHONY: setup setup-dev demo quick test chaos mutants lint docs dist clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -45,6 +46,9 @@ chaos: setup-dev
 	$(PYTEST) -m minutes
 	$(BIN)/python tests/chaos/harness.py --minutes $(MINUTES)
 	$(BIN)/python tests/seams/harness.py --minutes $(MINUTES)
+
+mutants: setup-dev
+	$(BIN)/python tests/mutants/harness.py
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -44,6 +45,9 @@ def saying(capsys: pytest.CaptureFixture[str]) -> Say:
 OPERATIONS = "operations.txt"
 """The list of a command's file operations, in its folder: the names of the files, a line each."""
 
+OUTPUT = "output.txt"
+"""The output of a command, in its folder."""
+
 
 class Command:
     """A running `fedloom ...`."""
@@ -64,6 +68,8 @@ class Command:
         """Return the exit code (negative: the signal that killed it) and all output."""
         assert self.server.stdout is not None
         code = os.waitstatus_to_exitcode(int(self.server.stdout.readline()))
+        # a process that was cut in the middle of a write was killed, too
+        code = -signal.SIGKILL if code == -signal.SIGXFSZ else code
         return code, self.output.read_text()
 
 
@@ -74,7 +80,7 @@ class Server:
         self.process, self.folder = process, folder
 
     def start(self, *arguments: str, die_at: int = 0) -> Command:
-        output = self.folder / "output.txt"
+        output = self.folder / OUTPUT
         output.touch()  # it may be killed before it writes
         request = {
             "arguments": arguments,
@@ -138,40 +144,50 @@ def _obey(request: dict[str, Any]) -> NoReturn:
 
 
 def _die_at(number: int) -> None:
-    """Die in the middle of write `number`; -1 lists the names of all written files in `OPERATIONS`
-    instead.
+    """Die in file operation `number`: in the middle of a write, or before a file is renamed.
+
+    Operations are seen by Python's audit events, whoever makes them. From a write's beginning on,
+    the system lets no file grow by more than a byte, and ends the process that tries: code of other
+    languages, too. With -1, the names of the files are listed in `OPERATIONS` instead.
     """
-    import fedloom.state.files as files
-    from fedloom.rounds.checkpoint import RoundLog
+    done = 0
+    home = os.path.realpath(os.getcwd())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
 
-    replacing, append, done = files.replacing, RoundLog.append, 0
-
-    def counted(path: Path) -> bool:
+    def count(name: str) -> bool:
         nonlocal done
         done += 1
         if number < 0:
             with open(OPERATIONS, "a") as file:
-                file.write(f"{path.name}\n")
+                file.write(f"{name}\n")
         return done == number
 
-    @contextmanager
-    def cut_replacing(path: Path, **options: Any) -> Iterator[Path]:
-        with replacing(path, **options) as temporary:
-            yield temporary
-            if counted(path):
-                os.truncate(temporary, temporary.stat().st_size // 2)
+    def heed(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and _inside(home, arguments[1]):
+            if count(f"rename to {Path(os.fsdecode(arguments[1])).name}"):
                 os.kill(os.getpid(), signal.SIGKILL)
+        elif event == "open" and _writes(home, *arguments):
+            path = Path(os.fsdecode(arguments[0]))
+            if count(path.name):
+                size = path.stat().st_size if path.exists() else 0
+                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1, hard))
 
-    def cut_append(log: RoundLog, record: Any) -> None:
-        if counted(log.path):
-            text = json.dumps(record)
-            with log.path.open("a") as file:
-                file.write(text[: len(text) // 2])
-                file.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
-        append(log, record)
+    sys.addaudithook(heed)
 
-    files.replacing, RoundLog.append = cut_replacing, cut_append  # type: ignore[method-assign]
+
+def _inside(home: str, path: Any) -> bool:
+    """Return True for a path in the folder of the command, but for the files of this module."""
+    if isinstance(path, int):
+        return False
+    name = os.path.realpath(os.fsdecode(path))
+    return name.startswith(home) and os.path.basename(name) not in (OPERATIONS, OUTPUT)
+
+
+def _writes(home: str, path: Any, mode: str | None, flags: int) -> bool:
+    """Return True for the audit event of a file that is opened for writing."""
+    return bool(flags & (os.O_WRONLY | os.O_RDWR)) and _inside(home, path)
 
 
 if __name__ == "__main__":

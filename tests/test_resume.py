@@ -140,8 +140,8 @@ def test_a_run_killed_while_it_is_lengthened_ends_as_a_long_one(
 def test_a_truncated_checkpoint_and_a_broken_line_cost_rounds_but_not_the_run(
     server: Server, undisturbed: dict[str, bytes]
 ) -> None:
-    # The writes before round 1 are fewer than 10, each round appends 3 lines: this dies after some
-    # checkpoints.
+    # fewer than 20 operations come before round 1, and about 4 in each round: some checkpoints are
+    # there
     assert server.run("run", "job.toml", "--quiet", die_at=50)[0] == -signal.SIGKILL
     folder = server.folder / RUN
     older, newest = sorted(folder.glob("checkpoint-*"))

@@ -17,10 +17,10 @@ import shutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain, count, cycle
+from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
@@ -188,32 +188,41 @@ def place_of(server: Server) -> Path:
 
 
 class Cuts(Runs):
-    """A run that is cut in the middle of a write and started again: each write of its first, a
-    middle and its last round in turn.
+    """A run that is cut in the middle of a write, or before a file is renamed, and started again.
+
+    The operations are drawn from all of a run, most of them from its first, a middle and its last
+    round.
     """
 
     methods = ("fedavg", "scaffold", "fedmr", "ditto")
     files = (*KEPT, "result.json", "recorded.jsonl")
     options = OPTIONS
 
+    rounds = (0, 1, 5, 6, 11, 12)  # a checkpoint follows every third round
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.turns = chain.from_iterable(map(self.cuts, cycle(self.methods)))
+        self.listed: dict[str, list[tuple[int, str, bool]]] = {}
 
-    def cuts(self, method: str) -> Iterator[tuple[str, int, str]]:
-        """The numbers of the writes to cut, and what they write."""
-        server = self.server(method, "rows")
-        server.run("run", "job.toml", "--quiet", *self.options, die_at=-1)
-        names = (server.folder / OPERATIONS).read_text().splitlines()
-        shutil.rmtree(server.folder)
-        finished = 0
-        for number, name in enumerate(names, start=1):
-            if finished in (0, 1, 5, 6, 11, 12):  # a checkpoint follows every third round
-                yield method, number, f"{name} after round {finished}"
-            finished += name == "metrics.jsonl"
+    def operations(self, method: str) -> list[tuple[int, str, bool]]:
+        """Return the number of each operation, what it writes, and if it is in one of `rounds`."""
+        if method not in self.listed:
+            server = self.server(method, "rows")
+            server.run("run", "job.toml", "--quiet", *self.options, die_at=-1)
+            names = (server.folder / OPERATIONS).read_text().splitlines()
+            shutil.rmtree(server.folder)
+            finished, listed = 0, []
+            for number, name in enumerate(names, start=1):
+                listed.append((number, f"{name} after round {finished}", finished in self.rounds))
+                finished += name == "metrics.jsonl"
+            self.listed[method] = listed
+        return self.listed[method]
 
     def once(self, draw: random.Random) -> str:
-        method, number, write = next(self.turns)
+        method = draw.choice(self.methods)
+        operations = self.operations(method)
+        often = [entry for entry in operations if entry[2]]
+        number, write, _ = draw.choice(often if draw.random() < 0.8 else operations)
         expected, server = self.expected(method, "rows"), self.server(method, "rows")
         code, output = server.run("run", "job.toml", "--quiet", *self.options, die_at=number)
         if code != -signal.SIGKILL:
@@ -732,6 +741,42 @@ class Strangers(Trial):
         return f"{kind.__name__} {'refused' if site.refused else 'bounded'}"
 
 
+class Noise(Trial):
+    """The same round twice over sites with differential privacy: the models differ by the noise of
+    both, which has the promised size and cannot be drawn again from the seed.
+    """
+
+    noise, clip = 2.0, 0.5
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.numbers = count()
+
+    def model(self, method: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the model `[P]` after one round with all sites, and their numbers of samples."""
+        folder = self.folder / str(next(self.numbers))
+        config = run_config(method, folder / "run", rounds=1, model="PlainNet")
+        text = config["configuration"].replace("participation = 0.5", "participation = 1.0")
+        config["configuration"] = text
+        grid = LocalGrid(nodes(CLIENTS, folder), config)
+        federation = flower(grid.run_config, grid)
+        federation.step()
+        shutil.rmtree(folder, ignore_errors=True)
+        return federation.model(), federation.task.sizes(torch.arange(CLIENTS)).double()
+
+    def once(self, draw: random.Random) -> str:
+        part = draw.choice(("private", "local_private"))
+        method = f"{part}(fedavg, noise={self.noise}, clip={self.clip})"
+        (first, sizes), (second, _) = self.model(method), self.model(method)
+        shares = sizes / sizes.sum()
+        spread = 1 / CLIENTS if part == "private" else float(shares.square().sum().sqrt())
+        expected = 2**0.5 * self.noise * self.clip * spread
+        found = float((first - second).std())
+        if not 0.8 < found / expected < 1.25:  # five deviations of the spread of 650 numbers
+            raise Wrong(f"{part}: noise of {found:.3g} where {expected:.3g} is promised")
+        return part
+
+
 # --- what a long run holds ---
 
 
@@ -795,7 +840,17 @@ class Rounds(Trial):
 
 
 TRIALS: dict[str, type[Trial]] = {
-    "inputs": Inputs, "files": Files, "resumptions": Resumptions, "strangers": Strangers, "cuts": Cuts, "kills": Kills,
-    "damages": Damages, "workers": Workers, "rounds": Rounds, "actors": Actors, "supernodes": SuperNodes,
-}  # fmt: skip
+    "inputs": Inputs,
+    "files": Files,
+    "resumptions": Resumptions,
+    "strangers": Strangers,
+    "noise": Noise,
+    "cuts": Cuts,
+    "kills": Kills,
+    "damages": Damages,
+    "workers": Workers,
+    "rounds": Rounds,
+    "actors": Actors,
+    "supernodes": SuperNodes,
+}
 """The quickest first: each is tried once before any is repeated."""
