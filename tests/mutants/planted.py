@@ -82,14 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         "the referee calls each difference in loss a sum",
-        "evidence/referee.py",
+        "reviews/evidence/referee.py",
         "np.allclose(there, sizes * here, rtol=1e-3)",
         "len(there)",
         ("test_referee.py",),
     ),
     Mutant(
         "a replay confirms forged figures",
-        "evidence/replay.py",
+        "reviews/evidence/replay.py",
         "return abs(a - b) <= FIGURES * max(abs(a), abs(b)) + slack",
         "return True",
         ("test_replay.py", "-k", "forged"),
