@@ -26,7 +26,7 @@ from fedloom.data import Dataset
 from fedloom.engines.rows import RowsEngine
 from fedloom.flat.device import keep_pages
 from fedloom.parts.building import build
-from fedloom.reviews.papers.paper_file import printed
+from fedloom.reviews.papers.printed import printed
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from fedloom.task import Task, make_dataset, make_task

@@ -34,7 +34,8 @@ from fedloom.method import Facts
 from fedloom.parts.building import build
 from fedloom.parts.hooks import Inner, Part
 from fedloom.records import Message, Replies, Selection, started_from, uniform
-from fedloom.reviews.papers.paper_file import paper, printed
+from fedloom.reviews.papers.library import paper
+from fedloom.reviews.papers.printed import printed
 from fedloom.reviews.papers.protocols import Setting
 from fedloom.round import Round
 from fedloom.rounds.federation import Federation
@@ -153,12 +154,16 @@ def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.part in ("mnist", "all"):
         words = {"part": "appendix", "dataset": "mnist", "participation": 0.15}
         settings += [
-            (name, 0.95, FEDUMF.setting(**words, heterogeneity=kind))
+            (name, 0.95, FEDUMF.experiment(**words, heterogeneity=kind))
             for name, kind in SETTINGS.items()
         ]
     if arguments.part in ("synthetic", "all"):
         settings += [
-            (name, target, FEDUMF.setting(part="synthetic", heterogeneity=kind, participation=0.15))
+            (
+                name,
+                target,
+                FEDUMF.experiment(part="synthetic", heterogeneity=kind, participation=0.15),
+            )
             for name, (kind, target) in SYNTHETIC.items()
         ]
     for name, target, setting in settings:

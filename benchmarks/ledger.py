@@ -15,8 +15,8 @@ from pathlib import Path
 
 from fedloom.report.export import escape_markdown, markdown_table
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
+from fedloom.reviews.papers.library import exhibits, not_run, titles
 from fedloom.reviews.papers.measure import Measured, deviations
-from fedloom.reviews.papers.paper_file import exhibits, not_run, titles
 from fedloom.reviews.papers.protocols import Exhibit, Printed
 from fedloom.reviews.papers.result_table import CellResult, cells_of
 

@@ -36,8 +36,8 @@ from fedloom.models.build import build_model
 from fedloom.parts.building import build
 from fedloom.randomness import stream
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
+from fedloom.reviews.papers.library import exhibit
 from fedloom.reviews.papers.measure import Measured
-from fedloom.reviews.papers.paper_file import exhibit
 from fedloom.reviews.papers.result_table import CellResult
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule

@@ -18,8 +18,8 @@ from typing import Any
 from fedloom.config.expression import Call, parse
 from fedloom.report.summary import RunSummary, dotted
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
+from fedloom.reviews.papers.library import exhibit
 from fedloom.reviews.papers.measure import measured
-from fedloom.reviews.papers.paper_file import exhibit
 from fedloom.reviews.papers.plan import PLACES
 from fedloom.reviews.papers.protocols import Exhibit, PaperCell
 from fedloom.reviews.papers.result_table import CellResult

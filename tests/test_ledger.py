@@ -15,8 +15,8 @@ import record_runs
 import successors
 from fedloom.errors import InvalidValue
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
+from fedloom.reviews.papers.library import exhibit, exhibits
 from fedloom.reviews.papers.measure import Measured
-from fedloom.reviews.papers.paper_file import exhibit, exhibits
 from fedloom.reviews.papers.result_table import CellResult
 from ledger import STATES, LedgerEntry, ledger, to_markdown
 

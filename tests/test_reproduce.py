@@ -22,8 +22,8 @@ from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.reviews.papers.estimate import cost, estimate, work
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord
-from fedloom.reviews.papers.paper_data import at_hand, facts
-from fedloom.reviews.papers.paper_file import exhibit, exhibits, paper, titles
+from fedloom.reviews.papers.library import exhibit, exhibits, paper, titles
+from fedloom.reviews.papers.paper_data import FACTS, at_hand
 from fedloom.reviews.papers.plan import ReproduceOptions, plan
 from fedloom.task import make_dataset
 from forking_cli import Say, saying
@@ -212,11 +212,8 @@ def test_each_paper_has_a_selection_that_takes_an_hour(
     name: str, runs: int, reproduce: Say, tmp_path: Path
 ) -> None:
     selection = paper(name).hour
-    limits = ("rows", "columns", "rounds", "seeds", "samples")
-    options = ReproduceOptions(
-        directory=tmp_path, **{key: selection[key] for key in limits if key in selection}
-    )
-    planned = plan(exhibits()[selection["exhibit"]], options)
+    options = ReproduceOptions(directory=tmp_path, **selection.limits)
+    planned = plan(exhibits()[selection.exhibit], options)
     assert len(planned.jobs) == runs
     # Steps of convolutions at 5 ms and of multilayer perceptrons at half a millisecond, on two
     # cores.
@@ -334,7 +331,7 @@ def test_steps_are_counted_as_the_protocol_has_them() -> None:
     def steps(name: str, row: str, column: str) -> int:
         planned = plan(exhibit(name), ReproduceOptions(rows=(row,), columns=(column,)))
         [settings] = planned.configurations.values()
-        data_facts = facts()[parse(settings.data.name).name]
+        data_facts = FACTS[parse(settings.data.name).name]
         return cost(settings, planned.jobs[0].name.algorithm, data_facts, 0.1).steps
 
     assert steps("fedumf.table-a2", "FedAvg", "MNIST IID 15% to 95%") == 300 * 15 * 12
@@ -359,9 +356,9 @@ def test_data_are_found_where_the_loader_looks(data: Path, monkeypatch: pytest.M
 
 def test_recorded_facts_of_data_sets_are_right(data: Path) -> None:
     for name in ("mnist", "cifar10"):
-        assert make_dataset(f"{name}(folder='{data}')").spec == facts()[name].spec
+        assert make_dataset(f"{name}(folder='{data}')").spec == FACTS[name].spec
     generated = make_dataset("synthetic_feddc(test=train)")
-    expected = facts()["synthetic_feddc"]
+    expected = FACTS["synthetic_feddc"]
     assert (generated.spec, len(generated.train), len(generated.test)) == (
         expected.spec,
         expected.train,

@@ -17,10 +17,11 @@ from fedloom.config.expression import parse
 from fedloom.errors import InvalidValue
 from fedloom.parts.building import build
 from fedloom.report.summary import RunSummary
+from fedloom.reviews.papers.library import exhibit, exhibits, paper
 from fedloom.reviews.papers.measure import Measured, deviations, difference, judged, measured
-from fedloom.reviews.papers.paper_data import facts
-from fedloom.reviews.papers.paper_file import exhibit, exhibits, paper, printed
+from fedloom.reviews.papers.paper_data import FACTS
 from fedloom.reviews.papers.plan import ReproduceOptions, plan
+from fedloom.reviews.papers.printed import printed
 from fedloom.reviews.papers.protocols import Measure, PaperCell, Printed, Setting
 from fedloom.runs.config_file import configuration
 
@@ -39,7 +40,7 @@ def appendix(
 ) -> Setting:
     """Return a setting of FedUmf's tables A1 and A2."""
     words = {"part": "appendix", "dataset": data, "heterogeneity": distribution}
-    return FEDUMF.setting(**words, participation=participation, method=method)
+    return FEDUMF.experiment(**words, participation=participation, method=method)
 
 
 def appendix_method(name: str, data: str, distribution: str) -> str:
@@ -61,7 +62,7 @@ def test_every_setting_is_a_valid_configuration_and_every_method_can_be_built() 
     for text, cell in tables.items():
         settings = configuration({**json.loads(text), "algorithm": cell.algorithm})
         assert settings.schedule.rounds >= (settings.schedule.evaluate_every or 0)
-        assert parse(settings.data.name).name in facts()
+        assert parse(settings.data.name).name in FACTS
 
 
 def test_every_printed_number_has_a_cell() -> None:
@@ -121,7 +122,7 @@ def test_the_numbers_in_the_package_are_those_of_the_specification() -> None:
 
 def test_protocols_equal_the_papers() -> None:
     words = {"model": "cnn", "dataset": "cifar10", "heterogeneity": "iid"}
-    settings = FEDMR.setting(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
+    settings = FEDMR.experiment(model="cnn", dataset="cifar10", heterogeneity="dir:0.1").table(1000)
     assert settings["training"] == {
         "learning_rate": 0.01,
         "momentum": 0.5,
@@ -143,9 +144,9 @@ def test_protocols_equal_the_papers() -> None:
         == "stages(fedavg(weighted=false):100, fedmr(unit=tensor))"
     )
     assert FEDMR.algorithm("FedProx", dataset="femnist") == "fedprox(mu=0.1)"
-    assert [FEDMR.setting(**words, share=k / 100).participation for k in (5, 100)] == [0.05, 1.0]
+    assert [FEDMR.experiment(**words, share=k / 100).participation for k in (5, 100)] == [0.05, 1.0]
 
-    main_part = FEDUMF.setting(
+    main_part = FEDUMF.experiment(
         part="main", dataset="mnist", heterogeneity="pathological:2", participation=0.5, lr=0.05
     )
     assert main_part.training == {
@@ -157,7 +158,7 @@ def test_protocols_equal_the_papers() -> None:
         "mcmahan_cnn",
     )
     assert (
-        FEDUMF.setting(
+        FEDUMF.experiment(
             part="main", dataset="cifar10", heterogeneity="iid", participation=0.1, lr=0.01
         ).rounds
         == 300
@@ -175,7 +176,7 @@ def test_protocols_equal_the_papers() -> None:
     assert "alpha=0.5" in appendix_method("FedUmf+FedDC", "cifar10", "dir_class_prior:0.6")
     assert "alpha=1" in appendix_method("FedUmf+FedDC", "cifar10", "iid")
 
-    personal = FEDALA.setting(dataset="cifar100", heterogeneity="pathological:10").table(2000)
+    personal = FEDALA.experiment(dataset="cifar100", heterogeneity="pathological:10").table(2000)
     assert personal["data"] == {
         "name": "cifar100(normalise=half)", "clients": 20, "partition": "pathological(10)", "local_test": 0.25, "merge": True,
     }  # fmt: skip
@@ -191,15 +192,15 @@ def test_protocols_equal_the_papers() -> None:
         2000,
     )
     rates = [
-        FEDALA.setting(dataset=d, heterogeneity="dir:0.1", model=m).training["learning_rate"]
+        FEDALA.experiment(dataset=d, heterogeneity="dir:0.1", model=m).training["learning_rate"]
         for d, m in _FAST
     ]
     assert rates == [0.1, 0.1, 0.1]
     assert (
-        FEDALA.setting(dataset="cifar100", heterogeneity="dir:0.1", clients=100).partition
+        FEDALA.experiment(dataset="cifar100", heterogeneity="dir:0.1", clients=100).partition
         == "dirichlet(0.1, minimum=40)"
     )
-    assert FEDALA.setting(dataset="mnist", heterogeneity="dir:0.1").seeds == [0, 1, 2, 3, 4]
+    assert FEDALA.experiment(dataset="mnist", heterogeneity="dir:0.1").seeds == [0, 1, 2, 3, 4]
 
 
 def test_methods_follow_the_papers_code_that_made_the_tables() -> None:

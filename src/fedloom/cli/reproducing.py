@@ -69,7 +69,7 @@ def reproduce(
     an interruption; finished runs are never repeated.
     """
     from fedloom.reviews.papers.execute import require_data
-    from fedloom.reviews.papers.paper_file import exhibit, paper
+    from fedloom.reviews.papers.library import exhibit, paper
     from fedloom.reviews.papers.plan import ReproduceOptions, plan
 
     if which is None:
@@ -77,7 +77,7 @@ def reproduce(
             raise InvalidValue("--hour needs a paper, such as fedmr")
         _list(folders_of(data))
         return
-    protocol = paper(which).hour if hour else {"exhibit": which}
+    check = paper(which).hour if hour else None
     limits = {
         "rows": rows,
         "columns": columns,
@@ -85,24 +85,16 @@ def reproduce(
         "seeds": _numbers(seeds),
         "samples": samples,
     }
-    chosen = {
-        **protocol,
-        **{name: value for name, value in limits.items() if value not in (None, [])},
-    }
+    given = {name: value for name, value in limits.items() if value not in (None, [])}
     options = ReproduceOptions(
-        **{name: chosen[name] for name in limits if name in chosen},
+        **{**(check.limits if check else {}), **given},
         folders=folders_of(data),
         changes=[*(changes or []), *([] if workers is None else [f"workers={workers}"])],
         directory=directory,
     )
-    reproduction = plan(exhibit(protocol["exhibit"]), options)
-    if hour:
-        print(
-            f"shows {protocol['can']}",
-            f"does not show {protocol['cannot']}",
-            sep="\n",
-            file=sys.stderr,
-        )
+    reproduction = plan(exhibit(check.exhibit if check else which), options)
+    if check:
+        print(f"shows {check.can}", f"does not show {check.cannot}", sep="\n", file=sys.stderr)
     if estimate:
         _print_estimate(reproduction)
     else:
@@ -173,8 +165,8 @@ def _list(folders: dict[str, str]) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from fedloom.reviews.papers.paper_data import at_hand, data_of, facts, family
-    from fedloom.reviews.papers.paper_file import exhibits, titles
+    from fedloom.reviews.papers.library import exhibits, titles
+    from fedloom.reviews.papers.paper_data import FACTS, at_hand, data_of, family
 
     columns = (
         Column("Table or figure", no_wrap=True),
@@ -192,7 +184,7 @@ def _list(folders: dict[str, str]) -> None:
             labels = []
             for name in dict.fromkeys(data_of(cell.setting.data) for cell in exhibit.cells):
                 available = at_hand(name, folders.get(family(name)))
-                labels.append(facts()[name].label if available else f"({facts()[name].label})")
+                labels.append(FACTS[name].label if available else f"({FACTS[name].label})")
                 missing |= {} if available else {family(name): None}
             table.add_row(exhibit.id, exhibit.shows, str(len(exhibit.cells)), ", ".join(labels))
     console = Console()

@@ -13,7 +13,7 @@ from fedloom.config.expression import Call, parse
 from fedloom.data.dataset import Dataset, DataSpec, Samples
 from fedloom.data.partition import Partition
 from fedloom.engines.work import using_threads
-from fedloom.reviews.papers.paper_data import DataFacts, data_of, facts
+from fedloom.reviews.papers.paper_data import FACTS, DataFacts, data_of
 from fedloom.reviews.papers.plan import ReproducePlan
 from fedloom.rounds.evaluation import TRAINING_PASSES
 from fedloom.rounds.schedule import Schedule
@@ -141,7 +141,7 @@ def _facts(name: str) -> DataFacts:
     """Return shape and sizes of the data: of the papers' sets from the table of facts, of any
     different data from themselves.
     """
-    data_facts, call = facts().get(data_of(name)), parse(name)
+    data_facts, call = FACTS.get(data_of(name)), parse(name)
     if data_facts is None:
         data = make_dataset(name)
         return DataFacts(data.name, data.spec, len(data.train), len(data.test))

@@ -9,7 +9,7 @@ from fedloom.report.page import render, write_page
 from fedloom.report.summary import RunSummary
 from fedloom.reviews.papers.exhibit_record import ExhibitRecord, today
 from fedloom.reviews.papers.measure import judged, measured
-from fedloom.reviews.papers.paper_data import at_hand, data_of, facts, family
+from fedloom.reviews.papers.paper_data import FACTS, at_hand, data_of, family
 from fedloom.reviews.papers.plan import ReproducePlan
 from fedloom.reviews.papers.result_table import CellResult, to_csv
 from fedloom.runs.directory import write_json
@@ -31,7 +31,7 @@ def require_data(plan: ReproducePlan, fresh: bool) -> Tasks:
             require_possible([job], tasks)
         except InvalidValue as error:
             name = data_of(job.configuration.data.name)
-            missing = name in facts() and not at_hand(name, plan.options.folders.get(family(name)))
+            missing = name in FACTS and not at_hand(name, plan.options.folders.get(family(name)))
             remedy = (
                 f"; here: --data {family(name)}=FOLDER, or choose other --columns"
                 if missing

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import InvalidValue
+from fedloom.reviews.papers.library import exhibit
 from fedloom.reviews.papers.measure import Measured
-from fedloom.reviews.papers.paper_file import exhibit
 from fedloom.reviews.papers.result_table import CellResult
 from fedloom.runs.directory import to_json
 from fedloom.state.files import read_file

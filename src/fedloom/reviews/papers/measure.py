@@ -14,7 +14,7 @@ from fedloom.models.structure import block_parameters
 from fedloom.report import summary as figures
 from fedloom.report.sheet import Criterion, criterion
 from fedloom.report.summary import RunSummary
-from fedloom.reviews.papers.paper_data import facts
+from fedloom.reviews.papers.paper_data import FACTS
 from fedloom.reviews.papers.protocols import PaperCell, Printed
 from fedloom.task import make_dataset
 
@@ -209,7 +209,7 @@ def _models(run: RunSummary, cell: PaperCell) -> float:
     record, name = run.records[-1], str(run.configuration["data"]["name"])
     data = parse(cell.setting.data).name
     # a stand-in may differ
-    spec = facts()[data].spec if name.startswith(("part", data)) else make_dataset(name).spec
+    spec = FACTS[data].spec if name.startswith(("part", data)) else make_dataset(name).spec
     sent = (record["bytes_down"] + record["bytes_up"]) / (
         4 * _sizes(str(run.configuration["model"]), spec)[0]
     )
@@ -229,7 +229,7 @@ def _sizes(model: str, spec: DataSpec) -> tuple[int, tuple[int, ...]]:
 
 def _weights(cell: PaperCell) -> int:
     ranges = int(parse(cell.algorithm).named["p"])  # the highest blocks
-    return sum(_sizes(cell.setting.model, facts()[parse(cell.setting.data).name].spec)[1][-ranges:])
+    return sum(_sizes(cell.setting.model, FACTS[parse(cell.setting.data).name].spec)[1][-ranges:])
 
 
 CRITERIA = {

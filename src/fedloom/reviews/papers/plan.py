@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedloom.config.expression import Call, parse
 from fedloom.errors import InvalidValue, UnknownName, suggestion
-from fedloom.reviews.papers.paper_data import data_of, facts, families, family
+from fedloom.reviews.papers.paper_data import FACTS, data_of, families, family
 from fedloom.reviews.papers.protocols import Exhibit, PaperCell, PaperRun, Setting
 from fedloom.rounds.schedule import NEUTRAL
 from fedloom.runs.config_file import configuration, put
@@ -172,11 +172,11 @@ def _configured(
     table, call, name = setting.table(rounds), parse(setting.data), data_of(setting.data)
     if folder := options.folders.get(family(name)):
         call = replace(call, named={**call.named, "folder": folder})
-    if options.samples is not None and facts()[name].files:
+    if options.samples is not None and FACTS[name].files:
         call = Call("part", named={"of": str(call), "samples": options.samples})
         departures.append(f"{options.samples:,} samples of the data")
         if "steps" in table["training"]:
-            share = min(1.0, options.samples / (facts()[name].train + facts()[name].test))
+            share = min(1.0, options.samples / (FACTS[name].train + FACTS[name].test))
             table["training"]["steps"] = math.ceil(share * table["training"]["steps"])
     table["data"]["name"] = str(call)
     for change in options.changes:

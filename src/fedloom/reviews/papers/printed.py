@@ -1,0 +1,24 @@
+"""The numbers that the papers print."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+Words = Mapping[str, Any]
+"""Values by word, such as `dataset` and `method`."""
+
+
+@cache
+def _numbers() -> tuple[Words, ...]:
+    return tuple(json.loads((files("fedloom.reviews.papers") / "numbers.json").read_text("utf-8")))
+
+
+def printed(version: str, table: str) -> list[Words]:
+    """Return the numbers of a paper's table (`fedumf`, `A2`) in the printed order: dataset,
+    heterogeneity, method and so on, with the figures.
+    """
+    return [
+        number for number in _numbers() if number["paper"] == version and number["table"] == table
+    ]

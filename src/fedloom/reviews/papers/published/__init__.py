@@ -1,0 +1,1 @@
+"""The papers: settings, methods, tables and figures."""
