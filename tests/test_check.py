@@ -23,7 +23,8 @@ from fedloom.engines.rows import RowsEngine
 from fedloom.engines.stacked import StackedEngine
 from fedloom.errors import InvalidValue, RefusedReply, error_location
 from fedloom.parts.building import build
-from fedloom.reviews.checker.check import examine, own_task, sample_of
+from fedloom.reviews.checker.check import examine
+from fedloom.reviews.checker.trial import own_task, sample_of
 from fedloom.rounds.federation import Federation
 from fedloom.rounds.schedule import Schedule
 from small_task import KeepsClientMemory, small_task
