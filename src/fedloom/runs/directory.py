@@ -1,10 +1,9 @@
-"""The directory of one run: whose it is, who is working in it, and what it holds when the run is
-finished.
+"""The directory of one run: its ownership, its locking and its files.
 
-`docs/configuration.md` lists its files. result.json is written last, so that its presence says that
-the run is finished. So that nobody takes damaged files for those of the run, JSON objects hold a
-digest of themselves, and result.json one of every file with figures, splits, labels or the model.
-They are compared before a finished run is shown, used or lengthened.
+`docs/configuration.md` lists the files. A run writes result.json last, so this file marks it as
+finished. JSON objects hold a digest of themselves. result.json holds a digest of every file with
+figures, splits, labels or the model. The digests are compared before a finished run is shown, used
+or lengthened.
 """
 
 import itertools
@@ -53,7 +52,7 @@ _FILES = (
     "events.out.tfevents.*",
 )  # fmt: skip
 
-# Files of a finished run alone. The first says that it is finished, so it is removed first.
+# Files of a finished run only. The first marks it as finished, so it is removed first.
 _END = ("result.json", *_MODEL, "report.html", "landscape.json", RECORDED)
 
 _DIGESTED = (
@@ -61,7 +60,7 @@ _DIGESTED = (
     "labels.safetensors",
 )  # fmt: skip
 
-# Keys of a resolved configuration whose values are digests.
+# Keys of a resolved configuration with digests as values.
 _OBJECTS = {
     "code": "a run of this method with other code",
     "task.data": "a run on other samples",
@@ -83,25 +82,22 @@ class RunDirectory:
     def finished(self) -> bool:
         return (self.path / "result.json").exists()
 
+    @property
+    def begun(self) -> bool:
+        return (self.path / "configuration.json").exists()
+
     def ended(self, configuration: Mapping[str, Any]) -> bool:
         """Return True if the directory holds a finished run with the same end. Raise
         `CheckpointError` for a damaged file.
         """
-        stored = self.configuration if self.finished else {}
         return self.finished and all(
-            stored.get(key) == configuration.get(key) for key in ("rounds", "stop")
+            self.configuration.get(key) == configuration.get(key) for key in ("rounds", "stop")
         )
 
     @property
     def rounds(self) -> int | None:
-        """The run's number of rounds, done or to come; None in an empty directory. Raises as
-        `configuration`.
-        """
-        return (
-            int(self.configuration["rounds"])
-            if (self.path / "configuration.json").exists()
-            else None
-        )
+        """The total number of rounds; None in an empty directory. Raises as `configuration`."""
+        return int(self.configuration["rounds"]) if self.begun else None
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
@@ -145,10 +141,8 @@ class RunDirectory:
             return Choice(**read_json(path, dict))
 
     def with_engine(self, configuration: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration with the engine of the run that is here, if it names none
-        itself.
-        """
-        if configuration["engine"] != DEFAULT or self.rounds is None:
+        """Return the configuration with the engine of this run, unless it names one."""
+        if configuration["engine"] != DEFAULT or not self.begun:
             return configuration
         return {**configuration, "engine": self.configuration["engine"]}
 
@@ -168,10 +162,9 @@ class RunDirectory:
         present, path = environment(), self.path / "environment.json"
         earlier = read_json(path, dict) if path.exists() else present
         write_json(path, present)
-        changes = version_changes(earlier, present)
-        return (
-            [f"{self.path} was begun with {changes}: the last digits may differ"] if changes else []
-        )
+        if changes := version_changes(earlier, present):
+            return [f"{self.path} was begun with {changes}: the last digits may differ"]
+        return []
 
     def settle(self, configuration: Mapping[str, Any]) -> None:
         """Write the configuration. A run that finished with fewer rounds is unfinished from now on."""
@@ -182,29 +175,25 @@ class RunDirectory:
         self.__dict__.pop("configuration", None)
 
     def require(self, configuration: dict[str, Any], method: Method) -> None:
-        """Raise `CheckpointError` where the run here differs in more than the number of rounds, or
-        a `stop` that waits longer.
+        """Raise `CheckpointError` if the run here differs in more than its end.
+
+        The end is the number of rounds, and a `stop` that waits longer.
         """
-        if not (self.path / "configuration.json").exists():
+        if not self.begun:
             return
-        stored, asked_for = dotted(self.configuration), dotted(self.with_engine(configuration))
         former, stop = (
             Stop(**table.get("stop", {})) for table in (self.configuration, configuration)
         )
-        end = {
-            "rounds",
-            *(key for key in (stored.keys() | asked_for.keys()) if key.startswith("stop.")),
-        }
-        for key in sorted(
-            (stored.keys() | asked_for.keys()) - (end if stop.waits_longer(former) else {"rounds"})
-        ):
-            if stored.get(key) != asked_for.get(key):
-                values = f"a run with {key} = {stored.get(key)!r}, not {asked_for.get(key)!r}"
+        longer = stop.waits_longer(former)
+        stored, wanted = dotted(self.configuration), dotted(self.with_engine(configuration))
+        for key in sorted(stored.keys() | wanted.keys()):
+            is_end = key == "rounds" or (longer and key.startswith("stop."))
+            if stored.get(key) != wanted.get(key) and not is_end:
+                values = f"a run with {key} = {stored.get(key)!r}, not {wanted.get(key)!r}"
                 raise self._refusal(_OBJECTS.get(key, values))
-        if stored["rounds"] != asked_for["rounds"]:
-            self._require_rounds(
-                stored["rounds"], asked_for["rounds"], method, Training(**configuration["training"])
-            )
+        if stored["rounds"] != wanted["rounds"]:
+            training = Training(**configuration["training"])
+            self._require_rounds(stored["rounds"], wanted["rounds"], method, training)
 
     def _require_rounds(self, stored: int, rounds: int, method: Method, training: Training) -> None:
         begun = f"a run with rounds = {stored}, not {rounds}, and"
@@ -215,10 +204,9 @@ class RunDirectory:
             raise self._refusal(
                 f"{begun} what {method} does in a round depends on how many there are"
             )
-        done = max(
-            (record["round"] for record in RoundLog(self.path / "metrics.jsonl").read()), default=0
-        )
-        if rounds <= done:  # also after as many: nobody may have evaluated the last one
+        records = RoundLog(self.path / "metrics.jsonl").read()
+        done = max((record["round"] for record in records), default=0)
+        if rounds <= done:  # also if equal: the last round may not have been evaluated
             reason = f"so that rounds must be more than {done}, not {rounds}"
             raise self._refusal(f"a run that has done {done} of {stored} rounds, {reason}")
         if self.finished and not any(self.path.glob("checkpoint-*.safetensors")):
@@ -231,8 +219,13 @@ class RunDirectory:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def summary(self, algorithm: str | None = None) -> RunSummary:
-        """Return the figures so far, of `algorithm` by name. Raise `CheckpointError` for a damaged
-        file.
+        """Return the figures so far.
+
+        Args:
+            algorithm: Name of the method in the summary; by default that of the configuration.
+
+        Raises:
+            CheckpointError: A file is damaged.
         """
         self.require_intact()
         configuration, task = self.configuration, read_json(self.path / "task.json", dict)
@@ -259,14 +252,14 @@ class RunDirectory:
             return summary
 
     def provenance(self, engine: Choice | None) -> dict[str, str]:
-        """Return what reports say of the place of training beside versions and machine."""
+        """Return the engine of a rule and the real sites, which reports show beside the versions."""
         real = {REAL_SITES: "real"} if (self.path / SITES).exists() else {}
         return real if engine is None else {"engine": str(engine), **real}
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file alone. Where another process does, `wait` for it or raise `CheckpointError`."""
+    """Hold a lock file. If another process holds it, `wait` or raise `CheckpointError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path, timeout=-1 if wait else 0):
@@ -292,7 +285,7 @@ def read_json(path: Path, kind: type[_Json], remedy: str = "start again with --f
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise `CheckpointError` in place of the errors that values cause which no run wrote."""
+    """Raise `CheckpointError` in place of the errors of values that no run wrote."""
     try:
         yield
     except (
@@ -313,9 +306,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def finished_runs(folder: Path) -> dict[str, list[Path]]:
-    """Return the finished runs in the folder of an experiment, in whatever setting, by
-    `fingerprint`.
-    """
+    """Return the finished runs of all settings in the folder of an experiment, by `fingerprint`."""
     runs: dict[str, list[Path]] = {}
     for pattern in ("*/seed-*", "*/*/seed-*"):
         for path in sorted(folder.glob(f"{pattern}/configuration.json")):
@@ -359,7 +350,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _intact(value: dict[str, Any]) -> bool:
     """Return True if an object matches its digest, which is removed, or has none."""
     if value:
-        name, digest = value.popitem()  # whatever its name is: that may be what is damaged
+        name, digest = value.popitem()  # its name may be damaged
         if digest != _digest(value):
             value[name] = digest
     return "digest" not in value

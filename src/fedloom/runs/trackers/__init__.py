@@ -1,3 +1,3 @@
-"""Trackers: what tells other programs (TensorBoard, MLflow, Weights & Biases, your own) of a run
-while it goes on.
+"""Trackers report a run to other programs while it goes on: TensorBoard, MLflow, Weights & Biases,
+or your own.
 """

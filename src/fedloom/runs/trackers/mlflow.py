@@ -4,7 +4,8 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ _TAG = "fedloom.run"
 _LAST = "last_round"
 _FILES = ("model.safetensors", "configuration.json", "metrics.jsonl", "result.json")
 _MOST = 900  # metrics in one request
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore MLflow's warnings, which a user of fedloom cannot act on."""
+    with warnings.catch_warnings(action="ignore"):
+        yield
 
 
 @trackers.register("mlflow")
@@ -40,78 +48,62 @@ class MLflow:
     def __post_init__(self) -> None:
         require_installed("mlflow", installing("mlflow"))
 
+    @_without_warnings()
     def begin(self, run: TrackedRun) -> int:
         """Make the run, or find it by its tag; return the last round that MLflow has."""
+        import mlflow
+
         self._run, self._waiting = run, list[Any]()
         self._sent = time.monotonic()
         # Processes must not make the same new database or experiment at the same time.
-        lock = FileLock(
-            Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock", timeout=60
-        )
-        with warnings.catch_warnings(action="ignore"), lock:
-            import mlflow
-
-            self._client = mlflow.MlflowClient(self.uri)
+        file = Path(tempfile.gettempdir()) / f"fedloom-mlflow-{os.getuid()}.lock"
+        with FileLock(file, timeout=60):
+            self._client = client = mlflow.MlflowClient(self.uri)
             name = self.experiment or run.experiment
-            experiment = self._client.get_experiment_by_name(name)
-            number = (
-                self._client.create_experiment(name)
-                if experiment is None
-                else experiment.experiment_id
-            )
-            runs = self._client.search_runs(
-                [number], f"tags.`{_TAG}` = '{run.token}'", max_results=1
-            )
-            if runs:
+            experiment = client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment else client.create_experiment(name)
+            tag = f"tags.`{_TAG}` = '{run.token}'"
+            if runs := client.search_runs([number], tag, max_results=1):
                 self._id = runs[0].info.run_id
-                self._client.update_run(self._id, status="RUNNING")
-                return max(
-                    (metric.step for metric in self._client.get_metric_history(self._id, _LAST)),
-                    default=0,
-                )
-            self._id = self._client.create_run(
-                number, tags={_TAG: run.token}, run_name=run.label
-            ).info.run_id
+                client.update_run(self._id, status="RUNNING")
+                history = client.get_metric_history(self._id, _LAST)
+                return max((metric.step for metric in history), default=0)
+            created = client.create_run(number, tags={_TAG: run.token}, run_name=run.label)
+            self._id = created.info.run_id
             for name, value in dotted(run.configuration).items():
-                # the longest that every version takes
-                self._client.log_param(self._id, name, str(value)[:500])
+                # 500 characters are accepted by every version
+                client.log_param(self._id, name, str(value)[:500])
         return 0
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
         """Log a metric for each figure, at once or with those of later rounds."""
-        from mlflow.entities import Metric
-
-        time_ms = int(1000 * time.time())
         if self._waiting and len(self._waiting) + len(figures) >= _MOST:
             self._send()
-        self._waiting += [
-            Metric(name, value, time_ms, round)
-            for name, value in (*figures.items(), (_LAST, round))
-        ]
+        self._add({**figures, _LAST: round}, round)
         if time.monotonic() - self._sent >= self.every:
             self._send()
 
+    @_without_warnings()
     def end(self, result: Mapping[str, float] | None) -> None:
         """Send all metrics, the figures at the end as `final_...`, and the files of a finished run."""
+        self._add({f"final_{name}": value for name, value in (result or {}).items()}, 0)
+        self._send()
+        if result is not None and self._run.directory is not None:
+            for path in (self._run.directory / name for name in _FILES):
+                if path.exists():
+                    self._client.log_artifact(self._id, str(path))
+        self._client.set_terminated(self._id, "KILLED" if result is None else "FINISHED")
+
+    def _add(self, figures: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         time_ms = int(1000 * time.time())
-        self._waiting += [
-            Metric(f"final_{name}", value, time_ms, 0) for name, value in (result or {}).items()
-        ]
-        self._send()
-        with warnings.catch_warnings(action="ignore"):
-            if result is not None and self._run.directory is not None:
-                for path in (self._run.directory / name for name in _FILES):
-                    if path.exists():
-                        self._client.log_artifact(self._id, str(path))
-            self._client.set_terminated(self._id, "KILLED" if result is None else "FINISHED")
+        self._waiting += [Metric(name, value, time_ms, step) for name, value in figures.items()]
 
+    @_without_warnings()
     def _send(self) -> None:
         """Send one request, which MLflow takes as a whole or not at all."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            # MLflow's own, about which a user of fedloom can do nothing
-            with warnings.catch_warnings(action="ignore"):
-                self._client.log_batch(self._id, metrics=waiting)
+            self._client.log_batch(self._id, metrics=waiting)
         self._sent = time.monotonic()

@@ -21,8 +21,8 @@ class TensorBoard:
     """Figures of each round as scalars for TensorBoard, in the run's directory or below
     `directory`.
 
-    `tensorboard --logdir runs/NAME` then shows all runs of an experiment; below a `directory` of
-    your own they lie in `EXPERIMENT/METHOD/seed-N`. Writing waits at most `flush_seconds`. Needs
+    `tensorboard --logdir runs/NAME` then shows all runs of an experiment; below your own
+    `directory` they are in `EXPERIMENT/METHOD/seed-N`. Writing waits at most `flush_seconds`. Needs
     the extra `tensorboard`; tensorflow is not needed.
     """
 
@@ -38,8 +38,9 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        elsewhere = Path(self.directory or "tensorboard") / run.experiment / run.label
-        folder = run.directory if run.directory and self.directory is None else elsewhere
+        folder = run.directory
+        if folder is None or self.directory is not None:
+            folder = Path(self.directory or "tensorboard") / run.experiment / run.label
         folder.mkdir(parents=True, exist_ok=True)
         suffix = f".fedloom-{run.token[:12]}"
         recorded = 0
@@ -57,9 +58,7 @@ class TensorBoard:
         return recorded
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
-        """Write a scalar for each figure. The round's number comes last: it says that the others
-        are complete.
-        """
+        """Write a scalar for each figure. The round's number comes last and marks them complete."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, round)
         self._writer.add_scalar(_LAST, round, round)
@@ -74,9 +73,8 @@ def _last_round(path: Path) -> int:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     number = 0
-    with warnings.catch_warnings(action="ignore"):  # the loader's own
+    with warnings.catch_warnings(action="ignore"):  # the loader's
         for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.tag == _LAST:
-                    number = max(number, event.step)
+            if any(value.tag == _LAST for value in event.summary.value):
+                number = max(number, event.step)
     return number

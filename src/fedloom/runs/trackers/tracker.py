@@ -45,15 +45,15 @@ class TrackedRun:
 class Tracker(Protocol):
     """Interface of a tracker: any class with these three methods, named as `"module:Class"`.
 
-    A tracker that raises is left out from then on, with a notice; the run goes on.
+    A tracker that raises is disabled with a notice; the run continues.
     """
 
     def begin(self, run: TrackedRun) -> int | None:
         """Begin or resume a run.
 
         Returns:
-            The last round whose figures the tracker has already, so that none is recorded twice.
-            With None, the run remembers it, up to the round under way when it was killed.
+            The last round that the tracker has already, so that no round is recorded twice. With
+            None, the run remembers it, up to the round in progress when it was killed.
         """
 
     def record(self, round: int, figures: Mapping[str, float]) -> None:
@@ -77,10 +77,9 @@ trackers: Registry[type[Tracker]] = Registry("tracker", "fedloom.runs.trackers")
 
 
 def build_tracker(expression: str | Tracker) -> Tracker:
-    """Make a tracker, such as `tensorboard` or `module:Class(option=1)`; one that is made already
-    is returned as it is.
+    """Make a tracker, such as `tensorboard` or `module:Class(option=1)`, unless it is one already.
 
-    Raises `UnknownName` or `InvalidValue`, and `FedloomError` where its package is not installed.
+    Raises `UnknownName` or `InvalidValue`, and `FedloomError` if its package is not installed.
     """
     if not isinstance(expression, str):
         return expression
@@ -88,11 +87,9 @@ def build_tracker(expression: str | Tracker) -> Tracker:
     if ":" not in head:
         return cast(Tracker, trackers.build(expression))
     make, call = found_at(head.strip(), "tracker"), parse(f"own{bracket}{arguments}")
+    named = {name: plain(value) for name, value in call.named.items()}
     try:
-        tracker = make(
-            *map(plain, call.positional),
-            **{name: plain(value) for name, value in call.named.items()},
-        )
+        tracker = make(*map(plain, call.positional), **named)
     except FedloomError:
         raise
     except Exception as error:
@@ -107,7 +104,7 @@ def build_tracker(expression: str | Tracker) -> Tracker:
 
 
 def require_installed(package: str, install: str) -> None:
-    """Raise `FedloomError`, saying how to `install` it, unless the package is there."""
+    """Raise `FedloomError` with the way to `install` the package unless it is installed."""
     if importlib.util.find_spec(package) is None:
         raise FedloomError(f"tracker {package} needs {package!r}: {install}")
 
@@ -117,21 +114,18 @@ FILE = "trackers.json"
 
 
 class Tracking:
-    """Passes a run on to its trackers. One that fails is left out from then on, and `say` hears of
-    it.
-    """
+    """Passes a run on to its trackers. A tracker that fails is disabled with a notice."""
 
     def __init__(
         self,
         expressions: Sequence[str | Tracker],
         directory: Path | None,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._trackers = {
             _name(tracker, k): build_tracker(tracker) for k, tracker in enumerate(expressions)
         }
-        self._directory = directory
-        self._say = say
+        self._directory, self._notify = directory, notify
         self._state: dict[str, Any] = {"token": uuid.uuid4().hex, "latest": {}}
         self._result: Mapping[str, float] | None = None
 
@@ -150,16 +144,29 @@ class Tracking:
         records: Sequence[Record],
         timings: Sequence[Record],
     ) -> None:
-        """Begin or resume a run that has these rounds; trackers hear of those that they missed."""
+        """Begin or resume a run, and record the rounds that trackers missed.
+
+        Args:
+            experiment: The experiment's name.
+            label: The run's name in the experiment.
+            configuration: The resolved configuration.
+            records: Figures of the rounds so far.
+            timings: Times of the rounds so far.
+        """
         if not self._trackers:
             return
         if self._directory is not None:
             with suppress(CheckpointError):
                 self._state = read_json(self._directory / FILE, dict)
         self._write()
-        method, seed = str(configuration["algorithm"]), int(configuration["seed"])
         run = TrackedRun(
-            experiment, label, method, seed, configuration, self._state["token"], self._directory
+            experiment,
+            label,
+            str(configuration["algorithm"]),
+            int(configuration["seed"]),
+            configuration,
+            self._state["token"],
+            self._directory,
         )
         for name in list(self._trackers):
             recorded = self._attempt(name, "begin", run)
@@ -172,9 +179,8 @@ class Tracking:
     def record(self, record: Record, timing: Record) -> None:
         """Pass a round on to the trackers that have not recorded it."""
         number, latest = int(record["round"]), self._state["latest"]
-        figures = _numbers(
-            {**record, "faults": len(record.get("faults", ())), **timing, "round": None}
-        )
+        faults = len(record.get("faults", ()))
+        figures = _numbers({**record, "faults": faults, **timing, "round": None})
         for name in [name for name in self._trackers if latest.get(name, 0) < number]:
             self._attempt(name, "record", number, figures)
             latest[name] = number
@@ -191,9 +197,11 @@ class Tracking:
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self._trackers[name], method)(*arguments)
-        except Exception as error:  # whatever a tracker does, the run is worth more
+        except Exception as error:  # the run is worth more than any tracker
             self._trackers.pop(name, None)
-            self._say(f"tracker {name} failed and hears no more of this run: {error_text(error)}")
+            self._notify(
+                f"tracker {name} failed and hears no more of this run: {error_text(error)}"
+            )
             return None
 
 

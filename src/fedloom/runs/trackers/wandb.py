@@ -10,12 +10,12 @@ from fedloom.runs.trackers.tracker import TrackedRun, require_installed, tracker
 @trackers.register("wandb")
 @dataclass
 class WeightsAndBiases:
-    """Figures of each round for Weights & Biases; `mode=offline`, the default, keeps them on this
+    """Figures of each round for Weights & Biases; `mode=offline`, the default, stores them on this
     machine for `wandb sync`.
 
     `project` is by default the experiment's name, `entity` your own. Online, a run that goes on is
-    the same run there; offline, each start leaves a folder of its own that holds the run's figures
-    from round 1 on. Needs `pip install wandb`.
+    the same run there; offline, each start makes a new folder with the run's figures from round 1
+    on. Needs `pip install wandb`.
     """
 
     project: str | None = None

@@ -1,4 +1,4 @@
-"""The runs under way in a folder, and their report so far, for `fedloom watch`."""
+"""The runs in progress in a folder, and their report so far, for `fedloom watch`."""
 
 import json
 import os
@@ -46,35 +46,33 @@ class Watched:
         self._read: dict[Path, tuple[Any, RunSummary | None]] = {}
 
     def state(self) -> dict[str, Any]:
-        """Return all that the page shows of the runs, by group, with a version that changes when
-        the group's report does.
-        """
+        """Return the progress of the runs by group. The version of a group changes with its report."""
         groups = [self._group(name, paths) for name, paths in self._groups().items()]
         return {"folder": str(self.folder), "refresh": REFRESH, "groups": groups}
 
     def page(self, group: str | None) -> str | None:
-        """Return the page of a group's report, or of all groups (None); None for a group that does
-        not exist.
+        """Return a page of reports.
+
+        Args:
+            group: Name of a group of runs; None for the page of all groups.
+
+        Returns:
+            The HTML page; None for a group that does not exist.
         """
         state, groups = self.state(), self._groups()
         if group is None and len(groups) == 1:
             (group,) = groups
         if group is not None and group not in groups:
             return None
-        runs = [
-            run
-            for path in groups.get(group or "", ())
-            if (run := self._summary(path)) and run.records
-        ]
+        summaries = map(self._summary, groups.get(group or "", ()))
+        runs = [run for run in summaries if run and run.records]
         name = self.folder.resolve().name
-        version = next(
-            (entry["version"] for entry in state["groups"] if entry["name"] == group), ""
-        )
-        page = _rendered(
-            group if group and group != "." else name, runs
-        ) or templates().get_template("empty.html").render(
-            folder=self.folder, name=name, any_runs=bool(groups)
-        )
+        page = _rendered(group if group and group != "." else name, runs)
+        if not page:
+            template = templates().get_template("empty.html")
+            page = template.render(folder=self.folder, name=name, any_runs=bool(groups))
+        versions = {entry["name"]: entry["version"] for entry in state["groups"]}
+        version = versions.get(group, "")
         return _dressed(page, {"state": state, "group": group, "version": version})
 
     def _groups(self) -> dict[str, list[Path]]:
@@ -87,22 +85,18 @@ class Watched:
         return groups
 
     def _group(self, name: str, paths: Sequence[Path]) -> dict[str, Any]:
-        metric = next(
-            (run.metric for path in paths if (run := self._summary(path)) is not None), ACCURACY
-        )
+        summaries = filter(None, map(self._summary, paths))
+        metric = next((run.metric for run in summaries), ACCURACY)
+        unit = f",{metric.unit}" if metric.unit else ""
         return {
             "name": name,
             "version": digest(repr([(str(path), _stamp(path)) for path in paths]))[:16],
-            "heads": [
-                f"{word},{metric.unit}" if metric.unit else word for word in (metric.title, "Best")
-            ],
+            "heads": [f"{word}{unit}" for word in (metric.title, "Best")],
             "runs": [row for path in paths if (row := self._progress(path))],
         }
 
     def _summary(self, path: Path) -> RunSummary | None:
-        """Return a run's figures so far; None for a run that has only begun, or whose files are
-        damaged.
-        """
+        """Return a run's figures so far; None if the run has only begun or its files are damaged."""
         stamp = _stamp(path)
         if path not in self._read or self._read[path][0] != stamp:
             self._read[path] = stamp, None
@@ -120,35 +114,34 @@ class Watched:
         seed = path.name.removeprefix("seed-")
         run = summary or RunSummary(path.parent.name, int(seed) if seed.isdecimal() else 0, [])
         rounds, total = len(run.records), run.configuration.get("rounds")
+        left = max(0, total - rounds) if isinstance(total, int) and not ended else None
         seconds = [float(line["seconds"]) for line in run.timings[-_PACE:] if "seconds" in line]
         pace = sum(seconds) / len(seconds) if seconds else None
-        quiet = max(
-            0.0, time.time() - max((changed for _, changed, _ in _stamp(path)), default=0) / 1e9
-        )
-        going_on = "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
-        scores = {"score": figures.final(run), "best": figures.best(run)}
+        changed = max((changed for _, changed, _ in _stamp(path)), default=0) / 1e9
+        quiet = max(0.0, time.time() - changed)
+        score, best = figures.final(run), figures.best(run)
+        if summary is None:
+            state = "damaged"
+        elif ended:
+            state = "finished"
+        else:
+            state = "running" if quiet < max(QUIET, 10 * (pace or 0)) else "quiet"
         return {
             "algorithm": run.algorithm,
             "seed": run.seed,
-            "state": "damaged" if summary is None else "finished" if ended else going_on,
+            "state": state,
             "rounds": rounds,
             "total": total if isinstance(total, int) else rounds,
-            **{
-                name: "–" if value is None else run.metric.text(value)
-                for name, value in scores.items()
-            },
+            "score": "–" if score is None else run.metric.text(score),
+            "best": "–" if best is None else run.metric.text(best),
             "pace": pace,
-            "left": pace * max(0, total - rounds)
-            if pace and isinstance(total, int) and not ended
-            else None,
+            "left": pace * left if pace and left is not None else None,
             "quiet": quiet,
         }
 
 
 def _rendered(title: str, runs: Sequence[RunSummary]) -> str:
-    """Return the report of the runs, without those of which none can be made; empty where none is
-    left.
-    """
+    """Return the report of the runs that can be drawn; empty if there are none."""
     with suppress(CheckpointError), readable(Path(title)):
         return render(title, runs) if runs else ""
     drawn = [run for run in runs if len(runs) > 1 and _rendered(title, [run])]
@@ -175,9 +168,7 @@ def _stamp(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _dressed(page: str, about: dict[str, Any]) -> str:
-    """Return the report's page with the script that updates it, which may ask this server and no
-    other.
-    """
+    """Return the report's page with the script that updates it from this server only."""
     assets = files("fedloom.report") / "assets"
     state = json.dumps(about).replace("<", "\\u003c")
     added = (

@@ -1,6 +1,4 @@
-"""The server of `fedloom watch`: on loopback alone, read-only, and no request names a file that is
-opened.
-"""
+"""The server of `fedloom watch`: only on loopback and read-only. No request names a file."""
 
 import json
 import threading
@@ -53,9 +51,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host headers of browsers that mean this server; a page whose own name points here has
-        another.
-        """
+        """Host headers of this server. A foreign page with a name that points here has another one."""
         port = self.server_address[1]
         return f"{ADDRESS}:{port}", f"localhost:{port}"
 
