@@ -100,7 +100,7 @@ def _run_again(replayed: Replay, quiet: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fedloom.reviews.evidence.replay import ANSWERS
+    from fedloom.reviews.evidence.answers import ANSWERS
     from fedloom.study.jobs import Tasks, attempt
 
     tasks, rounds = Tasks(), {job.name: job.configuration.rounds for job in replayed.jobs}
