@@ -124,8 +124,11 @@ def test_files_that_are_there_are_not_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["my_app"], "folder 'my_app' must have a name of letters, figures and hyphens"),
-        (["7-sites"], "begins with a letter"),
+        (
+            ["my_app"],
+            "folder 'my_app', the name of the app, must consist of letters, digits and hyphens",
+        ),
+        (["7-sites"], "begin with a letter"),
         (["a" * 33], "at most 32 characters"),
         (["app", "algoritm=fedavg"], "unknown key 'algoritm': did you mean 'algorithm'?"),
         (["app", "algorithm=fedmrr"], "did you mean 'fedmr'?"),

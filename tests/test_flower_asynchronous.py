@@ -116,7 +116,7 @@ def test_a_site_that_fails_is_asked_again_while_others_go_on(tmp_path: Path) -> 
     absent.online = False
     for number in range(1, 4):
         record, _ = federation.step()
-        assert record["faults"] == [{"client": 5, "reason": "the site is not there"}]
+        assert record["faults"] == [{"client": 5, "reason": "the site is not connected"}]
         assert record["bytes_up"] > 0
         assert federation.finished == number
     absent.online = True

@@ -62,15 +62,15 @@ HOSTILE: dict[str, tuple[Tamper, str]] = {
     "whole numbers": (with_array("model", MODEL.astype(np.int64)), "is int64, not float32"),
     "not a number": (with_array("model", MODEL + np.nan), "not finite"),
     "far too large": (with_array("model", np.zeros(50 * SIZE, np.float32)), "shape"),
-    "more bytes than it says": (claiming("float32", (SIZE,), bytes(4 * SIZE + 5000)), "bytes where its shape needs"),
-    "fewer bytes": (claiming("float32", (SIZE,), bytes(4 * SIZE - 8)), "where its shape needs"),
+    "more bytes than it says": (claiming("float32", (SIZE,), bytes(4 * SIZE + 5000)), "bytes, but its shape needs"),
+    "fewer bytes": (claiming("float32", (SIZE,), bytes(4 * SIZE - 8)), "but its shape needs"),
     "a petabyte": (claiming("float32", (1 << 30, 1 << 18), bytes(4 * SIZE)), "shape"),
     "objects": (claiming("object", (SIZE,), pickle.dumps([{"a": 1}])), "type 'object'"),
     "NumPy's format": (claiming("float32", (SIZE,), bytes(4 * SIZE), "numpy.ndarray"), "is of type"),
     "another protocol": (with_words("{}", protocol=99), "protocol 99"),
-    "no words": (with_words("never"), "not JSON"),
+    "no words": (with_words("never"), "not a JSON object"),
     "another round": (with_words(f'{{"site": {ONE}, "round": 7, "memory": 0}}'), "round must be"),
-    "another site": (with_words(f'{{"site": {TWO}, "round": 1, "memory": 0}}'), "another order"),
+    "another site": (with_words(f'{{"site": {TWO}, "round": 1, "memory": 0}}'), "another request"),
     "a memory nobody has": (with_words(f'{{"site": {ONE}, "round": 1, "memory": -1}}'), "memory must be"),
 }  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_absent_and_late_sites_drop_out_as_in_a_simulation(algorithm: str, tmp_p
     site(grid, TWO).late = True  # it trains, and remembers that it did
     record, _ = federation.step()
     assert [(f["client"], f["reason"]) for f in record["faults"]] == [
-        (ONE, "the site is not there"),
+        (ONE, "the site is not connected"),
         (TWO, "no reply within 0.1 s"),
     ]
     site(grid, ONE).online, site(grid, TWO).late = True, False
@@ -180,7 +180,7 @@ def test_two_sites_with_one_number_are_refused(tmp_path: Path) -> None:
     grid.nodes[7] = replace(site(grid, 2))
     with pytest.raises(
         InvalidValue,
-        match=r"two sites have partition-id 2 \(nodes \d+ and \d+\): give each its own",
+        match=r"two sites have partition-id 2 \(nodes \d+ and \d+\): give each a different one",
     ):
         flower(config, grid)
 
@@ -221,7 +221,7 @@ def test_a_newcomer_takes_a_number_only_when_its_holder_is_gone(tmp_path: Path) 
     [
         ({"partition-id": 6}, "partition-id 6 is not one of 0 to 5"),
         ({"partition-id": "first"}, "partition-id must be a whole number, not 'first'"),
-        ({"num-partitions": 7}, "num-partitions is 7, but data.clients of the federation 6"),
+        ({"num-partitions": 7}, "num-partitions is 7, but data.clients of the federation is 6"),
         ({"data": "nowhere.npz"}, "nowhere.npz: cannot be read"),
     ],
 )
@@ -240,7 +240,7 @@ def test_other_versions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fedloom.sites.site.fedloom.__version__", "9.9")
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     monkeypatch.setattr("flower_support.VERSION", "0.1")
-    with pytest.raises(InvalidValue, match=r"site \d: fedloom is '9.9' there and '0.1' here"):
+    with pytest.raises(InvalidValue, match=r"site \d: fedloom is '9.9' there, but '0.1' here"):
         flower(config, grid)
 
 
@@ -292,12 +292,12 @@ def test_a_site_does_what_it_is_asked(tmp_path: Path) -> None:
         ({"site": 4}, {}, "this is site 0, not 4"),
         ({"client": 6}, {}, "client must be a whole number between 0 and 5"),
         ({"memory": -1}, {}, "memory must be"),
-        ({"round": {**ROUND, "learning_rate": "fast"}}, {}, "which round"),
-        ({"round": 1}, {}, "which round"),
-        ({"expected": 3}, {}, "what it expects"),
+        ({"round": {**ROUND, "learning_rate": "fast"}}, {}, "no valid round"),
+        ({"round": 1}, {}, "no valid round"),
+        ({"expected": 3}, {}, "no valid shapes"),
         ({}, {"model": torch.full((1, SIZE), torch.inf)}, "not finite"),
-        ({}, {"model": torch.zeros(1, SIZE + 1)}, "not one of this task"),
-        ({}, {"model": torch.zeros(2, SIZE)}, "not one row"),
+        ({}, {"model": torch.zeros(1, SIZE + 1)}, "not a model of this task"),
+        ({}, {"model": torch.zeros(2, SIZE)}, "expected one row"),
         ({}, {INTEGERS: torch.zeros(1, 3, dtype=torch.int64)}, "integer buffers of another model"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_certificate_is_renewed_for_more_hosts_with_the_same_key_and_authority
 ) -> None:
     keys = make_keys(tmp_path, 1)
     with pytest.raises(
-        InvalidValue, match=r"server\.crt does not hold 'fl\.example\.org': remove it"
+        InvalidValue, match=r"server\.crt does not contain 'fl\.example\.org': remove it"
     ):
         make_keys(tmp_path, 1, ["fl.example.org"])
     before = contents(tmp_path)
@@ -247,7 +247,7 @@ def test_a_certificate_that_has_run_out_is_named(
             ["--sites", "2", "--host", "fl.example.org:8000"],
             "host 'fl.example.org:8000' must be a name",
         ),
-        ([], "how many sites? Give --sites, such as --sites 3"),
+        ([], "the number of sites is missing: give --sites, such as --sites 3"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -32,7 +32,7 @@ def edited(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
-    "no list": (lambda _: None, {"peers": ""}, "identity and peers go together"),
+    "no list": (lambda _: None, {"peers": ""}, "set both identity and peers"),
     "no such key": (
         lambda folder: (folder / "site-0" / "site.key").unlink(),
         {},
@@ -52,12 +52,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "listed twice": (
         edited("peers.pub", lambda text: text + text.splitlines()[0]),
         {},
-        "line 3 lists site-0, or its key, again",
+        "line 3 repeats site-0 or its key",
     ),
     "one key for two": (
         edited("peers.pub", lambda text: text + text.splitlines()[1].replace(b"site-1", b"site-2")),
         {},
-        "line 3 lists site-2, or its key, again",
+        "line 3 repeats site-2 or its key",
     ),
     "not a line": (
         edited("peers.pub", lambda text: b"hello\n" + text),

@@ -226,9 +226,9 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
     assert words_of(reply)["site"] == 0
     assert sorted(reply.content.array_records[ARRAYS]) == [INTEGERS]
     upload = job(run="mine", when="before_upload", upload=True)
-    with pytest.raises(Refusal, match="this site is in no such exchange"):
+    with pytest.raises(Refusal, match="this site does not take part in this exchange"):
         words_of(answer_to(grid, "query.exchange", upload))
-    with pytest.raises(Refusal, match="nothing is exchanged sometimes in round 1"):
+    with pytest.raises(Refusal, match="no exchange takes place sometimes in round 1"):
         words_of(
             answer_to(
                 grid,
@@ -238,7 +238,7 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
             )
         )
     for changes in ({"run": "another"}, {"round": 2}, {"when": "before_train"}):
-        with pytest.raises(Refusal, match="the terms are not those of this exchange"):
+        with pytest.raises(Refusal, match="the terms belong to another exchange"):
             words_of(
                 answer_to(
                     grid,
@@ -247,7 +247,7 @@ def test_a_server_that_asks_for_a_model_before_the_exchange_does_not_get_it(tmp_
                     parcel=begun(**changes),
                 )
             )
-    with pytest.raises(Refusal, match="this site is in no such exchange"):
+    with pytest.raises(Refusal, match="this site does not take part in this exchange"):
         words_of(
             answer_to(
                 grid, "train", job(expected=expected, exchanged=True), {INTEGERS: inbox[INTEGERS]}
@@ -421,10 +421,10 @@ def misdirected(letters: tuple[Letter, ...]) -> tuple[Letter, ...]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (without_first, "did not come"),
-        (twice, "came twice"),
+        (without_first, "did not arrive"),
+        (twice, "arrived twice"),
         (altered, "was altered"),
-        (misdirected, "brought to the wrong peer"),
+        (misdirected, "delivered to the wrong peer"),
     ],
 )
 def test_letters_that_are_meddled_with_are_noticed(
@@ -519,7 +519,7 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
     assert record["clients"] == list(selected(1))
     ((client, reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == number
-    assert "is not who it says" in reason
+    assert "is not authenticated" in reason
 
 
 # --- who a site is ---
@@ -528,7 +528,7 @@ def test_a_site_with_a_key_that_the_others_do_not_know_is_left_out(tmp_path: Pat
 def test_sites_without_keys_end_the_run_before_it_begins(tmp_path: Path) -> None:
     config = run_config(SHORT, tmp_path / "run")
     grid = ExchangeGrid(dict(nodes(6, tmp_path)), config)
-    with pytest.raises(InvalidValue, match=r"needs to know who the sites are: name its key"):
+    with pytest.raises(InvalidValue, match=r"needs the keys of the sites: set its key"):
         flower(config, grid)
 
 

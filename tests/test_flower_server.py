@@ -271,7 +271,7 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
     grid = LocalGrid(nodes(CLIENTS, tmp_path), config)
     site(grid, 1).online = site(grid, 4).online = False
     with pytest.raises(
-        InvalidValue, match=r"4 of 6 sites are there after 0.05 s; not there: partition-id 1, 4"
+        InvalidValue, match=r"4 of 6 sites are connected after 0.05 s; missing: partition-id 1, 4"
     ):
         server_app.serve(grid, config, PAUSE)
 
@@ -286,7 +286,7 @@ def test_sites_that_do_not_come_are_named(tmp_path: Path) -> None:
         ({"sites": 7}, r"sites must be between 0 and 6 \(data.clients\), not 7"),
         ({"output": ""}, "output is missing"),
         ({"configuration": "rounds = "}, "configuration is not TOML"),
-        ({"configuration": "rounds = 3"}, "names no method"),
+        ({"configuration": "rounds = 3"}, "has no algorithm"),
         ({"configuration": "algorithm = 'fedmrr'"}, "did you mean 'fedmr'"),
         ({"configuration": "nowhere.toml"}, "cannot read nowhere.toml"),
     ],
@@ -459,7 +459,7 @@ def test_a_site_that_joins_later_counts_with_its_own_samples(tmp_path: Path) -> 
     [
         (
             {"inputs": np.zeros((5, 3), np.float32)},
-            r"here and in the federation inputs, shape: \(3,\) and \(1, 8, 8\)",
+            r"differs from the federation: inputs, shape: \(3,\) and \(1, 8, 8\)",
         ),
         ({"labels": np.array([0, 1, 2, 3, 10])}, "labels must be 0 to 9, and 10 is among them"),
     ],

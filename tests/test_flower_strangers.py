@@ -78,7 +78,7 @@ def test_a_site_reports_only_what_the_method_has_it_measure(name: str, tmp_path:
     record, _ = flower(config, grid).step()
     ((client, reason),) = [(fault["client"], fault["reason"]) for fault in record["faults"]]
     assert client == ONE
-    assert reason == f"{name!r} is no figure of a client: training_loss is"
+    assert reason == f"unknown figure {name!r} of a client (allowed: training_loss)"
     assert record.get("accuracy") is None, "round 1 is not evaluated"
     assert record["training_loss"] > 0
 
@@ -174,7 +174,7 @@ def of_one_site(config: dict[str, Any]) -> dict[str, Any]:
         (with_array("model", np.zeros(3, np.float32)), "has shape [3]"),
         (with_array("model", np.full(SIZE, np.nan, np.float32)), "'model' is not finite"),
         (with_words('{"refused": "training diverged", "diverged": true}'), "training diverged"),
-        (with_words("["), "not JSON"),
+        (with_words("["), "not a JSON object"),
     ],
 )
 def test_a_round_whose_only_site_is_refused_ends_without_replies(
@@ -419,15 +419,15 @@ def with_record(name: str, record: ConfigRecord | None = None, **entries: bytes)
     [
         (
             with_record("ballast", bytes=b"0" * 1000),
-            "the message holds a record 'ballast' that nobody asked for",
+            "unexpected record 'ballast' in the message",
         ),
         (
             with_record("parcel", bytes=b"0" * 1000),
-            "the message holds a record 'parcel' that nobody asked for",
+            "unexpected record 'parcel' in the message",
         ),
         (
             with_record("fedloom", ballast=b"0"),
-            "the message's record 'fedloom' holds 'ballast', which nobody asked for",
+            "unexpected entry 'ballast' in the message's record 'fedloom'",
         ),
     ],
 )

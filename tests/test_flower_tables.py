@@ -408,7 +408,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
         assert record["epsilon"] > epsilon(1.0, 16 / smallest, steps, 1e-4)
     # It holds the run, and statistics alone would be of another.
     with pytest.raises(
-        InvalidValue, match="holds a run with statistics of its own: choose another output"
+        InvalidValue, match="contains a run that has its own statistics: choose another output"
     ):
         server_app.serve(grid, statistics_alone, PAUSE)
     ledger = tmp_path / "run" / "released.jsonl"
@@ -418,7 +418,7 @@ def test_noise_of_statistics_is_drawn_by_sites_and_counted_in_the_budget_of_the_
         "configuration": config["configuration"].replace("rounds = 2", "rounds = 3"),
     }
     with pytest.raises(
-        CheckpointError, match="is damaged in line 1, or of another run: what privacy was spent"
+        CheckpointError, match="is damaged in line 1, or belongs to another run: the spent privacy"
     ):
         server_app.serve(grid, longer, PAUSE)
 
@@ -444,7 +444,7 @@ def test_noisy_statistics_whose_ledger_is_gone_are_refused(tmp_path: Path) -> No
     server_app.serve(grid, config, PAUSE)
     (tmp_path / "run" / "released.jsonl").unlink()
     with pytest.raises(
-        CheckpointError, match=r"released\.jsonl does not say what .*statistics\.json cost"
+        CheckpointError, match=r"released\.jsonl has no entry for the cost of .*statistics\.json"
     ):
         server_app.serve(grid, config, PAUSE)
 
@@ -489,7 +489,7 @@ def test_columns_of_lists_are_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue) as error:
         server_app.serve(grid, config, PAUSE)
     assert "column 'signal' of " in str(error.value)
-    assert "holds lists: make a column of each number, or let all sites bring arrays" in str(
+    assert "contains lists: make a column of each number, or let all sites bring arrays" in str(
         error.value
     )
     assert "\n" not in str(error.value)

@@ -104,7 +104,7 @@ def test_a_server_has_no_site_import_a_module(
     monkeypatch.syspath_prepend(str(tmp_path))
     words = DataAgreement.of(fl.make_task("digits", clients=2, partition="iid").dataset).words()
     assert DataAgreement.read(words).objective == "classification"
-    with pytest.raises(RefusedReply, match="the server does not say what the data look like"):
+    with pytest.raises(RefusedReply, match="the server sent no valid description of the data"):
         DataAgreement.read({**words, "objective": objective})
     assert "sidefx" not in sys.modules
     agreement = replace(DataAgreement.read(words), objective=objective)

@@ -341,7 +341,7 @@ def test_idle_clients_are_sent_the_global_model_itself() -> None:
         ("secure(fedmr, repeats=0)", "repeats must be between 1 and 1000, not 0"),
         ("secure(fedmr, repeats=1000000)", "repeats must be between 1 and 1000, not 1000000"),
         ("secure(fedmr, low=0)", "low must be at least 1, not 0"),
-        ("secure(fedmr, low=3, high=2)", "high must be at least low, which is 3, not 2"),
+        ("secure(fedmr, low=3, high=2)", r"high must be at least low \(3\), not 2"),
         (
             "secure(fedmr, when='before_uplod')",
             "when must be 'both', 'before_upload' or 'before_train', not 'before_uplod'",

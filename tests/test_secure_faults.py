@@ -582,9 +582,7 @@ def test_keys_with_which_nothing_is_secret_are_refused(key: bytes) -> None:
     )
     assert answer.fault is not None
     assert (answer.fault.peer, answer.fault.detail) == (SERVER, "no server key")
-    with pytest.raises(
-        ProtocolViolation, match=r"peer 11: .*a key for which nothing can be sealed"
-    ):
+    with pytest.raises(ProtocolViolation, match=r"peer 11: .*a sealing key that is not valid"):
         Introduction.decode(Introduction(bytes(32), key, bytes(64)).encode(), 11)
 
 
@@ -656,14 +654,14 @@ def test_a_model_is_uploaded_once() -> None:
     ]
     assert all("this model was uploaded before" in fault.detail for fault in caught.value.faults)
     for peer in world.peers.values():
-        with pytest.raises(InvalidValue, match="did not come to its end"):
+        with pytest.raises(InvalidValue, match="has not ended at this peer"):
             peer.upload()
     world.models = {k: [bytes(len(layer)) for layer in model] for k, model in world.models.items()}
     terms, faults = world.exchange(InMemoryTransport(world.peers), round=3)  # another model
     assert faults == []
     terms, faults = world.exchange(InMemoryTransport(world.peers), "before_train", round=3)
     assert faults == []
-    with pytest.raises(InvalidValue, match="did not come to its end"):
+    with pytest.raises(InvalidValue, match="has not ended at this peer"):
         world.peers[10].upload()
 
 

@@ -86,7 +86,7 @@ def test_rows_survive_as_layers() -> None:
     row_of_others = torch.zeros(11)
     row_of_others[10] = row[10]
     assert torch.equal(from_layers(layers, units, row_of_others), row)
-    with pytest.raises(InvalidValue, match="layer 1 has 19 bytes, not 20"):
+    with pytest.raises(InvalidValue, match="layer 1 has 19 bytes, expected 20"):
         from_layers([layers[0], layers[1][:-1]], units, row)
 
 

@@ -1,9 +1,8 @@
-"""Secure model recombination: clients exchange layers before they train or upload, so that nobody
-knows whose a layer is.
+"""Secure model recombination: clients exchange layers to hide the owner of each layer.
 
-`run_exchange` is the server's side and `Peer` a client's; a `Transport` carries bytes between them.
-`rehearse` says what an exchange with given choices does to rows in a simulation. What is protected,
-and what is not: docs/secure.md.
+They do so before they train or before they upload. `run_exchange` is the server's side and `Peer` a
+client's; a `Transport` carries bytes between them. `rehearse` computes the effect of an exchange
+with given choices on rows in a simulation. docs/secure.md describes the protection and its limits.
 """
 
 from fedloom.secure.coordinator import InMemoryTransport, ServerKey, Transport, run_exchange

@@ -1,8 +1,7 @@
-"""Server of an exchange: calls for it, carries the letters stage by stage, and opens layers that
-were sealed for it.
+"""Server of an exchange: starts it, carries the letters, and opens layers sealed for the server.
 
-It cannot read parcels, but it sees everything else, and checks it before delivery. So it need not
-believe a peer that accuses another of anything but the contents of a parcel.
+It cannot read parcels, but it sees everything else and checks it before delivery. Therefore it can
+verify every accusation of a peer, except about the contents of a parcel.
 """
 
 from collections import Counter
@@ -20,12 +19,13 @@ from fedloom.secure.wire import Introduction, Letter, PeerMessage, PeerSession, 
 
 
 class Transport(Protocol):
-    """Carries one request to each of some peers and their answers back, in bytes: one round of
-    messages over Flower.
+    """Carries one request to each of some peers and returns their answers, as bytes.
+
+    Over Flower this is one round of messages.
     """
 
     def carry(self, requests: Mapping[int, bytes]) -> Mapping[int, bytes]:
-        """Return the answers of the peers that gave one in time. Peers work at the same time."""
+        """Return the answers of the peers that answered in time. Peers work at the same time."""
 
 
 class InMemoryTransport:
@@ -48,12 +48,18 @@ class ServerKey:
     def open_models(
         self, uploads: Mapping[int, Sequence[bytes]], terms: Terms
     ) -> tuple[dict[int, list[bytes | None]], list[ProtocolViolation]]:
-        """Open the sealed layers of every uploaded model, after the exchange of these terms. Return
-        them by peer, and violations.
+        """Open the sealed layers of every uploaded model, after an exchange.
 
-        None stands for a layer that was not sealed under these terms for its index, or that an
-        earlier upload held too; its uploader may have received it so. An upload with more or fewer
-        layers, or of other sizes, is left out.
+        An upload with another number or other sizes of layers is left out.
+
+        Args:
+            uploads: Sealed layers by peer.
+            terms: Terms of the exchange.
+
+        Returns:
+            The layers by peer, and violations. A layer is None if it was not sealed under these
+                terms for its index, or if an earlier upload contained it too. Its uploader may have
+                received it in this state.
         """
         models: dict[int, list[bytes | None]] = {}
         faults: list[ProtocolViolation] = []
@@ -82,12 +88,20 @@ class ServerKey:
 def run_exchange(
     transport: Transport, terms: Terms, *, fewest: int = 2
 ) -> tuple[Terms, list[ProtocolViolation]]:
-    """Let the peers of `terms` exchange their layers; when one fails, the others begin anew without
-    it, as the next attempt.
+    """Let the peers of `terms` exchange their layers.
 
-    Returns the last terms, whose peers have committed, and the faults that earlier attempts met.
-    Raises `ExchangeAborted` when fewer than `fewest` are left; every peer then has the model that
-    it had.
+    If a peer fails, the others start again without it, as the next attempt.
+
+    Args:
+        transport: Carries the messages.
+        terms: Terms of the first attempt.
+        fewest: Smallest number of peers.
+
+    Returns:
+        The last terms, with the peers that have committed, and the faults of earlier attempts.
+
+    Raises:
+        ExchangeAborted: Fewer than `fewest` peers are left; every peer then has its previous model.
     """
     require_at_least("fewest", fewest, 1)
     believed: set[int] = set()
@@ -98,7 +112,7 @@ def run_exchange(
             return terms, met
         gone = {fault.peer for fault in faults}
         remaining = tuple(peer for peer in terms.peers if peer not in gone)
-        # the others learn it by the terms that follow
+        # the next terms inform the other peers
         over = terms.peers if len(remaining) < fewest else gone
         transport.carry({peer: PeerMessage("abort").encode() for peer in over})
         met += faults
@@ -107,19 +121,21 @@ def run_exchange(
 
 
 class _Attempt:
-    """One attempt: each step ends for all before the next begins. `believed` are the peers that
-    have accused another once.
+    """One attempt: each step ends for all peers before the next begins.
+
+    `believed` are the peers that have accused another peer once.
     """
 
     def __init__(self, terms: Terms, believed: set[int]) -> None:
         self.terms, self.believed = terms, believed
         self._introductions: dict[int, Introduction] = {}
-        # layers sent in this repeat, from whom to whom
+        # numbers of layers sent in this repeat, by (sender, recipient)
         self._counts: dict[tuple[int, int], int] = {}
 
     def run(self, transport: Transport) -> list[ProtocolViolation]:
-        """Return the faults that ended the attempt, each naming a peer that must go; none for
-        success.
+        """Return the faults that ended the attempt; an empty list means success.
+
+        Each fault names a peer to exclude.
         """
         peers = self.terms.peers
         requests = {peer: PeerMessage("begin", self.terms) for peer in peers}
@@ -148,8 +164,10 @@ class _Attempt:
         return []
 
     def _letters(self, step: int, peer: int, answer: bytes | None) -> tuple[Letter, ...]:
-        """Return a peer's letters in answer to a step. Raises `ProtocolViolation` when they are
-        wrong, or accuse a peer.
+        """Return a peer's letters in answer to a step.
+
+        Raises:
+            ProtocolViolation: The letters are wrong, or accuse a peer.
         """
         if answer is None:
             raise ProtocolViolation("left", peer)
@@ -158,9 +176,7 @@ class _Attempt:
             raise read.fault
         ends = [(peer, recipient) for recipient in self.terms.peers if recipient != peer]
         if any((letter.sender, letter.recipient) not in ends for letter in read.letters):
-            raise ProtocolViolation(
-                "invalid", peer, "a letter in another's name or to nobody in this exchange"
-            )
+            raise ProtocolViolation("invalid", peer, "a letter in another's name or to a stranger")
         if step == 0:
             bodies = {letter.body for letter in read.letters}
             if (
@@ -186,17 +202,18 @@ class _Attempt:
     def _judged(
         self, accusations: Sequence[ProtocolViolation], requests: Mapping[int, PeerMessage]
     ) -> list[ProtocolViolation]:
-        """Return the peers who must go for these accusations, as violations.
+        """Return violations that name the peers to exclude for these accusations.
 
-        An accusation of the server, or of what the server has seen not to be so, costs the witness
-        its own place. Everybody is sent the same introduction, so most of the others must find it
-        forged. What a parcel holds nobody but its recipient can tell: once in an exchange a peer is
-        believed, and leaves with the one that it accuses again.
+        A peer that accuses the server, or accuses another peer although the server has seen the
+        opposite, is excluded. All peers get the same introduction, so most of the other peers must
+        find it forged. Only the recipient can check the content of a parcel: a peer is believed
+        once in an exchange. After its second accusation it is excluded together with the accused
+        peer.
         """
         votes = Counter(fault.peer for fault in accusations if fault.kind == "impostor")
         violations = []
         for fault in accusations:
-            assert fault.witness is not None  # the reader of its answer has named it
+            assert fault.witness is not None  # `_letters` sets it
             parcels = [
                 e
                 for e in requests[fault.witness].letters

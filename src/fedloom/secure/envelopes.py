@@ -1,8 +1,8 @@
-"""Sealing, signing and padding, all from `cryptography`: HPKE (RFC 9180), Ed25519 and, for
-identities on NIST curves, ECDSA.
+"""Sealing, signing and padding with `cryptography`.
 
-HPKE draws a fresh X25519 key pair for every envelope: no key has two nonces, and the same content
-is sealed to other bytes.
+HPKE (RFC 9180) seals. Ed25519 signs, or ECDSA for identities on NIST curves. HPKE draws a fresh
+X25519 key pair for every envelope: no key has two nonces, and the same content is sealed to
+different bytes each time.
 """
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 PrivateIdentity = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
-"""A peer's lasting key: Ed25519, or on a NIST curve as SuperNodes have."""
+"""A peer's long-term key: Ed25519, or on a NIST curve as SuperNodes have."""
 
 PublicIdentity = Ed25519PublicKey | ec.EllipticCurvePublicKey
 
@@ -32,7 +32,7 @@ def seal(content: bytes, key: bytes, context: bytes) -> bytes:
 
 
 def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | None:
-    """Return the content, or None when key, context or envelope are not those of the sealing."""
+    """Return the content, or None if key, context or envelope do not match."""
     try:
         return _SUITE.decrypt(envelope, key, context)
     except (InvalidTag, ValueError):
@@ -40,8 +40,9 @@ def unseal(envelope: bytes, key: X25519PrivateKey, context: bytes) -> bytes | No
 
 
 def can_seal(key: bytes) -> bool:
-    """Return True unless this X25519 public key is a point of low order, with which every shared
-    secret is zero.
+    """Return True unless this X25519 public key is a point of low order.
+
+    With such a point, every shared secret is zero.
     """
     try:
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
@@ -51,14 +52,14 @@ def can_seal(key: bytes) -> bool:
 
 
 def sign(content: bytes, identity: PrivateIdentity) -> bytes:
-    """Sign with a lasting identity."""
+    """Sign with a long-term identity."""
     if isinstance(identity, Ed25519PrivateKey):
         return identity.sign(content)
     return identity.sign(content, ec.ECDSA(hashes.SHA384()))
 
 
 def is_signed(content: bytes, signature: bytes, identity: PublicIdentity) -> bool:
-    """Return True if the signature is this identity's."""
+    """Return True if the signature was made by this identity."""
     try:
         if isinstance(identity, Ed25519PublicKey):
             identity.verify(signature, content)

@@ -1,11 +1,12 @@
-"""Four stages of secure model recombination, for anything that can stand for a layer: an envelope,
-or just its origin.
+"""Four stages of secure model recombination, for envelopes or for any other items per layer.
 
 Peers hold one model of U layers each. In one repeat every peer sends n layers, n uniform in [low,
-high], to peers chosen at random (stage 1), puts what it receives into the buffer of the layer's
-index (stage 2), returns for each received layer a random one of that buffer (stage 3) and takes
-what is returned to it (stage 4). Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2; its
-line 9 must empty the buffer of the layer's index, not of the loop counter.
+high], to peers chosen at random (stage 1). It puts each received layer into the buffer of the
+layer's index (stage 2), returns for each received layer a random one of that buffer (stage 3) and
+stores the returned layers (stage 4).
+
+Source: Hu et al., arXiv 2208.07677, appendix B, algorithm 2. Its line 9 must empty the buffer of
+the layer's index, not of the loop counter.
 """
 
 import math
@@ -22,27 +23,32 @@ from fedloom.errors import InvalidValue
 T = TypeVar("T")
 
 Draw = Callable[[int], int]
-"""A source of uniform whole numbers: `draw(bound)` is one of 0 .. bound - 1."""
+"""A source of uniform integers: `draw(bound)` is one of 0 .. bound - 1."""
 
 Choices = Callable[[int, str], Draw]
-"""(peer, purpose) -> the source from which that peer draws for this purpose; the same purpose
-repeats the same numbers.
+"""(peer, purpose) -> the peer's source of random integers for this purpose.
+
+The same purpose repeats the same numbers.
 """
 
 MOST_REPEATS = 1000
-"""After a few dozen repeats any layer may be with any peer alike; each costs about a model's
-traffic a peer, and two messages.
+"""Largest number of repeats.
+
+After a few dozen repeats, any layer is equally likely at any peer. Each repeat costs about a
+model's traffic per peer, and two messages.
 """
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of an exchange for all its peers: `repeats` r_s, and how many layers each sends, `low`
-    n_l to `high` n_u.
+    """Rules of an exchange, common to all its peers.
 
-    Without `high` it is ceil(U / 4) in the first repeat, whose layers alone can be attributed to
-    their senders, and U in those that follow (the paper advises a small first bound and gives no
-    number).
+    Attributes:
+        repeats: Number of repeats, r_s.
+        low: Smallest number of layers that each peer sends, n_l.
+        high: Largest number, n_u. None: ceil(U / 4) in the first repeat, since only its layers can
+            be attributed to their senders, and U in the following ones. The paper advises a small
+            first bound and gives no number.
     """
 
     repeats: int = 2
@@ -53,11 +59,13 @@ class Rules:
         require_between("repeats", self.repeats, 1, MOST_REPEATS)
         require_at_least("low", self.low, 1)
         if self.high is not None and self.high < self.low:
-            raise InvalidValue(f"high must be at least low, which is {self.low}, not {self.high}")
+            raise InvalidValue(f"high must be at least low ({self.low}), not {self.high}")
 
     def bounds(self, units: int) -> list[tuple[int, int]]:
-        """Return n_l and n_u of each repeat for models of U = `units` layers; `InvalidValue` when
-        these are fewer than n_u.
+        """Return n_l and n_u of each repeat for models of U = `units` layers.
+
+        Raises:
+            InvalidValue: The models have fewer than n_u layers.
         """
         largest = self.high or self.low
         if largest > units:
@@ -72,15 +80,17 @@ class Rules:
 
 
 def secret_choices(peer: int, purpose: str) -> Draw:
-    """Draw from the operating system, for real sites: nobody can repeat it and no seed gives it
-    away.
+    """Draw from the operating system, for real sites.
+
+    The numbers cannot be repeated and do not depend on a seed.
     """
     return secrets.randbelow
 
 
 def stream_choices(stream: Callable[[str, int], torch.Generator]) -> Choices:
-    """Return choices from the streams of a round, as `Round.stream`: a server that knows the seed
-    can undo the exchange.
+    """Return choices from the streams of a round, as in `Round.stream`.
+
+    A server that knows the seed can undo the exchange.
     """
     return lambda peer, purpose: stream_draw(stream(purpose, peer))
 
@@ -100,7 +110,7 @@ def sample(items: Sequence[T], count: int, draw: Draw) -> list[T]:
 
 
 class Sent(NamedTuple, Generic[T]):
-    """One layer on its way: the peer at the other end, the layer's index, and what stands for it."""
+    """A layer in transit: the peer at the other end, the layer's index, and its item."""
 
     peer: int
     layer: int
@@ -108,20 +118,25 @@ class Sent(NamedTuple, Generic[T]):
 
 
 def purpose(when: str, repeat: int, stage: str) -> str:
-    """Return the name of the choices of one stage (`send` or `return`) of one repeat (from 1) of
-    the exchange `when`.
+    """Return the name of the choices of one stage.
+
+    Args:
+        when: The exchange, `before_train` or `before_upload`.
+        repeat: Number of the repeat, from 1.
+        stage: `send` or `return`.
     """
     return f"secure/{when}/{repeat}/{stage}"
 
 
 class LayerBuffers(Generic[T]):
-    """Items of one peer by the layer's index, one for each between repeats. The order in which they
-    arrive does not matter.
+    """Items of one peer by the layer's index, one for each between repeats.
+
+    The order in which items arrive has no effect.
     """
 
     def __init__(self, others: Sequence[int], buffers: list[list[T]]) -> None:
         self.others, self.buffers = others, buffers
-        self.sent: list[tuple[int, int]] = []  # (recipient, index), what will come back
+        self.sent: list[tuple[int, int]] = []  # (recipient, index) of the layers to be returned
 
     @property
     def items(self) -> list[T]:
@@ -129,7 +144,10 @@ class LayerBuffers(Generic[T]):
         return [item for (item,) in self.buffers]
 
     def send(self, low: int, high: int, draw: Draw) -> list[Sent[T]]:
-        """Send n layers, each to a peer drawn uniformly (stage 1). A peer without others keeps all."""
+        """Send n layers, each to a peer drawn uniformly (stage 1).
+
+        A peer without others sends none.
+        """
         if not self.others:
             return []
         count = low + draw(high - low + 1)
@@ -141,9 +159,7 @@ class LayerBuffers(Generic[T]):
         return going
 
     def exchange(self, received: Sequence[Sent[T]], draw: Draw) -> list[Sent[T]]:
-        """Take in all received layers, then return for each a random one of its index (stages 2 and
-        3).
-        """
+        """Store all received layers, then return a random one of each index (stages 2 and 3)."""
         ordered = sorted(received, key=lambda sent: (sent.peer, sent.layer))
         for _, index, item in ordered:
             self.buffers[index].append(item)
@@ -154,23 +170,27 @@ class LayerBuffers(Generic[T]):
         return returned
 
     def rebuild(self, returned: Sequence[Sent[T]]) -> None:
-        """Take in what came back, a layer for each that was sent (stage 4)."""
+        """Store the returned layers, one for each sent layer (stage 4)."""
         for _, index, item in returned:
             self.buffers[index].append(item)
         self.sent = []
 
 
 class Rehearsal(NamedTuple):
-    """Outcome of an exchange: `sources[u][k]` is the row whose layer u row k has, `sent[r][u]` how
-    many sent it in repeat r.
+    """Outcome of an exchange.
+
+    Attributes:
+        sources: `sources[u][k]` is the row from which row k has its layer u.
+        sent: `sent[r][u]` is the number of peers that sent layer u in repeat r.
     """
 
     sources: list[list[int]]
     sent: list[list[int]]
 
     def bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes carried, there and back, for layers of `sizes[u]` bytes (equation 26
-        over all repeats).
+        """Return the bytes carried in both directions, for layers of `sizes[u]` bytes.
+
+        Source: equation 26, summed over all repeats.
         """
         return sum(
             2 * count * size
@@ -182,8 +202,14 @@ class Rehearsal(NamedTuple):
 def rehearse(
     peers: Sequence[int], units: int, rules: Rules, choices: Choices, when: str
 ) -> Rehearsal:
-    """Compute the outcome of an exchange `when` (`before_train`, `before_upload`) of models whose
-    rows are these peers'.
+    """Compute the outcome of an exchange.
+
+    Args:
+        peers: Numbers of the peers, in the order of the models' rows.
+        units: Number of layers, U.
+        rules: Rules of the exchange.
+        choices: Sources of random integers.
+        when: `before_train` or `before_upload`.
     """
     holders = {
         peer: LayerBuffers(

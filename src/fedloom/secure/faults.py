@@ -4,29 +4,36 @@ from fedloom.config.fields import require_one_of
 from fedloom.errors import FedloomError
 
 SERVER = -1
-"""The server's number where a fault names it."""
+"""Number of the server in a fault."""
 
 KINDS = {
     "left": "stopped answering",
-    "impostor": "is not who it says: its keys are not signed by the identity known for it",
+    "impostor": "is not authenticated: its keys are not signed by its known identity",
     "altered": "a letter from it was altered",
     "damaged": "a letter from it cannot be read",
     "replayed": "a letter from it belongs to another stage or exchange",
-    "disagrees": "takes part on other terms: other rules, peers, keys or layers, or another server key",
-    "misdirected": "a letter from it was brought to the wrong peer",
-    "duplicated": "something from it came twice",
-    "missing": "something that it announced or owes did not come",
+    "disagrees": "uses other terms: other rules, peers, keys or layers, or another server key",
+    "misdirected": "a letter from it was delivered to the wrong peer",
+    "duplicated": "a message from it arrived twice",
+    "missing": "a message that it announced or owes did not arrive",
     "unannounced": "it sent more than it announced or owes",
-    "invalid": "what it sent does not fit the exchange",
-    "spoilt": "what it sealed cannot be opened, or does not fit the exchange",
+    "invalid": "its message does not fit the exchange",
+    "spoilt": "its sealed content cannot be opened, or does not fit the exchange",
     "unproved": "accuses without proof",
-    "withdrew": "takes no part any more, since it refuses what the server asks",
+    "withdrew": "left the exchange, since it refuses a request of the server",
 }
 
 
 class ProtocolViolation(FedloomError):
-    """A `peer`, or the carrier between, broke the exchange in a way of `KINDS`; a `witness` who
-    noticed it may lie.
+    """A peer, or the carrier between peers, broke the exchange.
+
+    The report of a `witness` may be false.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        peer: Number of the peer that is at fault.
+        detail: Further text.
+        witness: Number of the peer that reported it, or None.
     """
 
     def __init__(self, kind: str, peer: int, detail: str = "", witness: int | None = None) -> None:
@@ -34,12 +41,15 @@ class ProtocolViolation(FedloomError):
         self.kind, self.peer, self.detail, self.witness = kind, peer, detail, witness
         name = "the server" if peer == SERVER else f"peer {peer}"
         details = f" ({detail})" if detail else ""
-        source = "" if witness is None else f", says peer {witness}"
+        source = "" if witness is None else f", reported by peer {witness}"
         super().__init__(f"{name}: {KINDS[kind]}{details}{source}")
 
 
 class ExchangeAborted(FedloomError):
-    """The exchange did not happen; every peer has the model that it had before. `faults` says why."""
+    """The exchange was aborted, and every peer has its previous model.
+
+    `faults` contain the reasons.
+    """
 
     def __init__(self, faults: list[ProtocolViolation], remaining: int, fewest: int) -> None:
         self.faults = faults

@@ -15,16 +15,19 @@ def layer_sizes(units: Sequence[Unit], like: Tensor) -> list[int]:
 
 
 def to_layers(row: Tensor, units: Sequence[Unit]) -> list[bytes]:
-    """Return the numbers of a row `[P]`, layer by layer, as bytes in the machine's order
-    (little-endian with PyTorch).
+    """Return the numbers of a row `[P]`, layer by layer, as bytes.
+
+    Their order is the machine's (little-endian with PyTorch).
     """
     flat = row.detach().cpu()
     return [torch.cat([flat[span] for span in unit]).numpy().tobytes() for unit in units]
 
 
 def from_layers(layers: Sequence[bytes | None], units: Sequence[Unit], like: Tensor) -> Tensor:
-    """Return `like [P]` with these layers in its units, but those that are None. Raises
-    `InvalidValue` for another size.
+    """Return `like [P]` with these layers in its units; layers that are None are not changed.
+
+    Raises:
+        InvalidValue: A layer has another size.
     """
     row = like.detach().cpu().clone()
     for number, (layer, unit, size) in enumerate(
@@ -33,7 +36,7 @@ def from_layers(layers: Sequence[bytes | None], units: Sequence[Unit], like: Ten
         if layer is None:
             continue
         if len(layer) != size:
-            raise InvalidValue(f"layer {number} has {len(layer)} bytes, not {size}")
+            raise InvalidValue(f"layer {number} has {len(layer)} bytes, expected {size}")
         numbers = torch.frombuffer(bytearray(layer), dtype=row.dtype).split(
             [span.stop - span.start for span in unit]
         )

@@ -1,4 +1,4 @@
-"""Peer of an exchange: bytes in, bytes out, in the steps that the server calls for."""
+"""Peer of an exchange: answers the server's requests step by step, bytes in, bytes out."""
 
 import plistlib
 from collections import Counter
@@ -45,18 +45,24 @@ _SAVED = ("run", "step", "committed", "server_key", "past", "uploaded", "offered
 
 
 class Peer:
-    """Peer `number`, who owns `identity` and knows the lasting public `identities` of all peers.
+    """A peer with its private `identity` and the long-term public `identities` of all peers.
 
-    Before each exchange the model is handed over as layers (`offer`); then every request of the
-    server goes to `handle`, and `layers` holds the outcome: the exchanged layers once `committed`,
-    which is when every peer has confirmed that its model is whole, and else those that were
-    offered; `abort` takes back even that. `upload` gives the envelopes to the server; the model
-    then enters no other exchange before an upload: in other company, the difference would show
-    whose layers are whose.
+    Before each exchange, `offer` takes the model as layers. Then every request of the server goes
+    to `handle`. `layers` are the exchanged layers once the peer is `committed`, which means that
+    every peer has confirmed that its model is complete. Before that, they are the offered ones;
+    `abort` also restores them. `upload` returns the envelopes for the server. After an upload the
+    model enters no other exchange: with other peers, the difference would reveal the owners of
+    layers.
 
-    `rules` are the peer's own, and `fewest` is how many peers it must have for company, itself
-    included: of an exchange among fewer, or by other rules, it takes no part. `choices` are secret
-    unless a rehearsal is wanted. Keys are new in every run.
+    Keys are new in every run.
+
+    Args:
+        number: Number of the peer.
+        identity: Its private long-term key.
+        identities: Public long-term keys of all peers by number.
+        rules: Its rules; it refuses an exchange by other rules.
+        fewest: Smallest number of peers in an exchange, including itself.
+        choices: Sources of random integers for given terms; secret except in a rehearsal.
     """
 
     def __init__(
@@ -81,16 +87,18 @@ class Peer:
         self.uploaded: list[bytes] = []  # digests of models that entered an upload
         self.run: str | None = None
         self.past: list[bytes] = []  # digests of the terms and sessions of this run
-        self.step = -1  # the last that the peer answered in the exchange that it is in
+        self.step = -1  # the last answered step of the current exchange
 
     @property
     def layers(self) -> list[bytes]:
-        """Layers of the model: exchanged, or as they were offered."""
+        """Layers of the model: the exchanged ones if committed, else the offered ones."""
         return self.holding.items if self.committed else self.offered
 
     def offer(self, layers: Sequence[bytes]) -> None:
-        """Hand over a model for the next exchange. Raises `InvalidValue` when the rules ask for
-        more layers than it has.
+        """Take a model for the next exchange.
+
+        Raises:
+            InvalidValue: The model has no layers, or fewer than the rules require.
         """
         if not layers or not all(layers):
             raise InvalidValue("a model needs at least one layer, and a layer at least one byte")
@@ -99,21 +107,24 @@ class Peer:
         self.offered = list(layers)
 
     def upload(self) -> list[bytes]:
-        """Return the envelopes for the server, after an exchange before upload. Raises
-        `InvalidValue` where there was none.
+        """Return the envelopes for the server, after an exchange before upload.
+
+        Raises:
+            InvalidValue: No such exchange has ended.
         """
         if not self.committed or self.terms.when != "before_upload":
-            raise InvalidValue("the exchange before upload did not come to its end here")
+            raise InvalidValue("the exchange before upload has not ended at this peer")
         self.uploaded.append(self._model_digest())
         return self.layers
 
     def abort(self) -> None:
-        """Take back the model: the layers are those that were offered."""
+        """Restore the offered layers."""
         self.committed, self.step = False, -1
 
     def handle(self, request: bytes) -> bytes:
-        """Answer one request. A fault that the peer notices is its answer, and the exchange is over
-        for it.
+        """Answer one request.
+
+        If the peer notices a fault, the fault is its answer, and the peer leaves the exchange.
         """
         try:
             decoded = PeerMessage.decode(request)
@@ -123,7 +134,7 @@ class Peer:
             letters = (
                 self._begin(decoded.terms)
                 if decoded.terms is not None
-                else self._go_on(decoded.letters)
+                else self._continue(decoded.letters)
             )
             return PeerMessage("letters", letters=tuple(letters)).encode()
         except ProtocolViolation as fault:
@@ -152,18 +163,18 @@ class Peer:
         self.holding = LayerBuffers(self.others, buffers)
 
     def _require_acceptable(self, terms: Terms) -> None:
-        """Raise `ProtocolViolation` where the peer takes no part on these terms."""
+        """Raise `ProtocolViolation` if the peer refuses these terms."""
         strangers, peers = set(terms.peers) - self.identities.keys(), terms.peers
         uploads = terms.when == "before_upload"
         for unacceptable, detail in (
             (not self.offered, "no model was offered"),
-            (strangers, f"nobody knows the identity of peer {min(strangers, default=0)}"),
+            (strangers, f"the identity of peer {min(strangers, default=0)} is unknown"),
             (
                 self.number not in peers or len(set(peers)) != len(peers),
-                "the list of peers makes no sense",
+                "the list of peers is not valid",
             ),
             (len(peers) < self.fewest, f"{len(peers)} of at least {self.fewest} peers"),
-            (terms.when not in wire.OCCASIONS, f"no occasion {terms.when!r}"),
+            (terms.when not in wire.OCCASIONS, f"unknown occasion {terms.when!r}"),
             (terms.rules != self.rules, "other rules or layers than here"),
             (terms.sizes != tuple(map(len, self.offered)), "other rules or layers than here"),
             (not can_seal(terms.server_key), "no server key"),
@@ -173,9 +184,7 @@ class Peer:
                 raise ProtocolViolation("invalid", SERVER, detail)
 
     def _enter(self, terms: Terms) -> None:
-        """Make keys for a new run; in a run that goes on, refuse another server key and terms that
-        were used already.
-        """
+        """Make keys for a new run; in a known run, refuse another server key and repeated terms."""
         if terms.run != self.run:
             self.run, self.server_key, self.past = terms.run, terms.server_key, []
             self.signing, self.opening = Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
@@ -193,7 +202,7 @@ class Peer:
         self.past.append(used)
 
     def _meet(self, letters: Sequence[Letter]) -> None:
-        """Take the others' keys for this run, each signed by its lasting identity."""
+        """Store the other peers' keys for this run, each signed by its long-term identity."""
         bodies: dict[int, bytes] = {}
         for letter in letters:
             if letter.sender in bodies:
@@ -213,10 +222,8 @@ class Peer:
 
     # --- the stages ---
 
-    def _go_on(self, letters: Sequence[Letter]) -> list[Letter]:
-        """Take the letters of the others with which they answered the last step, and answer the
-        next.
-        """
+    def _continue(self, letters: Sequence[Letter]) -> list[Letter]:
+        """Process the other peers' answers to the last step, and answer the next step."""
         answered, final = self.step, 2 * self.rules.repeats + 1
         if answered < 0:
             raise ProtocolViolation("invalid", SERVER, "letters without an exchange")
@@ -224,9 +231,7 @@ class Peer:
             if letter.recipient != self.number:
                 raise ProtocolViolation("misdirected", letter.sender)
             if letter.sender not in self.others:
-                raise ProtocolViolation(
-                    "invalid", letter.sender, "it takes no part in this exchange"
-                )
+                raise ProtocolViolation("invalid", letter.sender, "it is not part of this exchange")
         came: list[Sent[bytes]] = []
         if answered == 0:
             self._meet(letters)
@@ -253,9 +258,7 @@ class Peer:
         return [self._letter(peer, wire.CONFIRMATION, 0) for peer in self.others]
 
     def _send(self) -> list[Letter]:
-        """Begin the next repeat (stage 1): announce how many layers follow for each peer, then send
-        them.
-        """
+        """Begin the next repeat (stage 1): announce the layer count to each peer, and send them."""
         low, high = self.rules.bounds(len(self.offered))[self.terms.repeat(self.step) - 1]
         going = self.holding.send(low, high, self._draw("send"))
         counts = Counter(sent.peer for sent in going)
@@ -275,8 +278,9 @@ class Peer:
     # --- between two requests ---
 
     def snapshot(self) -> bytes:
-        """Return all that the peer must remember of its run, empty before its first. It holds keys
-        and a model.
+        """Return the state of the peer's run, empty before its first run.
+
+        It contains keys and a model.
         """
         if self.run is None:
             return b""
@@ -296,8 +300,9 @@ class Peer:
         return plistlib.dumps(state, fmt=plistlib.FMT_BINARY)
 
     def restore(self, data: bytes) -> None:
-        """Let a new peer of the same number and identities go on where `snapshot` was taken, by the
-        rules that it had then.
+        """Restore a snapshot in a new peer with the same number and identities.
+
+        The rules of the snapshot apply.
         """
         if not data:
             return
@@ -311,7 +316,7 @@ class Peer:
         self._hold(Terms.decode(state["terms"]), state["buffers"])
         self.rules = self.terms.rules
         self.holding.sent = [(recipient, index) for recipient, index in state["sent"]]
-        # none before they came
+        # empty before the introductions
         bodies = zip(sorted(self.terms.peers), state["introductions"], strict=False)
         self.session = PeerSession(
             self.terms, {peer: Introduction.decode(body, peer) for peer, body in bodies}
@@ -328,7 +333,7 @@ class Peer:
         return Letter(self.number, peer, note.signed(self.signing))
 
     def _parcels(self, going: Iterable[Sent[bytes]], kind: int) -> list[Letter]:
-        """Pack each layer with its index in a parcel of one size, numbered by its recipient."""
+        """Pack each layer with its index in a parcel of fixed size, numbered by recipient."""
         numbers, letters = Counter[int](), []
         for peer, index, item in going:
             content = pack(index.to_bytes(INDEX) + item).ljust(self.terms.content_size(), b"\0")
@@ -337,7 +342,7 @@ class Peer:
         return letters
 
     def _open(self, parcels: Sequence[Note]) -> list[Sent[bytes]]:
-        """Return the layers in these parcels, no index twice from one peer."""
+        """Return the layers in these parcels; a peer may send each index only once."""
         came: dict[tuple[int, int], bytes] = {}
         sizes = self.terms.held_sizes()
         for note in parcels:
@@ -349,6 +354,6 @@ class Peer:
             if index >= len(sizes) or len(item) != sizes[index]:
                 raise ProtocolViolation("spoilt", note.sender, "a layer of another size")
             if (note.sender, index) in came:
-                raise ProtocolViolation("spoilt", note.sender, "a layer came twice")
+                raise ProtocolViolation("spoilt", note.sender, "a layer arrived twice")
             came[note.sender, index] = item
         return [Sent(peer, index, item) for (peer, index), item in came.items()]

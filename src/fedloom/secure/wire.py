@@ -1,8 +1,7 @@
-"""Messages of an exchange as bytes; docs/secure-messages.md describes every field, for whoever
-writes the other side.
+"""Messages of an exchange as bytes. docs/secure-messages.md describes every field.
 
-Reading never runs code. Bytes that cannot be read, or are not as agreed, raise `ProtocolViolation`
-naming their sender.
+Reading never runs code. Bytes that cannot be read or do not follow the protocol raise
+`ProtocolViolation` with the number of their sender.
 """
 
 import struct
@@ -22,14 +21,16 @@ from fedloom.state.digest import Digest
 OCCASIONS = ("before_upload", "before_train")
 
 ANNOUNCEMENT, SENT, RETURNED, CONFIRMATION = 1, 2, 3, 4
-"""Kinds of notes: how many layers follow (stage 1), a layer sent (stage 1), one returned (stage 3),
-all is whole (the end).
+"""Kinds of notes.
+
+Number of layers that follow (stage 1), a sent layer (stage 1), a returned layer (stage 3), and
+confirmation that the model is complete (the end).
 """
 
 INDEX = 4
 """Bytes of a layer's index in a parcel."""
 
-_MOST_FIELDS = 1 << 17  # more than any message has: a letter is one field
+_MOST_FIELDS = 1 << 17  # more than in any message: a letter is one field
 _LONGEST_DETAIL = 200
 _HEADER = struct.Struct(">4s32sIBIII")
 _MAGIC = b"flsx"
@@ -40,15 +41,20 @@ NOTE_OVERHEAD = _HEADER.size + SIGNATURE
 
 
 def pack(*fields: bytes) -> bytes:
-    """Join fields with their lengths before them, so that no two lists of fields give the same
-    bytes.
-    """
+    """Join fields with their lengths, so that different lists of fields give different bytes."""
     return b"".join(struct.pack(">Q", len(field)) + field for field in fields)
 
 
 def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
-    """Return the fields that `pack` joined. Raises `ProtocolViolation` (damaged) for other bytes,
-    or not `count` fields.
+    """Return the fields that `pack` joined.
+
+    Args:
+        data: The bytes.
+        culprit: Number of the sender, for the fault.
+        count: Number of fields; None accepts any.
+
+    Raises:
+        ProtocolViolation: The bytes are damaged, or have another number of fields.
     """
     fields: list[bytes] = []
     offset = 0
@@ -64,17 +70,23 @@ def unpack(data: bytes, culprit: int, count: int | None = None) -> list[bytes]:
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Return whole numbers as eight bytes each."""
+    """Return integers as eight bytes each."""
     return b"".join(number.to_bytes(8) for number in numbers)
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of one attempt (numbered from 0) at the exchange of a round, before training or upload
-    (`when`).
+    """Terms of one attempt at an exchange. Every peer must have the same rules and sizes.
 
-    Keys stay the same in a `run`. `server_key` is the X25519 key for which layers are sealed before
-    an upload. Every peer must have the same rules, and layers of the same `sizes` in bytes.
+    Attributes:
+        run: Name of the exchange; keys stay the same in a run.
+        round: Number of the round.
+        when: `before_train` or `before_upload`.
+        attempt: Number of the attempt, from 0.
+        peers: Numbers of the peers.
+        server_key: X25519 public key that seals layers before an upload.
+        rules: Rules of the exchange.
+        sizes: Bytes of each layer.
     """
 
     run: str
@@ -114,33 +126,33 @@ class Terms:
         return terms
 
     def repeat(self, step: int) -> int:
-        """Return the repeat, from 1, to which the answers of a step (from 0, which has none)
-        belong.
-        """
+        """Return the repeat, from 1, that the answers of a step belong to. Step 0 has no repeat."""
         return min((step + 1) // 2, self.rules.repeats)
 
     def held_sizes(self) -> list[int]:
-        """Return the bytes of each layer as peers hold it: before an upload, sealed for the server."""
+        """Return the bytes of each layer at a peer; before an upload, layers are sealed."""
         return [size + (OVERHEAD if self.when == "before_upload" else 0) for size in self.sizes]
 
     def content_size(self) -> int:
-        """Return the bytes to which a layer and its index are padded, the same for every parcel."""
+        """Return the bytes to which a layer and its index are padded, equal for all parcels."""
         return 8 + INDEX + max(self.held_sizes())
 
     def parcel_size(self) -> int:
-        """Return the bytes of every letter that holds a layer."""
+        """Return the bytes of a letter with a layer."""
         return NOTE_OVERHEAD + self.content_size() + OVERHEAD
 
     def layer_context(self, index: int) -> bytes:
-        """Return the context of a layer's envelope for the server: these terms and the layer's
-        index.
-        """
+        """Return the context of a layer's envelope for the server: these terms and its index."""
         return pack(b"fedloom layer", Digest(self.encode()).digest(), pack_numbers([index]))
 
 
 class Introduction(NamedTuple):
-    """Public keys of a peer in this run, for signatures (Ed25519) and for sealing (X25519), signed
-    by its lasting identity.
+    """Public keys of a peer in this run, signed by its long-term identity.
+
+    Attributes:
+        verifying: Ed25519 key for signatures.
+        sealing: X25519 key for envelopes.
+        signature: Signature of both keys.
     """
 
     verifying: bytes
@@ -149,21 +161,23 @@ class Introduction(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes, peer: int) -> "Introduction":
-        """Read an introduction. Raises `ProtocolViolation` for other bytes, or a key for which
-        nothing can be sealed.
+        """Read an introduction.
+
+        Raises:
+            ProtocolViolation: The bytes are damaged, or the sealing key is not valid.
         """
         introduction = cls(*unpack(body, peer, 3))
         if (len(introduction.verifying), len(introduction.sealing)) != (32, 32):
             raise ProtocolViolation("damaged", peer, "its introduction")
         if not can_seal(introduction.sealing):
-            raise ProtocolViolation("invalid", peer, "a key for which nothing can be sealed")
+            raise ProtocolViolation("invalid", peer, "a sealing key that is not valid")
         return introduction
 
     def encode(self) -> bytes:
         return pack(*self)
 
     def signed_content(self, run: str, peer: int) -> bytes:
-        """Return the bytes that the lasting identity signs."""
+        """Return the bytes that the long-term identity signs."""
         return pack(
             b"fedloom introduction",
             run.encode(),
@@ -191,8 +205,16 @@ class Letter(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Content of a letter after the introductions; `number` counts the parcels to the recipient, or
-    says how many follow.
+    """Content of a letter after the introductions.
+
+    Attributes:
+        session: Digest of the session.
+        repeat: Number of the repeat.
+        kind: Kind of the note.
+        sender: Number of the sender.
+        recipient: Number of the recipient.
+        number: Number of the parcel to this recipient, or of the parcels that follow.
+        payload: Sealed content of a parcel.
     """
 
     session: bytes
@@ -212,8 +234,9 @@ class Note(NamedTuple):
         return self.kind in (SENT, RETURNED)
 
     def header(self) -> bytes:
-        """Return everything but the payload, in a fixed length; parcels are sealed with it as their
-        context.
+        """Return all fields except the payload, in a fixed length.
+
+        It is the context with which a parcel is sealed.
         """
         return _HEADER.pack(_MAGIC, *self[:-1])
 
@@ -224,8 +247,10 @@ class Note(NamedTuple):
 
 
 def read_note(body: bytes, sender: int) -> Note:
-    """Return the note in a letter's body, without checking its signature. Raises
-    `ProtocolViolation` (damaged).
+    """Return the note in a letter's body, without checking its signature.
+
+    Raises:
+        ProtocolViolation: The body is damaged.
     """
     if len(body) < NOTE_OVERHEAD or body[:4] != _MAGIC:
         raise ProtocolViolation("damaged", sender)
@@ -234,8 +259,9 @@ def read_note(body: bytes, sender: int) -> Note:
 
 
 class PeerSession:
-    """What the peers of an attempt have agreed on, the terms and everybody's keys, with the
-    `digest` that each note names.
+    """Terms and public keys on which the peers of an attempt have agreed.
+
+    Each note contains the `digest` of its session.
     """
 
     def __init__(self, terms: Terms, introductions: Mapping[int, Introduction]) -> None:
@@ -251,12 +277,20 @@ class PeerSession:
         owed: Mapping[tuple[int, int], int],
         past: Collection[bytes] = (),
     ) -> list[Note]:
-        """Return the parcels among the answers to a step, between these (sender, recipient).
+        """Return the parcels among the answers to a step.
 
-        Raises `ProtocolViolation` unless all notes are signed by their sender for their recipient,
-        none comes twice, an announcement or confirmation comes from each that owes one, and as many
-        parcels as were announced, or are `owed` in return, numbered from 0. `past` sessions are
-        over.
+        Args:
+            step: The step.
+            letters: The answers.
+            ends: Allowed pairs (sender, recipient).
+            owed: Number of returned parcels for each pair.
+            past: Digests of earlier sessions.
+
+        Raises:
+            ProtocolViolation: A note is not signed by its sender for its recipient, arrives twice
+                or belongs to a past session. An announcement or confirmation is missing. The number
+                of parcels differs from the announced or owed one, or parcels are not numbered from
+                0.
         """
         kinds: tuple[int, ...] = (ANNOUNCEMENT, SENT) if step % 2 else (RETURNED,)
         if step > 2 * self.terms.rules.repeats:
@@ -295,7 +329,9 @@ class PeerSession:
             if len(came) > count:
                 raise ProtocolViolation("unannounced", pair[0])
             if len(came) < count or max(came, default=-1) >= count:
-                raise ProtocolViolation("missing", pair[0], f"{len(came)} of {count} layers came")
+                raise ProtocolViolation(
+                    "missing", pair[0], f"{len(came)} of {count} layers arrived"
+                )
         return parcels
 
 
@@ -303,9 +339,9 @@ class PeerSession:
 class PeerMessage:
     """The server's request to a peer, or its answer.
 
-    The server asks to `begin` on `terms`, to go on with `letters`, or to `abort` and take back the
-    offered model; a peer answers with `letters`, or with the `fault` because of which it has taken
-    back its model.
+    The server requests a peer to `begin` on `terms`, to continue with `letters`, or to `abort` and
+    restore the offered model. A peer answers with `letters`, or with the `fault` because of which
+    it has restored its model.
     """
 
     kind: str
@@ -324,8 +360,10 @@ class PeerMessage:
 
     @classmethod
     def decode(cls, data: bytes, sender: int = SERVER) -> "PeerMessage":
-        """Read a message of the server or of peer `sender`. Raises `ProtocolViolation` naming it
-        when that cannot be read.
+        """Read a message of the server or of peer `sender`.
+
+        Raises:
+            ProtocolViolation: The message cannot be read; the violation names the sender.
         """
         kind, *fields = unpack(data, sender) or [b""]
         if kind == b"letters":

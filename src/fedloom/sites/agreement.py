@@ -1,5 +1,6 @@
-"""Agreement between the server and the sites of a Flower app: the configuration, the shape of the
-data, the model's layout.
+"""Agreement between the server and the sites of a Flower app.
+
+It covers the configuration, the shape of the data and the model's layout.
 """
 
 import tomllib
@@ -19,8 +20,9 @@ from fedloom.task import Task
 
 
 class RunConfig(TypedDict, total=False):
-    """Run configuration of a Flower app, `[tool.flwr.app.config]`, which goes to the server and to
-    every site.
+    """Run configuration of a Flower app, `[tool.flwr.app.config]`.
+
+    Flower sends it to the server and to every site. docs/flower.md describes the values.
     """
 
     configuration: str
@@ -39,12 +41,20 @@ class RunConfig(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Deployment:
-    """A federation over real sites, by the run configuration of its app, with `configuration` as it
-    was written in `text`.
+    """A federation over real sites, from the run configuration of its app.
 
-    That is a TOML file as `fedloom run` takes it, or the path of one on the server and at every
-    site. `data.clients` is how many sites there are, numbered from 0, of which `sites` must be
-    there before round 1. The values are those of docs/flower.md.
+    Attributes:
+        text: The original configuration: TOML as for `fedloom run`, or the path of a file
+            on the server and at every site.
+        configuration: The configuration in `text`. `data.clients` is the number of sites,
+            numbered from 0.
+        output: Folder of the run on the server.
+        sites: Number of sites that must be connected before round 1.
+        deadline: Seconds that sites have for a round; 0 for no limit.
+        wait: Seconds to wait for the sites.
+        largest_share: Largest share of a round's mean for one site.
+        only: "statistics" to collect statistics without training.
+        survey: Settings of the statistics.
     """
 
     text: str
@@ -67,8 +77,10 @@ class Deployment:
 
 
 def deployment(run_config: Mapping[str, Any]) -> Deployment:
-    """Read and check the run configuration of a Flower app. Raises `InvalidValue` in one line for
-    whatever does not fit.
+    """Read and check the run configuration of a Flower app.
+
+    Raises:
+        InvalidValue: A value is missing, unknown or out of range; the text is one line.
     """
     for key in run_config:
         require_one_of("run configuration: key", key, tuple(RunConfig.__annotations__))
@@ -94,8 +106,10 @@ def deployment(run_config: Mapping[str, Any]) -> Deployment:
 
 @lru_cache(maxsize=1)
 def read_configuration(text: str) -> Configuration:
-    """Return the configuration in a text, or in the file that it names. Raises `InvalidValue`
-    unless it is of one federation.
+    """Return the configuration in a TOML text, or in the file at this path.
+
+    Raises:
+        InvalidValue: The text is not TOML, or does not describe exactly one federation.
     """
     if "=" in text or "\n" in text:
         try:
@@ -108,22 +122,23 @@ def read_configuration(text: str) -> Configuration:
         settings = load(Path(text))
     if settings.algorithm is None:
         raise InvalidValue(
-            "run configuration: configuration names no method: give algorithm, such as 'fedmr'"
+            "run configuration: configuration has no algorithm: set algorithm, such as 'fedmr'"
         )
     if settings.variants:
         raise InvalidValue(
-            "run configuration: configuration has several settings: a federation runs one"
+            "run configuration: configuration has several settings: a federation has only one"
         )
     if settings.data.clients < 1:
         raise InvalidValue(
-            "run configuration: configuration must say how many sites there are: data.clients"
+            "run configuration: configuration must set data.clients, the number of sites"
         )
     return settings
 
 
 def layout_digest(task: Task) -> str:
-    """Return a digest of the names, shapes, types and order of a model's tensors, and of the
-    numbers of frozen ones.
+    """Return a digest of a model's layout.
+
+    It covers the names, shapes, types and order of the tensors, and the values of frozen ones.
     """
     layout = task.layout
     slices = [

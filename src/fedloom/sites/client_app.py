@@ -1,7 +1,7 @@
-"""ClientApp of Flower, which a SuperNode starts at a site, as a new process, for each message.
+"""ClientApp of Flower. A SuperNode starts it at a site, as a new process, for each message.
 
-The process hands the message to the site's worker, which has PyTorch loaded, and answers itself
-where there is none.
+The process hands the message to the site's worker, where PyTorch is loaded. Without a worker it
+answers the message itself.
 """
 
 from flwr.app import Context, Message
@@ -13,7 +13,7 @@ app = ClientApp()
 
 
 def reply(message: Message, context: Context) -> Message:
-    """Answer a message, by the worker where there is one."""
+    """Answer a message through the worker, or in this process if no worker answers."""
     answered = handed_over(message, context)
     return Message(answer(message, context) if answered is None else answered, reply_to=message)
 

@@ -1,12 +1,10 @@
-"""Flower engine: clients train at sites of their own, with one message to each site and one back,
-through Flower's Grid.
+"""Flower engine: clients train at real sites; each site gets one message and returns one.
 
-A site that is absent, late, or answers anything else than the method expects loses its turn, never
-the round.
+A site that is absent, late, or sends an unexpected answer loses its turn, but the round continues.
 
-Clients' memory stays at their sites, as versions named by the round that wrote them. The server
-keeps which version each client goes on from, that of the last reply that it took: a reply that came
-too late, or was refused, leaves no trace.
+Clients' memory stays at their sites, in versions that are numbered by the round that wrote them.
+The server stores the version from which each client continues: the version after the last reply
+that it accepted. Therefore a reply that was late or refused has no effect.
 """
 
 import logging
@@ -45,7 +43,7 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 class FlowerEngine(RemoteClients):
-    """Lets sites train. None counts for more than `largest_share` of a round's mean."""
+    """Lets sites train. No site has more than `largest_share` of a round's mean."""
 
     in_process: bool | None = None
 
@@ -56,13 +54,13 @@ class FlowerEngine(RemoteClients):
 
     def begin(self, task: Task, directory: Path | None) -> None:
         self.task = task
-        # Of each client's memory, with what was written in this round, and as it stands; 0 is none.
+        # versions of the clients' memory before and after this round; 0: no memory
         self._committed = torch.zeros(task.clients, dtype=torch.int64)
         self._versions = self._committed.clone()
-        self._orders: Orders = {}  # those under way of an asynchronous method
-        self._saved = [self._committed, self._committed]  # those of the two newest checkpoints
+        self._orders: Orders = {}  # unanswered requests of an asynchronous method
+        self._saved = [self._committed, self._committed]  # versions in the two newest checkpoints
         self._saving = self._committed
-        # clients that failed since the last reply that was taken, and why
+        # clients that failed since the last accepted reply, with the reason
         self._failing: dict[int, str] = {}
 
     def train(
@@ -85,11 +83,20 @@ class FlowerEngine(RemoteClients):
         exchanged: bool = False,
         withheld: bool = False,
     ) -> Iterator[Answer | Fault]:
-        """Let sites train and yield what they reply. Raises `FedloomError` when every site has
-        failed since a reply was taken.
+        """Let sites train and yield their replies.
 
-        Where models are `exchanged`, sites begin from those that they exchanged before. Models that
-        are `withheld` are no part of the replies: sites exchange them afterwards.
+        Args:
+            pipeline: The method.
+            round: The round.
+            jobs: The clients' work.
+            exchanged: Sites start from the models that they exchanged before.
+            withheld: Models are not part of the replies; sites exchange them afterwards.
+
+        Yields:
+            An answer or a fault for each job.
+
+        Raises:
+            FedloomError: Every site has failed since the last accepted reply.
         """
         expected = pipeline.expected(round)
         shapes = {name: list(spec.shape) for name, spec in expected.items()}
@@ -145,7 +152,7 @@ class FlowerEngine(RemoteClients):
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Return the clients that train already, for an asynchronous method."""
+        """Return the clients that are still training, for an asynchronous method."""
         return frozenset(job.client for _, job in self._orders.values())
 
     def _reply(
@@ -157,15 +164,17 @@ class FlowerEngine(RemoteClients):
         expected: Mapping[str, TensorSpec],
         figures: set[str],
     ) -> Answer:
-        """Return one site's reply. Raises `FedloomError` when it says why it did not train, or when
-        it is refused.
+        """Return one site's reply.
+
+        Raises:
+            FedloomError: The site sent a reason why it did not train, or its reply is refused.
         """
         client, number = job.client, self.numbers[job.client]
         try:
             words = words_of(message, ARRAYS)
         except Refusal as refusal:
             if refusal.words.get("lost"):
-                # from the next time on it is a client that remembers nothing
+                # the client starts without memory the next time
                 self._versions[client] = 0
             raise
         order = (
@@ -173,11 +182,11 @@ class FlowerEngine(RemoteClients):
             whole_number(words, "site", 0, MOST_SAMPLES),
         )
         if order != (round.number, number):
-            raise RefusedReply("the reply is to another order")
+            raise RefusedReply("the reply is to another request")
         version = whole_number(words, "memory", 0, round.number)
         if version not in (int(self._versions[client]), round.number):
             raise RefusedReply(f"memory {version} was neither sent nor written in this round")
-        # Names, shapes and types are as the method has them, whatever any site sends.
+        # The method decides about names, shapes and types, not the site.
         tensors = tensors_of(message, expected)
         if expected:
             inspect_reply(pipeline, round, tensors, expected)
@@ -187,7 +196,7 @@ class FlowerEngine(RemoteClients):
         return Answer(job, tensors, measured, samples=samples)
 
     def evaluate(self, pipeline: Pipeline, round: Round, jobs: Sequence[Job]) -> Iterator[Tally]:
-        as_sent = type(pipeline.algorithm) is Algorithm  # every client judges what it is sent
+        as_sent = type(pipeline.algorithm) is Algorithm  # every client evaluates the received model
 
         def words(job: Job) -> Words:
             return {"memory": int(self._versions[job.client]), "given": as_sent}
@@ -201,8 +210,10 @@ class FlowerEngine(RemoteClients):
                 _logger.warning("site %d is not evaluated: %s", self.numbers[job.client], error)
 
     def _tally(self, client: int, words: Mapping[str, Any]) -> Tally:
-        """Return what a site counted, of no more samples than it had at first. Raises
-        `RefusedReply` for impossible counts.
+        """Return a site's totals, scaled down if it counted more samples than it registered.
+
+        Raises:
+            RefusedReply: The counts are impossible.
         """
         local_test = self.task.local_test
         registered = 0 if local_test is None else int(local_test.sizes[client])
@@ -215,7 +226,7 @@ class FlowerEngine(RemoteClients):
             objective.require_totals({**totals, "samples": torch.tensor([float(samples)])})
             require_defined(totals, samples)
         except (KeyError, TypeError, ValueError, OverflowError, InvalidValue) as error:
-            raise RefusedReply(f"the reply does not say what was counted: {error}") from None
+            raise RefusedReply(f"the reply has no valid totals: {error}") from None
         share = min(1.0, registered / samples)
         totals = {name: total if share == 1 else total * share for name, total in totals.items()}
         return Tally(torch.tensor([client]), torch.tensor([min(samples, registered)]), totals)
@@ -226,7 +237,7 @@ class FlowerEngine(RemoteClients):
         self._committed = self._versions.clone()
 
     def forget(self, client: int) -> None:
-        """Let a client whose work of this round is not taken go on from the memory that it had."""
+        """Reset a client to its memory before this round, since its work is not used."""
         self._versions[client] = self._committed[client]
 
     def rollback(self) -> bool:
@@ -234,7 +245,7 @@ class FlowerEngine(RemoteClients):
         return True
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the version of each client's memory, now and at the checkpoint before."""
+        """Return the version of each client's memory, now and at the previous checkpoint."""
         self._saving = self._committed
         return {"versions": self._committed, "before": self._saved[-1]}
 
@@ -246,19 +257,21 @@ class FlowerEngine(RemoteClients):
         if any(
             name not in memory or memory[name].shape != shape for name in ("versions", "before")
         ):
-            raise DamagedCheckpoint("the checkpoint does not say which memory the sites go on from")
+            raise DamagedCheckpoint("the checkpoint has no valid versions of the sites' memory")
         self._committed, self._saved = memory["versions"], [memory["before"], memory["versions"]]
         self.rollback()
 
     def close(self) -> None:
-        """Hold nothing: sites end by themselves what they keep ready."""
+        """Do nothing: sites end their workers themselves."""
 
 
 def _total(value: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return what a site counted, `[1, ...]` float64. Raises `TypeError` or `ValueError` unless it
-    is numbers in that shape.
+    """Return a site's total as a tensor `[1, ...]` of float64.
+
+    Raises:
+        TypeError, ValueError: The value is not numbers in this shape.
     """
     total = torch.tensor(value, dtype=torch.float64)
     if total.shape != shape:
-        raise ValueError(f"shape {list(total.shape)} where {list(shape)} is expected")
+        raise ValueError(f"shape {list(total.shape)}, expected {list(shape)}")
     return total.unsqueeze(0)

@@ -1,8 +1,7 @@
-"""Keys of a federation over real sites: an authority, the server's certificate, and a key pair for
-each site.
+"""Keys of a federation over real sites: an authority, a server certificate, a key pair per site.
 
 Each folder is for one place (docs/flower.md). All keys are on the curve P-384, the widest that
-Flower takes for SuperNodes.
+Flower accepts for SuperNodes.
 """
 
 import ipaddress
@@ -31,21 +30,20 @@ from fedloom.sites.node_config import read_content, read_private
 from fedloom.state.files import make_folder, remove_unfinished, write_bytes
 
 AUTHORITY_DAYS = 3650
-"""Days that an authority is good for: ten years."""
+"""Days for which the authority's certificate is valid: ten years."""
 
 SERVER_DAYS = 825
-"""Days that a server's certificate is good for by default, the most that all common systems accept.
-"""
+"""Days for which a server's certificate is valid by default; common systems accept no more."""
 
 HOME = ("localhost", "127.0.0.1")
-"""Names every server certificate holds."""
+"""Host names in every server certificate."""
 
 _USAGES = (
     "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
     "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
 )  # fmt: skip
 
-_SKEW = timedelta(hours=1)  # clocks of sites differ
+_SKEW = timedelta(hours=1)  # the clocks of sites differ
 
 _HOST = re.compile(
     r"(?=.{1,253}$)([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*",
@@ -55,7 +53,13 @@ _HOST = re.compile(
 
 @dataclass(frozen=True)
 class Keys:
-    """Paths of a federation's keys, and the files that were written just now (`written`)."""
+    """Paths of a federation's keys.
+
+    Attributes:
+        folder: Folder of all keys.
+        sites: Number of sites.
+        written: Files that this call of `make_keys` has written.
+    """
 
     folder: Path
     sites: int
@@ -67,13 +71,11 @@ class Keys:
 
     @property
     def server(self) -> Path:
-        """The folder for the server: `ca.crt`, `server.crt`, `server.key` and the sites' public
-        keys.
-        """
+        """Folder for the server: `ca.crt`, `server.crt`, `server.key` and all public keys."""
         return self.folder / "server"
 
     def public(self, site: int) -> Path:
-        """Return the path of a site's public key, to register."""
+        """Return the path of a site's public key, for its registration."""
         return self.server / f"site-{site}.pub"
 
     def site(self, site: int) -> Path:
@@ -81,7 +83,7 @@ class Keys:
         return self.folder / f"site-{site}"
 
     def write(self, path: Path, content: bytes) -> None:
-        """Write a file, complete or not at all; a private key is for its owner's eyes alone."""
+        """Write a file, complete or not at all; only its owner can read a private key."""
         make_folder(path.parent, mode=0o700)
         remove_unfinished(path.parent)
         write_bytes(path, content, mode=0o600 if path.suffix == ".key" else 0o644)
@@ -89,14 +91,24 @@ class Keys:
 
 
 def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = SERVER_DAYS) -> Keys:
-    """Make the keys of so many sites that are missing in a folder.
+    """Make the missing keys of a federation in a folder.
 
-    The server is called `localhost`, `127.0.0.1` and all of `hosts`, names or addresses; a new
-    certificate is good for `days`. A federation grows by asking for more sites: lists of public
-    keys grow with them. A certificate is renewed by removing `server/server.crt` first. Raises
-    `InvalidValue` for a host that is none, too few sites or days, and an existing certificate that
-    lacks a host; `DataError` for a file that cannot be read or written, or an authority's key that
-    is missing.
+    To add sites, call this again with more sites: the lists of public keys are extended. To renew
+    the server's certificate, remove `server/server.crt` first.
+
+    Args:
+        folder: Folder of all keys.
+        sites: Number of sites.
+        hosts: Names or addresses of the server besides `localhost` and `127.0.0.1`.
+        days: Days for which a new certificate of the server is valid.
+
+    Returns:
+        The paths of the keys, and the written files.
+
+    Raises:
+        InvalidValue: A host is not valid, there are too few sites or days, or an existing
+            certificate lacks a host.
+        DataError: A file cannot be read or written, or the authority's key is missing.
     """
     require_at_least("sites", sites, 1)
     require_between("days", days, 1, AUTHORITY_DAYS)
@@ -125,7 +137,7 @@ def make_keys(folder: Path, sites: int, hosts: Sequence[str] = (), days: int = S
 
 
 def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> PrivateIdentity:
-    """Return the private key in a file, which is made where there is none."""
+    """Return the private key in a file; make the file if it does not exist."""
     if path.exists():
         return read_private(path)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -134,9 +146,7 @@ def _key(keys: Keys, path: Path, style: PrivateFormat = PrivateFormat.PKCS8) -> 
 
 
 def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
-    """Make the server's certificate; its private key stays where it is when only the certificate is
-    renewed.
-    """
+    """Make the server's certificate. Renewing it does not change the private key."""
     path, key_path = keys.server / "server.crt", keys.server / "server.key"
     if path.exists() and key_path.exists():
         certificate, today = _read_certificate(path), datetime.now(UTC)
@@ -149,7 +159,7 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
         ).value
         if lacking := [str(name.value) for name in names if name not in alternatives]:
             raise InvalidValue(
-                f"{path} does not hold {lacking[0]!r}: remove it to have a new one for all hosts"
+                f"{path} does not contain {lacking[0]!r}: remove it to have a new one for all hosts"
             )
         return
     if not keys.authority_key.exists():
@@ -170,8 +180,9 @@ def _server(keys: Keys, names: list[x509.GeneralName], days: int) -> None:
 
 
 def _site(keys: Keys, site: int, authority: bytes) -> None:
-    """Make a site's key pair; a public key without its private one is a site whose folder has been
-    handed over.
+    """Make a site's key pair.
+
+    If only the public key exists, the site's folder was handed over, so no key is made.
     """
     path, public_path = keys.site(site) / "site.key", keys.public(site)
     if not path.exists() and public_path.exists():
@@ -192,7 +203,7 @@ def _certificate(
     usages: Sequence[str],
     purposes: Sequence[x509.ExtensionType] = (),
 ) -> bytes:
-    """Return a certificate by the authority, whose key is `signer`, in PEM."""
+    """Return a certificate in PEM, signed by the authority with the key `signer`."""
     subject, issuer = (
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedloom federation {who}")])
         for who in (holder, "authority")
@@ -221,12 +232,12 @@ def _certificate(
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """Return an address or a host's name as a certificate holds it."""
+    """Return an address or host name in the form for a certificate."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    # Four numbers that are no address would be a name that no client ever asks for.
+    # Four numbers that are not an address would be a host name that no client requests.
     if not _HOST.fullmatch(host) or re.fullmatch(r"[\d.]+", host):
         raise InvalidValue(
             f"host {host!r} must be a name such as fl.example.org or an address such as 10.0.0.5"

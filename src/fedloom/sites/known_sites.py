@@ -1,8 +1,7 @@
-"""The sites of a federation, and messages to each: at its first it says which client it is, and how
-many samples it has.
+"""The sites of a federation, and messages to each of them.
 
-Flower numbers nodes at random, and anew when one registers again; so unknown nodes are asked as
-they come.
+Flower numbers nodes at random, and anew after a registration. Therefore each new node must
+introduce itself with the number and the samples of its site.
 """
 
 import logging
@@ -22,19 +21,24 @@ from fedloom.sites.messages import Mailbox, Words, encoded, pack, whole_number, 
 MOST_SAMPLES = 1 << 48
 
 GREETING = 60.0
-"""Seconds that new nodes have to say who they are, while a client that is to train is missing."""
+"""Seconds that new nodes have to introduce themselves while the round lacks a client."""
 
 _UNAVAILABLE = (3, 4, 5)
-"""Flower's error codes for a message, a reply or a node that is not there (`ErrorCode`)."""
+"""Flower's error codes for a missing message, reply or node (`ErrorCode`)."""
 
-_logger = logging.getLogger("flwr.fedloom")  # Flower shows and keeps what goes to its own logger
+_logger = logging.getLogger("flwr.fedloom")  # Flower shows and stores only its own loggers
 
 
 @dataclass(frozen=True)
 class KnownSite:
-    """Site as it introduced itself: its partition id, Flower's number of its node, the training and
-    test samples that it claims, and whether these are its own, not its share of the configuration's
-    data.
+    """A site as it introduced itself.
+
+    Attributes:
+        number: Its partition id.
+        node: Flower's number of its node.
+        samples: Training samples that it claims.
+        tests: Test samples that it claims.
+        has_own_data: False if its samples are its share of the configuration's data.
     """
 
     number: int
@@ -45,22 +49,29 @@ class KnownSite:
 
 
 Orders = dict[str, tuple[Round, Job]]
-"""Work that sites were sent and have not answered, with the round in which it began, by the
-message's id.
-"""
+"""Unanswered requests by the message's id, with the round in which each was sent."""
 
 
 class KnownSites:
     """The sites 0 to `count - 1` of one federation, and messages to them.
 
-    A site that cannot take part is named in the log and left alone; before the first round (`wait`)
-    it ends the run. A node that claims the number of a connected site waits until that site is
-    gone, so nobody can replace a busy site.
+    A site that cannot take part is named in the log and ignored; before the first round (`wait`) it
+    ends the run. A node that claims the number of a connected site is ignored until that site has
+    disconnected, so no node can replace a busy site.
 
-    Every message has the words `briefing`; a site must introduce itself with the words `agreed`,
-    such as the version. `registered` are the samples that each site had at its first introduction:
-    it never counts with more. `federation` is its name at the sites, `numbers` are those by the
-    task's clients. When nobody is connected, one is waited for `patience` seconds.
+    Args:
+        mailbox: Sends and collects messages.
+        count: Number of sites.
+        briefing: Words in every message.
+        agreed: Words that the introduction of a site must contain, such as the version.
+        deadline: Seconds that sites have for a round; 0 for no limit.
+        patience: Seconds to wait for a site if none is connected.
+
+    Attributes:
+        federation: Name of the federation at the sites.
+        numbers: Site numbers by the task's clients.
+        known: Sites that have introduced themselves, by number.
+        registered: Samples of each site at its first introduction; it never counts with more.
     """
 
     federation: str
@@ -80,37 +91,45 @@ class KnownSites:
         self.known: dict[int, KnownSite] = {}
         self.registered: dict[int, int] = {}
         self.briefing, self._agreed = briefing, agreed
-        self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by the message's id
-        # nodes, with the number that they claim if another node has it
+        self._greeted: dict[str, int] = {}  # nodes that have not answered yet, by message id
+        # ignored nodes, with the number that they claim if another node has it
         self._ignored: dict[int, int | None] = {}
         self._online: set[int] = set()
 
     def wait(self, count: int, seconds: float, strict: bool = True) -> None:
-        """Wait for so many sites. Raises `InvalidValue` after `seconds` or, if `strict`, for a node
-        that cannot take part.
+        """Wait until `count` sites are connected.
+
+        Args:
+            count: Number of sites.
+            seconds: Longest time to wait.
+            strict: Raise an error for a node that cannot take part, instead of ignoring it.
+
+        Raises:
+            InvalidValue: Sites are missing after `seconds`, or a node cannot take part.
         """
         self._until(lambda: len(self.present()) >= count, seconds, strict)
         present = self.present()
         if len(present) < count:
             missing = [number for number in range(self.count) if number not in present]
             names = ", ".join(map(str, missing[:20])) + (" and more" if len(missing) > 20 else "")
-            there = f"{len(present)} of {count} sites are there after {seconds:g} s"
-            raise InvalidValue(f"{there}; not there: partition-id {names}")
+            connected = f"{len(present)} of {count} sites are connected after {seconds:g} s"
+            raise InvalidValue(f"{connected}; missing: partition-id {names}")
 
     def find(self, numbers: Collection[int], seconds: float) -> dict[int, int]:
-        """Return the nodes of these sites that are there, by number. If one is missing, new nodes
-        are waited for (`seconds`).
+        """Return the nodes of the connected sites among `numbers`, by number.
+
+        If a site is missing, wait up to `seconds` for new nodes.
         """
         self._until(lambda: set(numbers) <= self.present() or not self._greeted, seconds)
         present = self.present()
         return {number: self.known[number].node for number in numbers if number in present}
 
     def samples(self, number: int) -> int:
-        """Return the training samples with which a site counts that has introduced itself."""
+        """Return the number of training samples that a site counts with."""
         return min(self.known[number].samples, self.registered[number])
 
     def present(self) -> set[int]:
-        """Return the sites that are there."""
+        """Return the connected sites."""
         return {number for number, site in self.known.items() if site.node in self._online}
 
     def _until(self, settled: Callable[[], bool], seconds: float, strict: bool = False) -> None:
@@ -123,7 +142,7 @@ class KnownSites:
             time.sleep(min(self.mailbox.pause, remaining))
 
     def _look(self, strict: bool) -> None:
-        """Greet new nodes, and take the answers that are there."""
+        """Greet new nodes, and process the answers that have arrived."""
         self._online = set(self.mailbox.grid.get_node_ids())
         self._greeted = {
             message_id: node for message_id, node in self._greeted.items() if node in self._online
@@ -150,7 +169,11 @@ class KnownSites:
                 _logger.warning("node %d takes no part: %s", node, error)
 
     def _site(self, node: int, words: Words) -> KnownSite:
-        """Return the site that a node says it is. Raises `RefusedReply` when it cannot take part."""
+        """Return the site that a node introduces.
+
+        Raises:
+            RefusedReply: The site cannot take part.
+        """
         number = words.get("site")
         if type(number) is not int or not 0 <= number < self.count:
             raise RefusedReply(
@@ -159,7 +182,7 @@ class KnownSites:
         for name, value in self._agreed.items():
             if words.get(name) != value:
                 raise RefusedReply(
-                    f"site {number}: {name} is {words.get(name)!r:.80} there and {value!r:.80} here"
+                    f"site {number}: {name} is {words.get(name)!r:.80} there, but {value!r:.80} here"
                 )
         samples, tests = (
             whole_number(words, "samples", 1, MOST_SAMPLES),
@@ -168,14 +191,18 @@ class KnownSites:
         return KnownSite(number, node, samples, tests, bool(words.get("own")))
 
     def _introduce(self, site: KnownSite) -> None:
-        """Add a site. Raises `RefusedReply` when another node has its number."""
+        """Add a site.
+
+        Raises:
+            RefusedReply: Another node has its number.
+        """
         holder = self.known.get(site.number)
         if holder is not None and holder.node != site.node:
             if holder.node in self._online:
                 self._ignored[site.node] = site.number
                 nodes = f"nodes {holder.node} and {site.node}"
                 raise RefusedReply(
-                    f"two sites have partition-id {site.number} ({nodes}): give each its own"
+                    f"two sites have partition-id {site.number} ({nodes}): give each a different one"
                 )
             _logger.info("site %d is back", site.number)
         self.known[site.number] = site
@@ -190,27 +217,35 @@ class KnownSites:
         parcels: Mapping[int, bytes] | None = None,
         orders: Orders | None = None,
     ) -> Iterator[tuple[Round, Job, Message | Fault]]:
-        """Send a message to every site, and yield the answers as they come, or why there is none.
+        """Send a message to every client's site, and yield the answers in the order of arrival.
 
-        `parcels`, by client, go beside words and tensors. `orders` are those of earlier rounds that
-        are under way: these join them, and are yielded with the round in which they began; when
-        time is up, they stay under way.
+        Args:
+            kind: Flower's message type.
+            round: The round.
+            jobs: The clients, with the tensors of their messages.
+            words: Returns the words of a client's message.
+            parcels: Bytes for each client, beside words and tensors.
+            orders: Unanswered requests of earlier rounds, which the new ones join. They stay in it
+                when the time is up.
+
+        Yields:
+            The round of the request, its job, and the answer or a fault with the reason.
         """
         end = time.monotonic() + self.deadline
         under_way: Orders = {} if orders is None else orders
         numbers = [self.numbers[job.client] for job in jobs]
         nodes = self.find(numbers, min(GREETING, self.deadline)) if numbers else {}
-        if numbers and not nodes:  # with nobody at all, round after round would pass in no time
+        if numbers and not nodes:  # without any site, all rounds would pass immediately
             self.wait(1, self.patience, strict=False)
             nodes = self.find(numbers, 0.0)
         tensors = {id(tensor): tensor for job in jobs for tensor in job.inbox.values()}
-        # what several are sent is encoded once
+        # a tensor for several sites is encoded once
         arrays = {key: encoded(tensor) for key, tensor in tensors.items()}
         order = {name: value for name, value in asdict(round).items() if name not in SIMULATED}
         common = {"federation": self.federation, "round": order, **self.briefing}
         for job, number in zip(jobs, numbers, strict=True):
             if number not in nodes:
-                yield round, job, Fault(job, "the site is not there", sent=False)
+                yield round, job, Fault(job, "the site is not connected", sent=False)
                 continue
             content = pack(
                 common | {"site": number, "client": job.client} | words(job),
@@ -228,7 +263,7 @@ class KnownSites:
         for message_id, reply in self.mailbox.collect(ids, max(0.0, end - time.monotonic())):
             began, job = under_way.pop(message_id)
             gone = reply.has_error() and reply.error.code in _UNAVAILABLE
-            yield began, job, Fault(job, "the site is not there any more") if gone else reply
+            yield began, job, Fault(job, "the site has disconnected") if gone else reply
         if orders is None:
             for _, job in under_way.values():
                 yield round, job, Fault(job, f"no reply within {self.deadline:g} s")

@@ -1,8 +1,7 @@
-"""Messages between the server and the sites, and how they travel: words and figures as JSON,
-tensors as plain numbers.
+"""Messages between the server and the sites: words and figures as JSON, tensors as plain numbers.
 
-Both sides check what they get before they decode it: which records there are, the size, type and
-shape that an array says it has.
+Both sides check a message before they decode it: its records, and the size, type and shape that
+each array declares.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from fedloom.records import TensorSpec
 
 PROTOCOL = 2
-"""Number of the agreement between server and site; both must have the same."""
+"""Version of the protocol between server and site; both must have the same."""
 
 RECORD = "fedloom"
 ARRAYS = "arrays"
 PARCEL = "parcel"
 
 NUMBERS = "fedloom.numbers"
-"""Name of the way in which tensors travel, beside their type and shape."""
+"""Name of the encoding of tensors, beside their type and shape."""
 
 Words = dict[str, Any]
 """Plain values."""
@@ -51,7 +50,7 @@ _LONGEST_LOGGED = 2000
 
 
 def _cleaned(record: logging.LogRecord) -> bool:
-    """Clean and bound the texts of a line of the log, which may be another party's."""
+    """Clean and shorten the texts of a log line, which may be from another party."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             one_line(str(value), _LONGEST_LOGGED)
@@ -66,7 +65,7 @@ logging.getLogger("flwr.fedloom").addFilter(_cleaned)
 
 
 class Refusal(FedloomError):
-    """The other side did not do what it was asked, and says why in `words`."""
+    """The other side did not execute a request. `words` contain the reason."""
 
     def __init__(self, words: Words) -> None:
         super().__init__(one_line(str(words.get("refused", ""))))
@@ -76,7 +75,13 @@ class Refusal(FedloomError):
 def pack(
     words: Words, tensors: Mapping[str, Tensor | Array] | None = None, parcel: bytes = b""
 ) -> RecordDict:
-    """Return the content of a message; `parcel` is what the carrier does not look into."""
+    """Return the content of a message.
+
+    Args:
+        words: Plain values, sent as JSON.
+        tensors: Tensors, possibly encoded already.
+        parcel: Bytes that the carrier forwards without reading them.
+    """
     content = RecordDict({RECORD: ConfigRecord({"protocol": PROTOCOL, "words": json.dumps(words)})})
     if tensors is not None:
         content[ARRAYS] = ArrayRecord(
@@ -88,10 +93,16 @@ def pack(
 
 
 def words_of(message: Message, *records: str) -> Words:
-    """Return the words of a message, which may have these `records` beside them, such as `ARRAYS`.
+    """Return the words of a message.
 
-    Raises `Refusal` where the words are one, `RefusedReply` for other messages, `FedloomError` for
-    a failure that Flower tells.
+    Args:
+        message: The message.
+        *records: Names of the records, such as `ARRAYS`, that may accompany the words.
+
+    Raises:
+        Refusal: The words contain a refusal.
+        RefusedReply: The message is not valid.
+        FedloomError: Flower reports a failure.
     """
     if message.has_error():
         raise FedloomError(
@@ -101,9 +112,9 @@ def words_of(message: Message, *records: str) -> Words:
         raise RefusedReply("the message is not one of fedloom's")
     for name, record in message.content.items():
         if name not in (RECORD, *records):
-            raise RefusedReply(f"the message holds a record {name!r:.80} that nobody asked for")
+            raise RefusedReply(f"unexpected record {name!r:.80} in the message")
         if not isinstance(record, _RECORDS[name]):
-            raise RefusedReply(f"the message's record {name!r} is of another kind")
+            raise RefusedReply(f"the message's record {name!r} has the wrong type")
     entries = message.content.config_records[RECORD]
     if (protocol := entries.get("protocol")) != PROTOCOL:
         raise RefusedReply(
@@ -111,20 +122,20 @@ def words_of(message: Message, *records: str) -> Words:
         )
     if foreign := sorted(set(entries) - {"protocol", "words"}):
         raise RefusedReply(
-            f"the message's record {RECORD!r} holds {foreign[0]!r:.80}, which nobody asked for"
+            f"unexpected entry {foreign[0]!r:.80} in the message's record {RECORD!r}"
         )
     text, words = entries.get("words"), None
     with suppress(ValueError, RecursionError):
         words = json.loads(text) if isinstance(text, str) and len(text) <= _LONGEST_WORDS else None
     if not isinstance(words, dict):
-        raise RefusedReply("the message's words are not JSON, no table, or far too many")
+        raise RefusedReply("the message's words are not a JSON object, or are too long")
     if "refused" in words:
         raise Refusal(words)
     return words
 
 
 def encoded(tensor: Tensor) -> Array:
-    """Return a tensor as it travels: its numbers, little-endian, one after another."""
+    """Return a tensor in the form in which it travels: its numbers in order, little-endian."""
     array = tensor.detach().cpu().contiguous().numpy()
     return Array(str(array.dtype), array.shape, NUMBERS, array.tobytes())
 
@@ -132,22 +143,36 @@ def encoded(tensor: Tensor) -> Array:
 def tensors_of(
     message: Message, expected: Mapping[str, TensorSpec] | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a message. Raises `RefusedReply` for broken ones, or other names,
-    shapes and types than expected.
+    """Return the tensors of a message.
+
+    Args:
+        message: The message.
+        expected: Names, shapes and types; None accepts any.
+
+    Raises:
+        RefusedReply: A tensor is broken, or differs from `expected`.
     """
     arrays = message.content.array_records.get(ARRAYS, ArrayRecord())
     if expected is not None and arrays.keys() != expected.keys():
         names = one_line(str(sorted(arrays)[:8]), 200)
-        raise RefusedReply(f"tensors {names} where {sorted(expected)} are expected")
+        raise RefusedReply(f"tensors {names}, expected {sorted(expected)}")
     return {
         name: decoded(name, array, (expected or {}).get(name)) for name, array in arrays.items()
     }
 
 
 def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tensor:
-    """Return the tensor of one array. Raises `RefusedReply`, before anything is allocated, for a
-    type or shape that is not `expected` (None for any), and bytes that are not what type and shape
-    say.
+    """Return the tensor of one array.
+
+    Everything is checked before memory is allocated.
+
+    Args:
+        name: Name of the tensor, for errors.
+        array: The array.
+        expected: Shape and type; None accepts any.
+
+    Raises:
+        RefusedReply: Type or shape differ from `expected`, or do not match the bytes.
     """
     if array.stype != NUMBERS or array.dtype not in _TYPES:
         raise RefusedReply(
@@ -166,29 +191,28 @@ def decoded(name: str, array: Array, expected: TensorSpec | None = None) -> Tens
         raise RefusedReply(f"{name!r:.80} has an impossible shape")
     size = math.prod(declared) * np.dtype(array.dtype).itemsize
     if len(array.data) != size:
-        raise RefusedReply(
-            f"{name!r:.80} holds {len(array.data)} bytes where its shape needs {size}"
-        )
+        raise RefusedReply(f"{name!r:.80} has {len(array.data)} bytes, but its shape needs {size}")
     import torch
 
-    # Into memory of torch's own: sums may round differently where memory begins off the boundaries
-    # that it keeps.
+    # Copy into memory that torch allocates: with another alignment, sums may round differently.
     tensor = torch.empty(declared, dtype=getattr(torch, array.dtype))
     tensor.numpy()[...] = np.ndarray(declared, array.dtype, array.data)
     return tensor
 
 
 def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
-    """Return the figures among the words. Raises `RefusedReply` for names that are not declared and
-    for infinity.
+    """Return the figures among the words.
+
+    Raises:
+        RefusedReply: A name is not declared, or a figure is not finite.
     """
     figures = words.get("figures", {})
     if not isinstance(figures, dict):
-        raise RefusedReply("the message's figures are no table")
+        raise RefusedReply("the message's figures are not a table")
     for name, value in figures.items():
         if name not in declared:
             raise RefusedReply(
-                f"{name!r:.80} is no figure of a client: {', '.join(sorted(declared)) or 'none'} is"
+                f"unknown figure {name!r:.80} of a client (allowed: {', '.join(sorted(declared)) or 'none'})"
             )
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise RefusedReply(f"the figure {name} is not a finite number")
@@ -196,19 +220,23 @@ def figures_of(words: Words, declared: Collection[str]) -> dict[str, float]:
 
 
 def parcel_of(message: Message) -> bytes:
-    """Return the parcel that a message carries for somebody else, perhaps empty. Raises
-    `RefusedReply` for a broken one.
+    """Return the parcel in a message, which may be empty.
+
+    Raises:
+        RefusedReply: The parcel is broken.
     """
     record = message.content.config_records.get(PARCEL, ConfigRecord({"bytes": b""}))
     content = record.get("bytes")
     if not isinstance(content, bytes) or len(record) > 1:
-        raise RefusedReply("the message's parcel is none")
+        raise RefusedReply("the message's parcel must be one entry of bytes")
     return content
 
 
 def whole_number(words: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a whole number among the words. Raises `RefusedReply` unless it is there and between
-    `low` and `high`.
+    """Return an integer among the words.
+
+    Raises:
+        RefusedReply: The integer is missing or not between `low` and `high`.
     """
     value = words.get(name)
     if type(value) is not int or not low <= value <= high:
@@ -219,39 +247,47 @@ def whole_number(words: Mapping[str, Any], name: str, low: int, high: int) -> in
 
 
 class Mailbox:
-    """Sends single messages and looks for their replies every `pause` seconds."""
+    """Sends single messages and checks for their replies every `pause` seconds."""
 
     def __init__(self, grid: Grid, pause: float) -> None:
         self.grid, self.pause = grid, pause
-        # replies that nobody has taken yet, by the message's id
+        # replies that are not collected yet, by message id
         self._arrived: dict[str, Message] = {}
 
     def send(
         self, node: int, kind: str, content: RecordDict, group: str = "", seconds: float = math.inf
     ) -> str | None:
-        """Send a message that is void after `seconds`. Returns its id, None where Flower could not
-        take it.
+        """Send a message, which expires after `seconds`.
+
+        Returns:
+            The id of the message, or None if Flower could not take it.
         """
         ttl = None if seconds == math.inf else seconds
         message = Message(content, node, kind, group_id=group, ttl=ttl)
-        # One at a time: the contents of many messages are not in memory at once, and each id is
-        # that of its own message.
+        # One at a time: only one content is in memory, and the id belongs to this message.
         return next(iter(self.grid.push_messages([message])), None)
 
     def collect(
         self, ids: Iterable[str], seconds: float = math.inf
     ) -> Iterator[tuple[str, Message]]:
-        """Yield the reply to each of these messages as they come, until all are there or `seconds`
-        have passed.
+        """Yield the replies to these messages as they arrive.
 
-        Those that come together are yielded in the order of the ids; those that are not taken stay
-        for the next time.
+        It ends when all have arrived or `seconds` have passed. Replies that arrive together are
+        yielded in the order of the ids. Replies that the caller does not take remain for the next
+        call.
+
+        Args:
+            ids: Ids of messages.
+            seconds: Longest time to wait.
+
+        Yields:
+            Ids of messages, with their replies.
         """
         waiting, end = dict.fromkeys(ids), time.monotonic() + seconds
         while waiting:
             due = waiting.keys() - self._arrived.keys()
             for reply in self.grid.pull_messages(list(due)) if due else ():
-                if reply.metadata.reply_to_message_id in due:  # else it was asked by nobody
+                if reply.metadata.reply_to_message_id in due:  # ignore others
                     self._arrived[reply.metadata.reply_to_message_id] = reply
             for message_id in [name for name in waiting if name in self._arrived]:
                 del waiting[message_id]

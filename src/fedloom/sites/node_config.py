@@ -22,8 +22,10 @@ from fedloom.errors import DataError, InvalidValue, RefusedReply
 from fedloom.secure.envelopes import PrivateIdentity, PublicIdentity
 
 FEWEST_PEERS = 3
-"""Sites that an exchange must have by default: with one other, a peer that tells the server what it
-saw leaves no secret.
+"""Default for the smallest number of sites in an exchange.
+
+With only one other site, that peer could report its observations to the server, and no secret would
+remain.
 """
 
 _Table = TypedDict("_Table", {
@@ -32,7 +34,7 @@ _Table = TypedDict("_Table", {
     "choices": Literal["secret", "rehearsed"],
 })  # fmt: skip
 
-# of a list of public keys: ecdsa-sha2-nistp384 AAAA... site-0
+# a line of a list of public keys: ecdsa-sha2-nistp384 AAAA... site-0
 _LINE = re.compile(rb"(\S+ \S+) site-(\d{1,9})")
 
 _FEDERATION = re.compile(r"[0-9a-f]{16}")
@@ -47,13 +49,21 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """A SuperNode's configuration, such as `"partition-id=0 num-partitions=3 data='/srv/data'
-    memory='/srv/memory'"`.
+    """A SuperNode's configuration.
 
-    `number` (partition-id) is which client the site is, and `sites` (num-partitions) how many there
-    are. A site without `data` of its own takes its client's share of the configuration's. `memory`
-    is by default `fedloom` under FLWR_HOME or ~/.flwr. With `choices='rehearsed'` the site
-    exchanges layers as a simulation with the run's seed does, which hides nothing.
+    For example `"partition-id=0 num-partitions=3 data='/srv/data' memory='/srv/memory'"`.
+
+    Attributes:
+        number: Client number of the site (partition-id).
+        sites: Number of sites (num-partitions).
+        data: Path or function of the site's data; None takes the client's share of the
+            configuration's data.
+        memory: Folder of the site's memory; by default `fedloom` under FLWR_HOME or ~/.flwr.
+        identity: Keys for exchanges.
+        rehearsed: With `choices='rehearsed'` the site exchanges layers as a simulation with the
+            run's seed does, which hides nothing.
+        fewest_peers: Smallest number of sites in an exchange.
+        smallest: Smallest number of rows in a statistic.
     """
 
     number: int
@@ -67,8 +77,11 @@ class NodeConfig:
 
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> "NodeConfig":
-        """Check a node configuration. Raises `InvalidValue`, or `DataError` for unreadable files,
-        in one line.
+        """Check a node configuration.
+
+        Raises:
+            InvalidValue: A value is not allowed; the text is one line.
+            DataError: A file of keys cannot be read.
         """
         values = checked(
             _Table,
@@ -90,8 +103,10 @@ class NodeConfig:
         )
 
     def folder(self, federation: object) -> Path:
-        """Return the site's folder for one federation. Raises `RefusedReply` for a name that could
-        lead elsewhere.
+        """Return the site's folder for one federation.
+
+        Raises:
+            RefusedReply: The name could lead to another folder.
         """
         if not isinstance(federation, str) or not _FEDERATION.fullmatch(federation):
             raise RefusedReply(f"{federation!r:.40} is not the name of a federation")
@@ -99,19 +114,19 @@ class NodeConfig:
 
 
 def _identity(private: str | None, peers: str | None, number: int) -> Identity | None:
-    """Read the site's identity from the files that are named; None where none is."""
+    """Read the site's identity from the named files; None if no file is named."""
     if not private and not peers:
         return None
     if not private or not peers:
         raise InvalidValue(
-            "node configuration: identity and peers go together: a key file and a list of public keys"
+            "node configuration: set both identity and peers: a key file and a list of public keys"
         )
     key, public_keys = (
         read_private(Path(private).expanduser()),
         read_peers(Path(peers).expanduser()),
     )
     if number not in public_keys:
-        raise InvalidValue(f"{peers} lists no site-{number}, which is this site (partition-id)")
+        raise InvalidValue(f"{peers} lists no site-{number}, the key of this site (partition-id)")
     if public_keys[number] != key.public_key():
         raise InvalidValue(
             f"{private} is not the key that {peers} lists for site-{number}, this site"
@@ -120,8 +135,11 @@ def _identity(private: str | None, peers: str | None, number: int) -> Identity |
 
 
 def read_private(path: Path) -> PrivateIdentity:
-    """Read a private key in PEM or OpenSSH's format, without a password. Raises `InvalidValue` for
-    anything else.
+    """Read a private key in PEM or OpenSSH's format, without a password.
+
+    Raises:
+        InvalidValue: The file contains no such key.
+        DataError: The file cannot be read.
     """
     content = read_content(path)
     load = load_ssh_private_key if b"OPENSSH" in content else load_pem_private_key
@@ -137,8 +155,11 @@ def read_private(path: Path) -> PrivateIdentity:
 
 
 def read_peers(path: Path) -> dict[int, PublicIdentity]:
-    """Read a list of public keys, by the number of the site. Raises `InvalidValue` naming the line
-    that does not fit.
+    """Read a list of public keys, by the number of the site.
+
+    Raises:
+        InvalidValue: A line is not valid; the text gives its number.
+        DataError: The file cannot be read.
     """
     public_keys: dict[int, PublicIdentity] = {}
     for number, line in enumerate(read_content(path).splitlines(), start=1):
@@ -155,7 +176,7 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
             )
         site = int(match[2])
         if site in public_keys or key in public_keys.values():
-            raise InvalidValue(f"{path}: line {number} lists site-{site}, or its key, again")
+            raise InvalidValue(f"{path}: line {number} repeats site-{site} or its key")
         public_keys[site] = key
     if not public_keys:
         raise InvalidValue(f"{path} lists no public key")
@@ -163,7 +184,11 @@ def read_peers(path: Path) -> dict[int, PublicIdentity]:
 
 
 def read_content(path: Path) -> bytes:
-    """Return the bytes of a file. Raises `DataError` where it cannot be read."""
+    """Return the bytes of a file.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:

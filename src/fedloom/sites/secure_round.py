@@ -1,8 +1,8 @@
-"""Server's half of a round of secure recombination over Flower: carries the sites' parcels, and
-opens what they upload.
+"""Server half of a round of secure recombination over Flower.
 
-A site gives its trained model to nobody: it is asked to train, to exchange, and then to upload
-envelopes with layers of any site.
+It carries the sites' parcels, and opens the envelopes that they upload. A site sends its trained
+model to no other party: the server requests it to train, to exchange, and then to upload envelopes
+with layers of any site.
 """
 
 import logging
@@ -28,15 +28,17 @@ from fedloom.sites.messages import PARCEL, Words, parcel_of, words_of
 from fedloom.task import Task
 
 FEWEST = 2
-"""Peers that the server asks of an exchange: with nobody, a model is known to be its owner's. Sites
-ask for `fewest-peers`.
+"""Smallest number of peers in an exchange for the server.
+
+If only one peer remained, the server would know the owner of its model. Sites have their own
+minimum, `fewest-peers`.
 """
 
 _logger = logging.getLogger("flwr.fedloom")
 
 
 def layer_exchange(pipeline: Pipeline) -> Secure | None:
-    """Return the exchange of layers that clients make in the round of a pipeline, if any."""
+    """Return the exchange of layers in the round of a pipeline, or None."""
     return next((part for part in pipeline.parts if isinstance(part, Secure)), None)
 
 
@@ -46,21 +48,22 @@ def exchanges_layers(method: Method) -> bool:
 
 
 def require_supported(method: Method) -> None:
-    """Raise `InvalidValue` for a method whose sites cannot know in which rounds to exchange their
-    uploads.
-    """
+    """Raise `InvalidValue` if the sites cannot know in which rounds to exchange their uploads."""
     if exchanges_layers(method) and any(stages.automatic for stages in stages_in(method)):
         remedy = "give a last round instead of auto"
-        raise InvalidValue(f"{method}: sites must know when secure(...) leads: {remedy}")
+        raise InvalidValue(f"{method}: sites must know the rounds of secure(...): {remedy}")
 
 
 class Courier:
-    """Carries the letters of one exchange as messages between the server and the sites (a
-    `Transport`).
+    """Carries the letters of one exchange between the server and the sites (a `Transport`).
 
-    Peers have their sites' numbers. A site that does not answer as agreed is `lost`, for a reason,
-    and asked no more. `reached` are the sites to which a message went out, `carried` the bytes that
-    sites have handed in.
+    Peers have their sites' numbers. A site that does not answer as agreed is lost and gets no
+    further request.
+
+    Attributes:
+        lost: Reasons by lost site.
+        reached: Sites to which a message was sent.
+        carried: Bytes that sites have sent.
     """
 
     def __init__(self, sites: KnownSites, round: Round, jobs: Sequence[Job], terms: Terms) -> None:
@@ -76,7 +79,7 @@ class Courier:
         return answers
 
     def uploads(self) -> dict[int, list[bytes]]:
-        """Return the sealed layers of every peer that hands them over after the exchange."""
+        """Return the sealed layers of every peer that uploads them after the exchange."""
         layers = {}
         for peer, parcel in self._ask(
             dict.fromkeys(self.terms.peers, b""), {"upload": True}
@@ -88,7 +91,7 @@ class Courier:
         return layers
 
     def _ask(self, parcels: Mapping[int, bytes], words: Words) -> dict[int, bytes]:
-        # The first request of an exchange before training brings the model that is to be exchanged.
+        # The first request of an exchange before training contains the model to exchange.
         tensors = {"model"} if self.terms.when == "before_train" and not self.reached else set()
         tasks = [self.jobs[peer] for peer in parcels if peer not in self.lost]
         tasks = [
@@ -116,9 +119,16 @@ class Courier:
 
 @dataclass(frozen=True)
 class SecureRound:
-    """One round in which sites exchange layers, as `method` has them do. `train_at_sites` lets them
-    train, where the models are exchanged before or withheld; `forget` is told of clients whose work
-    of this round is not taken.
+    """One round in which sites exchange layers.
+
+    Attributes:
+        sites: The sites.
+        task: The task.
+        method: The exchange of layers.
+        round: The round.
+        train_at_sites: Lets sites train. Takes jobs, whether models were exchanged before, and
+            whether models are withheld.
+        forget: Called for clients if their work of this round is not used.
     """
 
     sites: KnownSites
@@ -129,13 +139,14 @@ class SecureRound:
     forget: Callable[[int], None]
 
     def train(self, jobs: Sequence[Job]) -> Iterator[Answer | Fault]:
-        """Exchange, train, exchange again; yield what sites then upload. One that an exchange loses
-        sits out the round.
+        """Exchange, train, exchange again, and yield the uploads.
+
+        A site that an exchange loses is left out of the round.
         """
         uploading = [job for job in jobs if job.slot is not None]
         idle = [job for job in jobs if job.slot is None]
         sent = {task.client: task.inbox["model"][0] for task in uploading}
-        # else there is nothing to exchange
+        # equal models need no exchange
         several = len({task.inbox["model"].data_ptr() for task in uploading}) > 1
         exchanged = several and self.method.exchanges("before_train")
         if exchanged:
@@ -166,13 +177,14 @@ class SecureRound:
     def _uploads(
         self, replies: Sequence[Answer], sent: Mapping[int, Tensor]
     ) -> Iterator[Answer | Fault]:
-        """Yield the replies with the models that the sites hold after the exchange.
+        """Yield the replies with the sites' models after the exchange.
 
-        There is one exchange before upload, whatever becomes of it: from a second one among fewer
-        sites the server would learn whose layers were missing. So the layers that a site holds are
-        lost when it does not upload, as in a simulation those of a client that drops out after the
-        exchange before training. A layer that cannot be used, whoever spoilt it, is replaced by
-        that of the model that the server had sent; so are weights that are not finite.
+        Only one exchange runs before upload, whatever its result: from a second one among fewer
+        sites the server would learn the owners of the missing layers. Therefore the layers at a
+        site are lost if it does not upload, like those layers in a simulation if a client drops out
+        after the exchange before training. A layer that cannot be used is replaced by the layer of
+        the model that the server had sent, regardless of which site spoilt it. Weights that are not
+        finite are replaced in the same way.
         """
         key = ServerKey()
         courier, faults = self._exchange("before_upload", [reply.job for reply in replies], key)
@@ -194,11 +206,11 @@ class SecureRound:
     def _exchange(
         self, when: str, jobs: Sequence[Job], key: ServerKey
     ) -> tuple[Courier, list[Fault]]:
-        """Run one exchange, with a new name and a new key of the server, so that the peers' keys
-        are new.
+        """Run one exchange with a new name and a new key of the server, so the peers' keys are new.
 
-        Return the courier, whose terms then have the peers that came to the end, and a fault for
-        each site that did not.
+        Returns:
+            The courier, with the peers that completed the exchange in its terms, and a fault for
+                each other site.
         """
         name = f"{self.sites.federation}/{self.round.number}/{when}/{secrets.token_hex(8)}"
         sizes = tuple(layer_sizes(self.method.units(), self.task.initial))

@@ -1,6 +1,4 @@
-"""ServerApp of Flower: it waits for the sites, and runs the federation in its directory as `fedloom
-run` does on one machine.
-"""
+"""ServerApp of Flower: waits for the sites, then runs the federation like `fedloom run`."""
 
 import json
 import logging
@@ -50,7 +48,7 @@ from fedloom.survey.federated_statistics import collect
 from fedloom.task import Task, make_dataset, make_task
 
 PAUSE = 1.0
-"""Seconds between two looks for replies."""
+"""Seconds between two checks for replies."""
 
 _logger = logging.getLogger("flwr.fedloom")
 
@@ -68,27 +66,34 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> RunSummary | None:
-    """Run the federation to its end, or go on with it, and write the report; or ask for statistics
-    alone. `pause` is in seconds.
+    """Run or continue the federation and write its report, or only collect statistics.
 
-    Raises `InvalidValue` for a configuration that does not fit, or sites that do not come;
-    `CheckpointError` for the folder of another run; `Diverged` when no site's model is finite any
-    more.
+    Args:
+        grid: Flower's connection to the sites.
+        run_config: Run configuration of the app.
+        pause: Seconds between two checks for replies.
+
+    Returns:
+        The summary of the run; None if only statistics were collected.
+
+    Raises:
+        InvalidValue: The configuration is not valid, or sites are missing.
+        CheckpointError: The folder contains another run.
+        Diverged: No site's model is finite any more.
     """
     settings = deployment(run_config)
     gathering = Gathering(settings, Mailbox(grid, pause))
     if settings.only == "statistics":
         if (settings.output / SITES).exists():
-            remedy = "choose another output for these"
+            remedy = "choose another output for the new ones"
             raise InvalidValue(
-                f"{settings.output} holds a run with statistics of its own: {remedy}"
+                f"{settings.output} contains a run that has its own statistics: {remedy}"
             )
         with locked(settings.output / ".lock"):
             gathering.statistics(gathering.first_sites())
         return None
     require_supported(build(settings.algorithm))
-    # What only says where and how runs of one machine are made must not decide whether this one may
-    # go on.
+    # Settings of where and how one machine runs must not decide whether this run may continue.
     configuration = replace(settings.configuration, engine="rows")
     name = RunName(str(parse(settings.algorithm)), configuration.seed)
     summary = run_configured(
@@ -110,9 +115,14 @@ def serve(grid: Grid, run_config: Mapping[str, Any], pause: float = PAUSE) -> Ru
 
 @dataclass(frozen=True)
 class Opening:
-    """Facts of a federation's beginning, which hold for all of its rounds: its name at the sites,
-    whether they have data of their own, the training and test samples of each site, None for one
-    that was not there, and the columns on which tables agree.
+    """Facts of a federation that are fixed at its start and hold for all rounds.
+
+    Attributes:
+        federation: Name of the federation at the sites.
+        own: True if the sites have their own data.
+        samples: Training samples of each site; None if it was not connected.
+        tests: Test samples of each site; None if it was not connected.
+        preprocessing: The columns on which tables agree, as JSON.
     """
 
     federation: str
@@ -123,8 +133,10 @@ class Opening:
 
     @classmethod
     def read(cls, path: Path, count: int) -> "Opening | None":
-        """Read the opening in a file; None when there is no file. Raises `CheckpointError` when it
-        cannot be read.
+        """Read the opening in a file; None if there is no file.
+
+        Raises:
+            CheckpointError: The file cannot be read.
         """
         if not path.exists():
             return None
@@ -138,8 +150,15 @@ class Opening:
 
 
 def _credited(claims: Mapping[int, int], count: int, share: float) -> list[int | None]:
-    """Return the numbers of samples with which `count` sites count, of which some claim these
-    (`capped`).
+    """Return the numbers of samples that `count` sites count with (`capped`).
+
+    Args:
+        claims: Samples that sites claim, by number.
+        count: Number of sites.
+        share: Largest share of one site.
+
+    Returns:
+        A number for each site; None for sites without a claim.
     """
     taken = (
         capped(torch.tensor(list(claims.values()), dtype=torch.int64), share)
@@ -151,21 +170,22 @@ def _credited(claims: Mapping[int, int], count: int, share: float) -> list[int |
     credited: dict[int, int] = dict(zip(claims, taken, strict=True))
     for number, claim in claims.items():
         if credited[number] < claim:
-            text = f"site {number} says it has {claim} samples: it counts with {credited[number]}"
+            text = f"site {number} claims {claim} samples and counts with {credited[number]}"
             _logger.warning("%s (largest_share = %g)", text, share)
     return [credited.get(number) for number in range(count)]
 
 
 class Gathering:
-    """The sites of one deployment, and the task that they make together."""
+    """The sites of one deployment, and their common task."""
 
     def __init__(self, settings: Deployment, mailbox: Mailbox) -> None:
         self.settings, self.mailbox = settings, mailbox
 
     def task(self, seed: int) -> Task:
-        """Wait for the sites. Return their task, or, where they take their shares of the
-        configuration's data, that of a simulation. Their numbers of samples are those of the start,
-        also when the run goes on later.
+        """Wait for the sites and return their task.
+
+        If sites take their shares of the configuration's data, this is the task of a simulation.
+        The numbers of samples are fixed at the start, also if the run continues later.
         """
         configuration, count = self.settings.configuration, self.settings.clients
         path = self.settings.output / SITES
@@ -215,15 +235,16 @@ class Gathering:
         for number, site in introduced.items():
             if site.samples != sizes[number]:
                 expected = f"its share of {task.dataset.name} has {sizes[number]}"
-                remedy = "are the data or the versions of NumPy others there?"
+                remedy = "check that its data and its version of NumPy are the same as here"
                 raise InvalidValue(
                     f"site {number} has {site.samples} samples, but {expected}: {remedy}"
                 )
         return task
 
     def _agreed_columns(self) -> Preprocessing | None:
-        """Return the preprocessing of the sites' own tables, from statistics of their columns; None
-        for other data.
+        """Return the preprocessing of the sites' own tables, from statistics of their columns.
+
+        None for other data.
         """
         roles = table_roles(self.settings.configuration)
         if roles is None or not of_columns(self.settings.configuration):
@@ -234,8 +255,9 @@ class Gathering:
         return agreed_table(self.statistics(sites), roles)
 
     def first_sites(self) -> KnownSites:
-        """Wait for the sites before they agree on anything but the server's data, where these are
-        no table of columns.
+        """Wait for the sites before they agree on columns.
+
+        If the data are not a table with columns, the sites already agree on the server's data.
         """
         configuration, count, briefing = self.settings.configuration, self.settings.clients, {}
         if table_roles(configuration) is None or not of_columns(configuration):
@@ -248,9 +270,10 @@ class Gathering:
         return sites
 
     def statistics(self, sites: KnownSites) -> Statistics:
-        """Return statistics of the sites' columns, which are shown and written; the cost of noise
-        is in the ledger before any site answers. With noise they are asked for once: asking again
-        would cost as much again.
+        """Return statistics of the sites' columns, after showing and saving them.
+
+        The cost of noise is in the ledger before any site answers. Statistics with noise are
+        requested once, since a second request would cost the same privacy again.
         """
         folder, survey = self.settings.output, self.settings.survey
         path, ledger = folder / "statistics.json", ReleaseLedger(folder / RELEASED, "")
@@ -258,7 +281,7 @@ class Gathering:
         statistics = Statistics.read(path) if path.exists() else None
         if statistics is not None and statistics.noise and not ledger.statistics():
             raise CheckpointError(
-                f"{ledger.path} does not say what {path} cost: use another folder"
+                f"{ledger.path} has no entry for the cost of {path}: use another folder"
             )
         if statistics is None or not statistics.noise:
             statistics = collect(lambda request: self._answers(sites, request, ledger), survey)
@@ -266,19 +289,24 @@ class Gathering:
                 statistics.save(path.with_suffix(suffix))
         else:
             _logger.info(
-                "statistics with noise are those of %s: other ones would cost as much again", path
+                "statistics with noise are read from %s: new ones would cost the same privacy again",
+                path,
             )
         table = statistics_table(statistics)
         lines = ([escape_markdown(cell.text) for cell in line] for line in table.to_numpy())
         text = markdown_table([column.title for column in table.columns], lines)
-        told = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
-        _logger.info(f"{told}\nall numbers, and a page: {folder}")  # several lines on purpose
+        shown = f"statistics of the sites' data:\n\n{text}\n{caption(statistics)}"
+        _logger.info(f"{shown}\nall numbers, and a page: {folder}")  # several lines on purpose
         return statistics
 
     def _answers(
         self, sites: KnownSites, request: Words, ledger: ReleaseLedger
     ) -> dict[int, Words]:
-        """Return every site's answer about its columns. Raises `InvalidValue` where one has none."""
+        """Return every site's answer about its columns.
+
+        Raises:
+            InvalidValue: A site returned no statistics.
+        """
         if request["noise"] and request["step"] == "sums":
             length = math.sqrt(request["releases"])
             ledger.append(Release(0, STATISTICS, request["noise"] / length, length))
@@ -294,14 +322,14 @@ class Gathering:
                 answers[sent[message_id]] = dict(words_of(reply)["answer"])
             except (FedloomError, KeyError, TypeError, ValueError) as error:
                 raise InvalidValue(
-                    f"site {sent[message_id]} tells no statistics: {error}"
+                    f"site {sent[message_id]} returned no statistics: {error}"
                 ) from None
         if silent := sorted({*sent.values()} - answers.keys()):
-            raise InvalidValue(f"site {silent[0]} tells no statistics within {seconds:g} s")
+            raise InvalidValue(f"site {silent[0]} returned no statistics within {seconds:g} s")
         return answers
 
     def engine(self, task: Task) -> FlowerEngine:
-        """Return the engine in which the sites train."""
+        """Return the engine that lets the sites train."""
         newcomers = self.settings.configuration.schedule.newcomers(task.clients)
         _, numbers = newcomers_last(task, newcomers, self.settings.configuration.seed)
         self.sites.federation, self.sites.numbers = self.opening.federation, numbers
@@ -310,8 +338,13 @@ class Gathering:
     def _task_of(
         self, dataset: Dataset, samples: Sequence[int], tests: Sequence[int] | None, seed: int
     ) -> Task:
-        """Return the task of sites with so many samples of their own; the global test set is the
-        server's.
+        """Return the task of sites with these numbers of samples.
+
+        Args:
+            dataset: The data set; its test set is the global one, on the server.
+            samples: Training samples of each site.
+            tests: Test samples of each site; None if the sites have no own data.
+            seed: Seed of the initial weights.
         """
         configuration, data = self.settings.configuration, self.settings.configuration.data
         simulated = {
@@ -321,7 +354,7 @@ class Gathering:
         }
         if tests is not None and any(simulated.values()):
             key = next(key for key, used in simulated.items() if used)
-            remedy = "leave it out where sites have data of their own"
+            remedy = "leave it out if sites have their own data"
             raise InvalidValue(f"data.{key} needs all data in one place: {remedy}")
         task = make_task(
             replace(dataset, train=dataset.train[:0]),

@@ -1,7 +1,7 @@
-"""Site: it introduces itself, trains, and judges models, each time from a message, its own data and
-its own memory.
+"""A site: it introduces itself, trains and evaluates models.
 
-Its state between two messages is on disk, since Flower may start a process for each.
+Each answer depends on a message, the site's data and its memory. The state between two messages is
+on disk, since Flower may start a process for each message.
 """
 
 import logging
@@ -43,7 +43,7 @@ from fedloom.state.client_files import ClientFiles
 from fedloom.survey.federated_statistics import Values, answer, client_columns, columns_of
 from fedloom.task import Task
 
-_EVERYTHING = 1 << 62  # bytes of memory kept in memory
+_EVERYTHING = 1 << 62  # bytes of clients' memory that stay in RAM
 
 _logger = logging.getLogger("flwr.fedloom")
 
@@ -56,12 +56,14 @@ class Site:
 
     @classmethod
     def of(cls, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> "Site":
-        """Return the site of a SuperNode. Raises `InvalidValue` in one line for whatever does not
-        fit.
+        """Return the site of a SuperNode.
+
+        Raises:
+            InvalidValue: The configurations are not valid or do not match; the text is one line.
         """
         settings, config = deployment(run_config), NodeConfig.read(node_config)
         if config.sites not in (None, settings.clients):
-            clients = f"data.clients of the federation {settings.clients}"
+            clients = f"data.clients of the federation is {settings.clients}"
             raise InvalidValue(
                 f"node configuration: num-partitions is {config.sites}, but {clients}"
             )
@@ -72,8 +74,9 @@ class Site:
         return cls(settings, config)
 
     def hello(self, words: Words) -> RecordDict:
-        """Introduce this site and say how many samples it has: of a table, once the federation has
-        agreed on columns.
+        """Introduce this site, with its number of samples.
+
+        A site with a table has no number before the federation has agreed on columns.
         """
         introduction = {
             "site": self.number,
@@ -90,7 +93,7 @@ class Site:
         return pack({**introduction, "samples": samples, "tests": tests, "layout": layout})
 
     def statistics(self, words: Words) -> RecordDict:
-        """Answer a request of `federated_statistics` about the columns of the rows that train here."""
+        """Answer a request of `federated_statistics` about the columns of the training rows."""
         columns = (
             self._table(self.config.data)
             if self.config.data and words.get("data") is None
@@ -101,11 +104,11 @@ class Site:
         return pack({"answer": answer(columns, words, self.config.smallest)})
 
     def _table(self, source: str) -> dict[str, Values]:
-        """Return the columns of this site's own table before sites have agreed on any."""
+        """Return the columns of this site's table before the sites have agreed on columns."""
         roles, table = table_roles(self.settings.configuration), own_table(source)
         if roles is None or table is None:
             raise InvalidValue(
-                f"site {self.number}: {source} is no table, as the federation's data are"
+                f"site {self.number}: {source} is not a table, but the federation's data are"
             )
         dataset = table_dataset("table", *table, roles, source)
         if not isinstance(dataset.encoding, TableInputs):
@@ -114,7 +117,7 @@ class Site:
         if lists := [column.name for column in dataset.encoding.columns if column.width > 1]:
             remedy = "make a column of each number, or let all sites bring arrays"
             raise InvalidValue(
-                f"site {self.number}: column {quoted(lists[0])} of {source} holds lists: {remedy}"
+                f"site {self.number}: column {quoted(lists[0])} of {source} contains lists: {remedy}"
             )
         train, share = (
             Partition.of([np.arange(len(dataset.train))]),
@@ -125,16 +128,26 @@ class Site:
         return columns_of(dataset, dataset.train[torch.from_numpy(train.indices)])
 
     def train(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Train as the client that the words say, from the memory that they say. Raises `Refusal`
-        where it cannot.
+        """Handle a train message.
+
+        Args:
+            words: The client, the round, the version of the memory, and the expected shapes.
+            inbox: Tensors that the server sent, one row each.
+
+        Returns:
+            The reply.
+
+        Raises:
+            Refusal: The client cannot train.
+            RefusedReply: The message is not valid.
         """
         round, client = self._addressed(words)
         engine, memory, version = self._remembering(words, round, client, inbox)
         memory_before = engine.store.read(client)
         pipeline = self._pipeline(engine.task, round, inbox)
         expected = _shapes(words.get("expected"))
-        # By the site's own configuration: the server cannot ask for a model that others should have
-        # a part in.
+        # The site's configuration decides about the exchange, so the server cannot request an
+        # unmixed model.
         exchange = None if expected is None else layer_exchange(pipeline)
         peer = None if exchange is None else self._peer(words, round)
         if exchange and peer and words.get("exchanged") is True:
@@ -142,7 +155,7 @@ class Site:
             exchanged, as_sent = (
                 from_layers(layers, exchange.units(), engine.task.initial) for layers in both
             )
-            # Another site may have spoilt a layer: what is not finite is as the server sent it.
+            # Another site may have spoilt a layer: the server's weights replace those not finite.
             inbox = {
                 **inbox,
                 "model": torch.where(exchanged.isfinite(), exchanged, as_sent).unsqueeze(0),
@@ -181,8 +194,18 @@ class Site:
         )
 
     def exchange(self, words: Words, inbox: Mapping[str, Tensor], parcel: bytes) -> RecordDict:
-        """Answer a step of an exchange of layers with other sites, or hand over what this site
-        holds after it.
+        """Answer a step of an exchange of layers, or upload this site's layers after it.
+
+        Args:
+            words: The client, the round, and the step of the exchange.
+            inbox: Tensors that the server sent, one row each.
+            parcel: The letters of the step.
+
+        Returns:
+            The reply, with a parcel.
+
+        Raises:
+            RefusedReply: The message is not valid in this exchange.
         """
         round, client = self._addressed(words)
         run, when, peer = str(words.get("run")), str(words.get("when")), self._peer(words, round)
@@ -190,7 +213,7 @@ class Site:
             return pack({"site": self.number}, parcel=peer.upload(run))
         method = layer_exchange(client_pipeline(build(self.settings.algorithm), round.number, {}))
         if method is None or when not in OCCASIONS or not method.exchanges(when):
-            raise RefusedReply(f"nothing is exchanged {when:.40} in round {round.number}")
+            raise RefusedReply(f"no exchange takes place {when:.40} in round {round.number}")
 
         def layers() -> list[bytes]:
             return (
@@ -204,9 +227,7 @@ class Site:
         )
 
     def _sent(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> list[bytes]:
-        """Return the layers of the model that the server sent to this site, for an exchange before
-        training.
-        """
+        """Return the layers of the server's model, for an exchange before training."""
         _require_sound(task, inbox)
         method = layer_exchange(self._pipeline(task, round, inbox))
         model = inbox.get("model")
@@ -215,28 +236,24 @@ class Site:
         return to_layers(model[0], method.units())
 
     def evaluate(self, words: Words, inbox: Mapping[str, Tensor]) -> RecordDict:
-        """Judge the model that this client would use, or the one that it is sent, on its own test
-        samples.
-        """
+        """Evaluate the client's model, or the received one, on the client's test samples."""
         round, client = self._addressed(words)
         engine, _, _ = self._remembering(words, round, client, inbox)
         pipeline = self._pipeline(engine.task, round, inbox)
         if words.get("given") is True:
-            pipeline = Pipeline(Algorithm())  # it uses the model that it is sent
+            pipeline = Pipeline(Algorithm())  # the client uses the received model
         with using_threads(step_threads(engine.task)):
             (tally,) = engine.evaluate(pipeline, round, [Job(client, None, dict(inbox))])
         totals = {name: total[0].tolist() for name, total in tally.totals.items()}
         return pack({"samples": int(tally.samples), "totals": totals})
 
     def _require_identity(self) -> Identity:
-        """Raise `InvalidValue` where this site cannot say who it is to the others."""
+        """Raise `InvalidValue` if this site has no key to prove its identity to the others."""
         if self.config.identity is None:
             example = "identity='keys/site-0/site.key' peers='keys/site-0/peers.pub'"
-            remedy = (
-                f"name its key and everybody's public keys in the node configuration ({example})"
-            )
+            remedy = f"set its key and the public keys of all sites in the node configuration ({example})"
             raise InvalidValue(
-                f"site {self.number}: {self.settings.algorithm} needs to know who the sites are: {remedy}"
+                f"site {self.number}: {self.settings.algorithm} needs the keys of the sites: {remedy}"
             )
         return self.config.identity
 
@@ -249,8 +266,10 @@ class Site:
         )
 
     def _addressed(self, words: Words) -> tuple[Round, int]:
-        """Return the round and the client's number in it. Raises `RefusedReply` for a message to
-        another.
+        """Return the round and the client's number in it.
+
+        Raises:
+            RefusedReply: The message is for another site.
         """
         if words.get("site") != self.number:
             raise RefusedReply(f"this is site {self.number}, not {words.get('site')!r:.40}")
@@ -261,23 +280,25 @@ class Site:
     def _remembering(
         self, words: Words, round: Round, client: int, inbox: Mapping[str, Tensor]
     ) -> tuple[RowsEngine, ClientFiles, int]:
-        """Return an engine in which this client remembers what it did after the round that the
-        words say.
+        """Return an engine with this client's memory after the round in the words.
 
-        Its memory has a file for each round that wrote something, so that a site that trains twice
-        in a round answers the same.
+        The memory has a file for each round that wrote to it, so a site that trains twice in a
+        round returns the same answer.
+
+        Returns:
+            The engine, the client's files, and the round of the memory.
         """
-        kept = self._kept(words)
-        task = kept.for_client(self._share, client, self.settings.clients)
+        cached = self._cached_task(words)
+        task = cached.for_client(self._share, client, self.settings.clients)
         _require_sound(task, inbox)
         memory = ClientFiles(self.config.folder(words.get("federation")), private=True)
         version = whole_number(words, "memory", 0, round.number)
         try:
             remembered = memory.read(self.number, version) if version else {}
         except DamagedCheckpoint as error:
-            reason = f"its memory of round {version} is lost ({error}); it begins anew"
+            reason = f"its memory of round {version} is lost ({error}); it starts again without it"
             raise Refusal({"refused": reason, "lost": True}) from None
-        engine = RowsEngine(task, kept.proof, memory_budget=_EVERYTHING)
+        engine = RowsEngine(task, cached.proof, memory_budget=_EVERYTHING)
         engine.begin(task, None)
         if remembered:
             engine.store.write(client, remembered)
@@ -287,7 +308,7 @@ class Site:
     def _pipeline(self, task: Task, round: Round, inbox: Mapping[str, Tensor]) -> Pipeline:
         """Return the pipeline of a round, without the server's state."""
         method = build(self.settings.algorithm)
-        plan = Plan(  # a site does not know the others' sizes, for which only the server half asks
+        plan = Plan(  # only the server half uses the sites' sizes, which a site does not know
             task.layout, task.initial, round.clients, round.participants, round.rounds, round.seed,
             task.dataset.classes, torch.ones_like, task.model, remote=True, poisson=round.poisson, training=task.training,
         )  # fmt: skip
@@ -299,23 +320,25 @@ class Site:
 
     def _task(self, words: Words, client: int) -> SiteTask:
         """Return the task in which this client has this site's samples."""
-        return self._kept(words).for_client(self._share, client, self.settings.clients)
+        return self._cached_task(words).for_client(self._share, client, self.settings.clients)
 
     @property
     def _share(self) -> int:
-        """Client of the kept task whose samples this site has."""
+        """Client of the cached task that has this site's samples."""
         return self.number if self.config.data is None else 0
 
-    def _kept(self, words: Words) -> KeptTask:
-        """Return the task that this process keeps for the deployment."""
+    def _cached_task(self, words: Words) -> KeptTask:
+        """Return the task that this process stores for the deployment."""
         if self.config.data is None:
             return simulated_task(self.settings.text)
         return own_task(OwnData.of(self.settings, self.config, words.get("data")))
 
 
 def _shapes(value: Any) -> dict[str, TensorSpec] | None:
-    """Return the names and shapes that the server expects, None for nothing. Raises `RefusedReply`
-    for anything else.
+    """Return the names and shapes of the expected reply; None if no reply is expected.
+
+    Raises:
+        RefusedReply: The value is not a table of shapes.
     """
     if value is None:
         return None
@@ -325,11 +348,15 @@ def _shapes(value: Any) -> dict[str, TensorSpec] | None:
             for name, shape in value.items()
         }
     except (AttributeError, TypeError, ValueError):
-        raise RefusedReply("the server does not say what it expects") from None
+        raise RefusedReply("the server sent no valid shapes of the expected reply") from None
 
 
 def _round(value: Any) -> Round:
-    """Return the round among the words. Raises `RefusedReply` for a broken one."""
+    """Return the round in the words.
+
+    Raises:
+        RefusedReply: It is not valid.
+    """
     try:
         entries = {
             field.name: value[field.name] for field in fields(Round) if field.name not in SIMULATED
@@ -342,26 +369,28 @@ def _round(value: Any) -> Round:
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise RefusedReply("the server does not say which round it is")
+        raise RefusedReply("the server sent no valid round")
     for name in ("number", "rounds", "clients", "participants", "seed"):
         whole_number(entries, name, 0, 1 << 62)
     return Round(**entries)
 
 
 def _require_sound(task: Task, inbox: Mapping[str, Tensor]) -> None:
-    """Raise `RefusedReply` unless what the server sent is one row each, with a model that could be
-    one of this task.
+    """Check that the server's message has one row of each tensor, and a model of this task.
+
+    Raises:
+        RefusedReply: It does not.
     """
     for name, rows in inbox.items():
         if rows.dim() == 0 or len(rows) != 1:
             raise RefusedReply(
-                f"the server sent {name!r:.40} of shape {list(rows.shape)}, which is not one row"
+                f"the server sent {name!r:.40} of shape {list(rows.shape)}, expected one row"
             )
     model, layout = inbox.get("model"), task.layout
     if model is not None:
         if model.dtype != layout.dtype or model.dim() != 2 or model.shape[1] > layout.size:
             shape = f"{model.dtype} {list(model.shape)}"
-            raise RefusedReply(f"the server sent a model of {shape}, which is not one of this task")
+            raise RefusedReply(f"the server sent a model of {shape}, not a model of this task")
         if not bool(torch.isfinite(model).all()):
             raise RefusedReply("the server sent a model that is not finite")
     integers = inbox.get(INTEGERS)

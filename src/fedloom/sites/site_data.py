@@ -1,8 +1,7 @@
-"""Data of sites that bring their own: the preprocessing on which all agree, and how a site reads
-its samples.
+"""Data of sites with their own data: the common preprocessing, and reading the samples.
 
-A federation of tables agrees before round 1, without sharing a file, by statistics of columns:
-means, deviations, categories.
+A federation of tables agrees before round 1 on statistics of columns: means, deviations and
+categories. No file is shared.
 """
 
 import json
@@ -43,9 +42,14 @@ _TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq")
 
 @dataclass(frozen=True)
 class DataAgreement:
-    """Properties of the samples of every site: the name of the data set, the way to a model's
-    inputs and from its outputs, the objective as an expression, the number of classes, and of token
-    data the number of tokens.
+    """Properties that the samples of every site share.
+
+    Attributes:
+        name: Name of the data set.
+        preprocessing: Transforms data to a model's inputs, and the model's outputs to answers.
+        objective: The objective, as an expression.
+        classes: Number of classes.
+        vocabulary: Number of tokens, for token data.
     """
 
     name: str
@@ -56,7 +60,7 @@ class DataAgreement:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "DataAgreement":
-        """Return what the sites of a data set agree on."""
+        """Return the agreement of the sites of a data set."""
         objective = dataset.objective
         if isinstance(objective, Standardised):
             objective = Regression(objective.kind, objective.delta)
@@ -67,7 +71,11 @@ class DataAgreement:
 
     @classmethod
     def read(cls, words: Any) -> "DataAgreement":
-        """Read what `words` returned. Raises `RefusedReply` for anything else."""
+        """Read the result of `words`.
+
+        Raises:
+            RefusedReply: The value is not valid.
+        """
         try:
             preprocessing = Preprocessing.from_json(json.dumps(words["preprocessing"]))
             agreement = cls(**checked(cls, {**words, "preprocessing": preprocessing}))
@@ -75,11 +83,13 @@ class DataAgreement:
                 agreement.built_objective()
             return agreement
         except (DataError, InvalidValue, KeyError, TypeError, ValueError):
-            raise RefusedReply("the server does not say what the data look like") from None
+            raise RefusedReply("the server sent no valid description of the data") from None
 
     def built_objective(self) -> Objective:
-        """Return the objective. Raises `InvalidValue` where it names code: a server may not have
-        sites import modules.
+        """Return the objective.
+
+        Raises:
+            InvalidValue: The objective names code: a server must not make sites import modules.
         """
         with refused_code():
             return build_objective(self.objective)
@@ -89,8 +99,15 @@ class DataAgreement:
         return {**vars(self), "preprocessing": json.loads(self.preprocessing.to_json())}
 
     def dataset(self, source: str, configuration: Configuration) -> Dataset:
-        """Return a site's own samples. Raises `DataError`, or `InvalidValue` with the source and,
-        of a table, the column.
+        """Return a site's own samples.
+
+        Args:
+            source: Path or function of the site's data.
+            configuration: Configuration of the federation.
+
+        Raises:
+            DataError: The data cannot be read.
+            InvalidValue: The data do not fit; the text names the source and a table's column.
         """
         inputs, outputs = self.preprocessing.inputs, self.preprocessing.outputs
         try:
@@ -123,7 +140,7 @@ class DataAgreement:
         if differences := replace(dataset.preprocessing, outputs=ModelOutputs()).differences(
             Preprocessing(tokens)
         ):
-            raise InvalidValue(f"{source}: here and in the federation {differences[0]}")
+            raise InvalidValue(f"{source} differs from the federation: {differences[0]}")
         highest = int(train.inputs.max()) if self.vocabulary is not None else 0
         if self.vocabulary is not None and highest >= self.vocabulary:
             raise InvalidValue(
@@ -133,8 +150,9 @@ class DataAgreement:
 
 
 def own_table(source: str) -> tuple[Any, Any] | None:
-    """Return the Arrow tables of a site's own rows, to train on and, perhaps without rows, to test
-    on; None for other data.
+    """Return the Arrow tables of a site's training and test rows; None for other data.
+
+    The table of test rows may be empty.
     """
     path, test = Path(source), None
     if ":" in source and not path.exists():
@@ -157,11 +175,15 @@ def own_table(source: str) -> tuple[Any, Any] | None:
 
 
 def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples, Samples | None]:
-    """Return a site's samples for training, and those for testing, None where it sets none aside.
+    """Return a site's samples for training and for testing; None if it has no test samples.
 
-    The source is `module:function`, called without arguments, or the path of a folder of npy files,
-    an npz file, or a folder of pictures by class. Raises `DataError` for samples that are missing
-    or do not fit together.
+    Args:
+        source: `module:function`, called without arguments, or the path of a folder of npy files,
+            an npz file, or a folder of pictures by class.
+        agreed: Preprocessing of the federation, for pictures.
+
+    Raises:
+        DataError: Samples are missing or do not fit together.
     """
     path, encoding = Path(source), None if agreed is None else agreed.inputs
     if ":" in source and not path.exists():
@@ -197,9 +219,7 @@ def own_data(source: str, agreed: Preprocessing | None = None) -> tuple[Samples,
 
 
 def table_roles(configuration: Configuration) -> Columns | None:
-    """Return the roles of columns in a configuration whose data set is a table; None for another
-    data set.
-    """
+    """Return the roles of columns in a configuration; None if its data set is not a table."""
     entry, options = datasets.read(configuration.data.name)
     names = {field.name for field in fields(Columns)}
     return (
@@ -210,7 +230,7 @@ def table_roles(configuration: Configuration) -> Columns | None:
 
 
 def of_columns(configuration: Configuration) -> bool:
-    """Return True unless a table's file at the server shows that it is one of texts or of pictures."""
+    """Return True unless the server's example shows that the table contains texts or pictures."""
     _, options = datasets.read(configuration.data.name)
     return not options.get("path") or isinstance(
         make_dataset(configuration.data.name).encoding, TableInputs
@@ -218,9 +238,7 @@ def of_columns(configuration: Configuration) -> bool:
 
 
 def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any) -> Dataset:
-    """Return the data set with this objective, and a target of numbers as the federation
-    standardises it.
-    """
+    """Return the data set with this objective and a numeric target standardised as agreed."""
     if not agreed.outputs.mean or not isinstance(objective, Regression):
         return replace(dataset, objective=objective, standardise=False)
     scaled = Standardised(
@@ -233,15 +251,15 @@ def standardised_target(dataset: Dataset, agreed: Preprocessing, objective: Any)
 
 
 def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
-    """Return the preprocessing of tables with these statistics, whose last column is the target."""
+    """Return the preprocessing of tables with these statistics; the last column is the target."""
     columns = []
     for name, column in statistics.columns.items():
         if not column.count > 0 or (column.kind == "categories" and not column.categories):
             least = f"no site has {statistics.survey.smallest} rows with one value of it (smallest)"
             raise InvalidValue(f"column {quoted(name)}: {least}")
         spread, (low, high) = column.deviation, column.edges
-        if statistics.noise and not spread:  # it is lost in the noise
-            spread = (high - low) / 12**0.5  # of what is spread evenly
+        if statistics.noise and not spread:  # the noise hides it
+            spread = (high - low) / 12**0.5  # of a uniform distribution
         count, mean, square = (
             torch.tensor([x]).double() for x in (column.count, column.mean, spread**2)
         )
@@ -264,14 +282,15 @@ def agreed_table(statistics: Statistics, roles: Columns) -> Preprocessing:
 
 
 def _numbers_first(text: str) -> tuple[bool, int, str]:
-    """Return the place of a class among others: whole numbers by size, then text."""
+    """Sort key for classes: integers by value, then strings."""
     number = text.removeprefix("-").isdigit()
     return not number, int(text) if number else 0, text
 
 
 def server_table(agreed: Preprocessing, configuration: Configuration) -> Dataset:
-    """Return the data set of a federation of tables at the server: no row to train on, and those of
-    a path to test on.
+    """Return the server's data set of a federation of tables.
+
+    It has no row to train on, and the rows of the configuration's path to test on.
     """
     _, options = datasets.read(configuration.data.name)
     roles = replace(table_roles(configuration) or Columns(), target=agreed.outputs.name)

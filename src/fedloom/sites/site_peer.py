@@ -1,5 +1,6 @@
-"""Site in secure exchanges, whose state lies in files between messages that only the site can read
-(docs/secure.md).
+"""A site in secure exchanges (docs/secure.md).
+
+Between messages, its state is in files that only the site can read.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,13 @@ from fedloom.state.files import make_folder, remove, remove_unfinished, write_by
 
 
 class SitePeer:
-    """Peer of the site that `config` describes, known by `identity`, in a round; its files lie in
-    `folder`.
+    """Peer of a site in a round.
+
+    Attributes:
+        folder: Folder of its files.
+        config: Configuration of the site.
+        identity: Keys by which the peers recognise each other.
+        round: The round.
     """
 
     def __init__(self, folder: Path, config: NodeConfig, identity: Identity, round: Round) -> None:
@@ -29,8 +35,20 @@ class SitePeer:
         rules: Rules,
         layers: Callable[[], Sequence[bytes]],
     ) -> bytes:
-        """Answer a request of the exchange `run`, which its first begins with these layers. Raises
-        `RefusedReply` for others.
+        """Answer a request of the exchange `run`.
+
+        Args:
+            request: The request.
+            run: Name of the exchange.
+            when: `before_train` or `before_upload`.
+            rules: Rules of the exchange.
+            layers: Returns the layers to exchange; called at the first request.
+
+        Returns:
+            The answer.
+
+        Raises:
+            RefusedReply: The request is not valid, or belongs to another exchange.
         """
         try:
             terms = PeerMessage.decode(request).terms
@@ -41,30 +59,33 @@ class SitePeer:
             when,
             self.round.number,
         ):
-            raise RefusedReply("the terms are not those of this exchange")
+            raise RefusedReply("the terms belong to another exchange")
         if terms is not None and terms.attempt == 0:
             peer = self._peer(rules)
             peer.offer(layers())
         else:
-            peer = self._kept(when, run)
+            peer = self._current_peer(when, run)
         answer = peer.handle(request)
         self._write("peer", peer.snapshot())
         return answer
 
     def exchanged(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the layers after the exchange before training, and those sent. Raises
-        `RefusedReply` unless it has ended.
+        """Return the layers after the exchange before training, and the layers that were sent.
+
+        Raises:
+            RefusedReply: The exchange has not ended.
         """
-        peer = self._kept("before_train")
+        peer = self._current_peer("before_train")
         if not peer.committed:
-            raise RefusedReply("the exchange before_train did not come to its end here")
+            raise RefusedReply("the exchange before_train has not ended at this site")
         return peer.layers, peer.offered
 
     def upload(self, run: str) -> bytes:
-        """Return the envelopes for the server after the exchange `run` before upload, once for each
-        trained model.
+        """Return the envelopes for the server after the exchange `run` before upload.
+
+        Each trained model is uploaded only once.
         """
-        peer = self._kept("before_upload", run)
+        peer = self._current_peer("before_upload", run)
         layers = peer.upload()
         self._write("uploaded", pack(*peer.uploaded))
         self.leave()
@@ -75,21 +96,24 @@ class SitePeer:
         remove(self._path("peer"))
 
     def keep(self, layers: Sequence[bytes]) -> None:
-        """Keep a model that the site has trained, which nobody else may see before it is exchanged."""
+        """Store the site's trained model, which no other party may see before it is exchanged."""
         self._write("trained", pack(pack_numbers([self.round.number]), *layers))
 
     def trained(self) -> list[bytes]:
-        """Return the model that the site trained in this round. Raises `RefusedReply` when it
-        trained none.
+        """Return the model that the site trained in this round.
+
+        Raises:
+            RefusedReply: It has not trained a model.
         """
         trained, *layers = self._read("trained") or [b""]
         if trained != pack_numbers([self.round.number]):
-            raise RefusedReply("this site has trained no model in this round")
+            raise RefusedReply("this site has not trained a model in this round")
         return layers
 
-    def _kept(self, when: str, run: str | None = None) -> Peer:
-        """Return the peer in the exchange of this round that the site is in, which must be `run`
-        unless that is None.
+    def _current_peer(self, when: str, run: str | None = None) -> Peer:
+        """Return the peer in the site's current exchange of this round.
+
+        The exchange must be `run`, unless that is None.
         """
         peer = self._peer(Rules())
         try:
@@ -101,7 +125,7 @@ class SitePeer:
                 return peer
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ProtocolViolation):
             pass
-        raise RefusedReply("this site is in no such exchange")
+        raise RefusedReply("this site does not take part in this exchange")
 
     def _peer(self, rules: Rules) -> Peer:
         choices = stream_choices(self.round.stream) if self.config.rehearsed else secret_choices
@@ -117,8 +141,10 @@ class SitePeer:
         return peer
 
     def _read(self, kind: str) -> list[bytes]:
-        """Return the fields of a file of this site, none where there is no file. Raises
-        `FedloomError` for a damaged one.
+        """Return the fields of a file of this site; empty if the file does not exist.
+
+        Raises:
+            FedloomError: The file is damaged.
         """
         path = self._path(kind)
         return unpack(read_content(path), self.config.number) if path.exists() else []

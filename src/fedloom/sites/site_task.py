@@ -1,4 +1,4 @@
-"""Task of a site: made once for a deployment, kept in the process, and copied for each message."""
+"""Task of a site: made once for a deployment, cached in the process, copied for each message."""
 
 import json
 import os
@@ -22,19 +22,18 @@ from fedloom.sites.site_data import DataAgreement
 from fedloom.task import Task, make_task, mislabelled
 
 MOST_TASKS = 16
-"""Most tasks of sites with data of their own that a process keeps. It has one site, except in
-tests.
+"""Largest number of tasks in a process if sites have their own data.
+
+A process has one site, except in tests.
 """
 
 FileState = tuple[str, int, int, int]
-"""Path of a file, its size, and when its content and its entry in the file system changed."""
+"""Path of a file, its size, and the times at which its content and its directory entry changed."""
 
 
 @dataclass(frozen=True)
 class SiteTask(Task):
-    """Task as one site knows it: the other clients' samples are elsewhere, so their shares are
-    empty here.
-    """
+    """Task of one site. The other clients' samples are at other sites; their shares are empty."""
 
     def __post_init__(self) -> None:
         """Accept empty shares."""
@@ -42,9 +41,9 @@ class SiteTask(Task):
 
 @dataclass(frozen=True)
 class KeptTask:
-    """A task that the process keeps between messages, with the proof of its shortcuts.
+    """A task that the process stores between messages, with the proof of its shortcuts.
 
-    Messages get copies of its model, so that none sees changes that another one made.
+    Each message gets a copy of its model, so changes of one message do not affect another.
     """
 
     task: Task
@@ -59,7 +58,7 @@ class KeptTask:
         """Return the task of one message.
 
         Args:
-            index: Client of the kept task whose samples the site has.
+            index: Client of the stored task that has the site's samples.
             client: Number of this client in the federation.
             clients: Number of clients in the federation.
         """
@@ -86,7 +85,7 @@ class KeptTask:
 
 @dataclass(frozen=True)
 class OwnData:
-    """Everything that decides the task of a site with data of its own.
+    """Everything that determines the task of a site with its own data.
 
     Attributes:
         text: Configuration of the federation, as TOML or as the path of a file.
@@ -109,9 +108,9 @@ class OwnData:
 
     @classmethod
     def of(cls, settings: Deployment, config: NodeConfig, agreed: Any) -> "OwnData":
-        """Describe the data of a site, with the agreement as the server sent it."""
+        """Describe the data of a site, with the agreement from the server's message."""
         source = config.data
-        assert source is not None, "the site has data of its own"
+        assert source is not None, "the site has its own data"
         return cls(
             settings.text,
             settings.output,
@@ -125,7 +124,7 @@ class OwnData:
 
 @lru_cache(maxsize=MOST_TASKS)
 def own_task(own: OwnData) -> KeptTask:
-    """Return the task of a site with data of its own, whose only client is the site.
+    """Return the task of a site with its own data. The site is its only client.
 
     Raises:
         RefusedReply: The server does not describe the data.
@@ -158,7 +157,7 @@ def own_task(own: OwnData) -> KeptTask:
 
 @lru_cache(maxsize=1)
 def simulated_task(text: str) -> KeptTask:
-    """Return the task of a configuration, of which sites without data of their own take shares.
+    """Return the task of a configuration, for sites that take shares of its data.
 
     Sites that share a process, as in tests, share the task.
     """
@@ -167,8 +166,7 @@ def simulated_task(text: str) -> KeptTask:
 
 
 def _file_states(source: str) -> tuple[FileState, ...]:
-    """Return the states of a file, or of a folder and what is in it; nothing for a path that does
-    not exist.
+    """Return the states of a file, or of a folder and its content; empty for a missing path.
 
     Folders behind symbolic links are not searched, since links may form a circle.
     """

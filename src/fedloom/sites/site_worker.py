@@ -1,10 +1,10 @@
-"""A site's answers to messages, and its worker: one process per SuperNode and run that keeps
-PyTorch and the task loaded.
+"""A site's answers to messages, and its worker process.
 
-Flower starts a process for each message. That process loads neither, starts the worker if there is
-none, and hands the message over, as bytes that are never unpickled, through a Unix socket in a
-folder that only the site's user can open, where lies a secret that both sides prove to know.
-Whatever fails, the process answers the message itself: what a site remembers is on disk.
+Each SuperNode and run has one worker. It stores PyTorch and the task in memory, while Flower starts
+a new process for each message. That process loads neither. It starts the worker if necessary, and
+hands the message over through a Unix socket, as bytes that are never unpickled. The socket is in a
+folder that only the site's user can open; a secret in this folder authenticates both sides. If
+anything fails, the process answers the message itself, since the site's memory is on disk.
 """
 
 import logging
@@ -33,11 +33,9 @@ from fedloom.state.digest import digest
 from fedloom.state.files import write_bytes
 
 IDLE_MINUTES = 5
-"""Minutes that a worker waits for another message, unless the site's `worker-minutes` say
-otherwise.
-"""
+"""Minutes that a worker waits for another message, unless the site sets `worker-minutes`."""
 
-_STARTING = 60.0  # seconds that a worker may take to listen
+_STARTING = 60.0  # seconds until a worker must listen
 
 _LONGEST_FOLDER = 70  # bytes: the path of a socket may take 107 on Linux, 103 on macOS
 
@@ -45,12 +43,13 @@ _logger = logging.getLogger("flwr.fedloom")
 
 
 def answer(message: Message, context: Context) -> RecordDict:
-    """Return the site's answer, or its reason for giving none: one line, of which the site's own
-    log tells more.
+    """Return the site's answer, or its reason for refusing.
+
+    The reason is one line; the site's log contains more.
     """
     try:
         words = words_of(message, ARRAYS, PARCEL)
-        # and PyTorch, which the process that hands a message over does without
+        # imports PyTorch, which the process of a single message does not need
         from fedloom.sites.site import Site
 
         site, tensors = Site.of(context.run_config, context.node_config), tensors_of(message)
@@ -79,8 +78,9 @@ def answer(message: Message, context: Context) -> RecordDict:
 
 
 def handed_over(message: Message, context: Context) -> RecordDict | None:
-    """Return the worker's answer to a message; None where there is no worker or it fails, and this
-    process must answer.
+    """Return the worker's answer to a message.
+
+    None if no worker answers: then this process must answer.
     """
     superexec, minutes = _superexec(), context.node_config.get("worker-minutes", IDLE_MINUTES)
     if superexec is None or not isinstance(minutes, (int, float)) or not minutes > 0:
@@ -97,8 +97,9 @@ def handed_over(message: Message, context: Context) -> RecordDict | None:
 
 
 def _superexec() -> int | None:
-    """Return the process that started this one for a single message, None where there is none or
-    Flower installs for each.
+    """Return the id of the process that started this one for a single message.
+
+    None for other processes, or if Flower installs dependencies for each message.
     """
     program, *arguments = sys.argv
     if Path(program).name != "flwr-clientapp" or "--parent-pid" not in arguments:
@@ -109,8 +110,9 @@ def _superexec() -> int | None:
 
 
 def _folder(context: Context, superexec: int) -> Path:
-    """Return the worker's folder: one for each run at a SuperNode, and another after the SuperNode
-    was started again.
+    """Return the worker's folder, one for each run at a SuperNode.
+
+    A restarted SuperNode gets another folder.
     """
     temporary = tempfile.gettempdir()
     name = digest(f"{context.run_id} {context.node_id} {superexec} {temporary}")
@@ -120,15 +122,17 @@ def _folder(context: Context, superexec: int) -> Path:
 
 
 def _connected(folder: Path) -> Connection | None:
-    """Connect to the worker in `folder`; None where there is none. Raises `OSError` for a folder
-    that others can use.
+    """Connect to the worker in `folder`; return None if no worker listens.
+
+    Raises:
+        PermissionError: Other users can access the folder.
     """
     try:
         status = folder.lstat()
     except FileNotFoundError:
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+        raise PermissionError(f"{folder} must be accessible only to this user")
     try:
         return Client(str(folder / "socket"), "AF_UNIX", authkey=(folder / "secret").read_bytes())
     except (OSError, EOFError, AuthenticationError):
@@ -136,8 +140,12 @@ def _connected(folder: Path) -> Connection | None:
 
 
 def _started(folder: Path, superexec: int, seconds: float) -> Connection:
-    """Start a worker and connect to it. Raises `OSError` when it does not come up."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
+    """Start a worker and connect to it.
+
+    Raises:
+        OSError: The worker does not start.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # a killed worker leaves its folder
     worker = start_python(
         ["-u", "-m", __spec__.name, str(folder), str(superexec), str(seconds)], {}
     )
@@ -154,11 +162,16 @@ def _started(folder: Path, superexec: int, seconds: float) -> Connection:
 
 
 def work(folder: Path, superexec: int, seconds: float) -> None:
-    """Answer the messages that come to the socket in `folder`, which is made here.
+    """Create a socket in `folder`, and answer the messages that arrive there.
 
-    The worker ends with its SuperExec, and, unless it is at work, when its folder is gone or no
-    message comes for too long. A message that comes at that very moment is answered by the process
-    that brought it.
+    The worker ends with its SuperExec. It also ends, unless it is busy, if its folder was removed
+    or no message has arrived for too long. If a message arrives at that moment, the process that
+    brought it answers it.
+
+    Args:
+        folder: Folder of the socket and the secret; it must not exist.
+        superexec: Id of Flower's process that starts a process for each message.
+        seconds: Longest time without a message.
     """
     secret, working, since = secrets.token_bytes(32), False, time.monotonic()
 
@@ -166,7 +179,7 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
         mine = False
         with suppress(OSError):
             mine = (folder / "secret").read_bytes() == secret
-            os.kill(superexec, 0)  # raises when it is gone
+            os.kill(superexec, 0)  # raises if the process has ended
             if working or (mine and time.monotonic() < since + seconds):
                 return True
         if mine:
@@ -176,8 +189,8 @@ def work(folder: Path, superexec: int, seconds: float) -> None:
     folder.mkdir(mode=0o700)
     with Listener(str(folder / "socket"), "AF_UNIX", backlog=8, authkey=secret) as listener:
         (folder / "socket").chmod(0o600)
-        write_bytes(folder / "secret", secret, mode=0o600)  # whoever sees it can connect
-        # also from the middle of a message: files are written whole or not at all
+        write_bytes(folder / "secret", secret, mode=0o600)  # it allows to connect
+        # may end in the middle of a message, since files are written whole or not at all
         exit_unless(needed)
         while True:
             try:

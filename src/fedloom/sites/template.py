@@ -1,5 +1,6 @@
-"""Runnable Flower app for a configuration: `fedloom flower init`. Its files are those in `app/`,
-with the blanks filled in.
+"""Runnable Flower app for a configuration: `fedloom flower init`.
+
+Its files are the templates in `app/` with their blanks filled in.
 """
 
 import json
@@ -26,50 +27,55 @@ from fedloom.runs.configuration import Configuration
 from fedloom.sites.site_data import table_roles
 from fedloom.task import make_dataset
 
-_LONGEST = 32  # of an app's name, to Flower
+_LONGEST = 32  # characters of an app's name in Flower
 
 _TEMPLATE = files("fedloom.sites") / "app"
 
 EXAMPLE = (_TEMPLATE / "example.toml").read_text(encoding="utf-8")
-"""The configuration of an app that is made without one: three sites share scikit-learn's
-handwritten digits.
-"""
+"""Configuration of an app without one: three sites share scikit-learn's handwritten digits."""
 
-# where each file goes
+# paths of the files in the app
 _PATHS = {"project.toml": "pyproject.toml", "readme.md": "README.md", "gitignore": ".gitignore"}
 
 _DATA = "federation/data.py"
 
 _PEERS = """
-`identity` and `peers` say who the site is and who the others are, with whom it exchanges layers; the list must not come to it
-through the server, and is a new one when sites are added."""
+`identity` is the key of the site, and `peers` lists the public keys of all sites, with which it exchanges layers. Do not send
+this list through the server. Replace it when sites are added."""
 
-# Keys of a configuration that say something of comparisons or of one machine, not of the run over
-# sites.
+# Keys of a configuration that apply only to comparisons or to one machine, not to sites.
 _ELSEWHERE = ("algorithms", "seeds", "settings", "workers", "engine", "directory")
 
 
 def write_app(
     folder: Path, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> Configuration:
-    """Write the app that trains the configuration in `file` (or else `EXAMPLE`), changed by
-    `overrides`, into `folder`.
+    """Write an app into a folder.
 
-    Raises `InvalidValue` for a folder whose name Flower does not take, a configuration that is not
-    one or names no method, and for files that are there already; nothing is written then.
+    Nothing is written if an error is raised.
+
+    Args:
+        folder: The folder; its name is the name of the app.
+        file: Configuration of the federation; None takes `EXAMPLE`.
+        overrides: Changes of the configuration, `key=value`.
+
+    Returns:
+        The configuration of the app.
+
+    Raises:
+        InvalidValue: Flower does not accept the folder's name, the configuration is not valid or
+            has no method, or a file exists already.
     """
     name = folder.resolve().name
     if not re.fullmatch(rf"[A-Za-z][A-Za-z0-9-]{{0,{_LONGEST - 1}}}", name):
-        rule = (
-            f"letters, figures and hyphens that begins with a letter, at most {_LONGEST} characters"
-        )
-        raise InvalidValue(f"folder {name!r} must have a name of {rule}: Flower calls the app so")
+        rule = f"letters, digits and hyphens, begin with a letter and have at most {_LONGEST} characters"
+        raise InvalidValue(f"folder {name!r}, the name of the app, must consist of {rule}")
     text = _configuration_text(file, overrides)
     plan = configuration({"name": name, **tomllib.loads(text)})
     contents = _contents(name, plan, text)
     if taken := [path for path in contents if (folder / path).exists()]:
         raise InvalidValue(
-            f"{folder / taken[0]} is there already: choose another folder, or remove it first"
+            f"{folder / taken[0]} already exists: choose another folder, or remove it first"
         )
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +84,7 @@ def write_app(
 
 
 def _configuration_text(file: Path | None, overrides: Sequence[str]) -> str:
-    """Return a TOML text that names one method: the file's own where that is enough."""
+    """Return a TOML text with one method; the file's text if that is enough."""
     table = tomllib.loads(EXAMPLE) if file is None else read_table(file)
     for override in overrides:
         put(table, override)
@@ -118,7 +124,7 @@ def _contents(name: str, plan: Configuration, text: str) -> dict[str, str]:
 def _data_blanks(plan: Configuration) -> tuple[str, dict[str, str]]:
     """Return the template of a site's data that fits a configuration, and its blanks."""
     roles, dataset = table_roles(plan), None
-    with suppress(DataError, InvalidValue):  # where the data are elsewhere
+    with suppress(DataError, InvalidValue):  # the data may be only at the sites
         dataset = make_dataset(plan.data.name)
     columns, target = (roles.inputs, roles.target) if roles and dataset is None else (None, "")
     if dataset is not None:
@@ -157,7 +163,7 @@ def _texts(names: Sequence[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a value in TOML; as it stands, where nothing in it would end it."""
+    """Return a text as a TOML value: in literal quotes unless it contains their end."""
     if "'''" not in text and all(letter.isprintable() or letter in "\n\t" for letter in text):
         return f"'''\n{text}\n'''"
     return tomli_w.dumps({"text": text}).removeprefix("text = ").strip()
